@@ -1,0 +1,37 @@
+"""The one container that travels from the collator to the loss, and the letters of every shape comment.
+
+B batch, T positions, N kept tokens (flattened), H hidden, C causal dimension (word part plus number
+dimensions), V vocabulary (V_full), v rows of the vocabulary on this rank. U, S and Y are random variables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. Labels are already shifted: labels[:, t] is the token after position t."""
+
+    input_ids: torch.Tensor  # [B,T] int64
+    numeric_values: torch.Tensor  # [B,T] float64; the value at <NUM>, 0 at text
+    attention_mask: torch.Tensor  # [B,T] bool; True at real tokens
+    position_ids: torch.Tensor  # [B,T] int64; restarts at 0 where a packed document begins
+    labels: torch.Tensor  # [B,T] int64; IGNORE_INDEX where nothing is to be predicted
+    numeric_labels: torch.Tensor  # [B,T] float64; the value of the label, raw unit, 0 where it is text
+    numeric_mask: torch.Tensor  # [B,T] bool; True where the label is <NUM> and its value is to be learnt
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on another device (asynchronously from pinned memory)."""
+        return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+
+    @property
+    def label_mask(self) -> torch.Tensor:
+        """[B,T] bool: positions whose next word is learnt (labels and attention mask together)."""
+        return (self.labels != IGNORE_INDEX) & self.attention_mask

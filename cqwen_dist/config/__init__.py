@@ -1,0 +1,39 @@
+"""What a run is: one YAML file, checked before anything is started (floor 0: no torch, reads only)."""
+
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.reading import changed_keys, json_schema, load_config
+from cqwen_dist.config.schema import (
+    GROUPS,
+    HEADS,
+    Config,
+    DataConfig,
+    LoraConfig,
+    LossConfig,
+    ModelConfig,
+    NumberPolicy,
+    ParallelConfig,
+    PretrainConfig,
+    RunConfig,
+    Stage,
+    TrainConfig,
+)
+
+__all__ = [
+    "GROUPS",
+    "HEADS",
+    "Config",
+    "DataConfig",
+    "LoraConfig",
+    "LossConfig",
+    "ModelConfig",
+    "NumberPolicy",
+    "ParallelConfig",
+    "PretrainConfig",
+    "RunConfig",
+    "Stage",
+    "TrainConfig",
+    "UserError",
+    "changed_keys",
+    "json_schema",
+    "load_config",
+]

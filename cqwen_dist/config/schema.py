@@ -1,0 +1,268 @@
+"""The schema of a run: a field is a type, a default and one sentence."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora"]
+GROUPS: tuple[str, ...] = get_args(Group)
+# `heads` in a stage's `train` stands for these five.
+HEADS: tuple[str, ...] = ("abduction", "classifier", "noise", "regression", "thresholds")
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LoraConfig(Section):
+    """PEFT's adapters on the backbone; injected from the start, awake in the stages that train `lora`."""
+
+    r: Positive = Field(8, description="Rank of the adapters.")
+    alpha: Positive = Field(16, description="Scaling numerator: adapters are scaled by alpha / r.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout before the adapters.")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        description="Module names that get an adapter, or all-linear.",
+    )
+
+
+class PretrainConfig(Section):
+    """A short cross-entropy pretraining of a base model that was built from `architecture`; no stage."""
+
+    steps: Positive = Field(400, description="Optimizer steps of next-token cross-entropy.")
+    lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="Peak learning rate (cosine to zero).")
+    batch_size: Positive = Field(32, description="Sequences per step.")
+
+
+class ModelConfig(Section):
+    """The base model and how it is turned causal."""
+
+    name_or_path: str | None = Field(
+        None, description="A Qwen2/2.5/3 folder or hub name; omit when `architecture` describes a model to build."
+    )
+    architecture: dict[str, Any] | None = Field(
+        None,
+        description="A transformers config (model_type qwen2 or qwen3, hidden_size, ...): built with random weights.",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="Tokenizer folder or hub name; default: beside the model; `train`: a small one built from the data.",
+    )
+    pretrain: PretrainConfig | None = Field(None, description="Pretrain a built base model first; null: do not.")
+    num_token_id: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Row used for <NUM>; default: len(tokenizer), the first reserved row."
+    )
+    causal_size: Positive | None = Field(
+        None, description="C, the size of U's word part; default: the hidden size H (seed S0)."
+    )
+    number_dims: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
+    )
+    scale_activation: Literal["softplus", "exp"] = Field(
+        "softplus", description="What keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."
+    )
+    w_num_scale: NonNegative = Field(1.0, description="Factor on the start of w_num; 0 keeps the base exact.")
+    b_noise_init: NonNegative | None = Field(
+        None, description="Start of |b_noise|; default: half of the calibrated scale, or 0.1 in the seed presets."
+    )
+    num_row_init: Literal["inherit", "mean", "small"] = Field(
+        "inherit", description="Start of <NUM>'s row: the reserved row, the mean row, or a small random one."
+    )
+    num_bias_init: float = Field(0.0, description="Start of <NUM>'s class bias.")
+    gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
+    trust_remote_code: bool = Field(False, description="Let transformers run code from the model's folder.")
+    lora: LoraConfig = Field(LoraConfig(), description="Adapters of the stages that train `lora`.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.name_or_path is None) == (self.architecture is None):
+            raise ValueError("exactly one of name_or_path and architecture")
+        if self.pretrain is not None and self.architecture is None:
+            raise ValueError("pretrain only beside architecture (a model loaded by name is already pretrained)")
+        return self
+
+
+class NumberPolicy(Section):
+    """Which numerals become `<NUM>`; the full policy is written out in `cqwen_dist.data.numbers`."""
+
+    signs: bool = Field(True, description="Take a leading minus or plus into the value where it is a sign.")
+    thousands: bool = Field(True, description="Read 1,234,567 as one number.")
+    scientific: bool = Field(True, description="Read 1.5e-3 as one number.")
+    leading_zeros: bool = Field(False, description="Take numerals such as 007 (else they are identifiers: text).")
+    dates: bool = Field(False, description="Take the parts of dates and times (else 2024-01-31, 12:30 stay text).")
+    identifiers: bool = Field(
+        False, description="Take numerals inside v1.2.3, A4, IPs, phone numbers (else they stay text)."
+    )
+
+
+class DataConfig(Section):
+    """Where the text comes from."""
+
+    train: str | list[str] = Field(description="JSONL file(s), or bundled:NAME (see `cqwen_dist.data.sources`).")
+    eval: str | list[str] | None = Field(None, description="Held-out data; default: eval_fraction of train.")
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of train that is held out when `eval` is not given."
+    )
+    text_field: str = Field("text", description="The JSON field that holds the text.")
+    text_template: str | None = Field(
+        None, description="A format over the JSON fields, such as '{question}\\n{answer}', instead of text_field."
+    )
+    sequence_length: Positive = Field(512, description="Longest sequence, in tokens; longer texts are cut into pieces.")
+    pack: bool = Field(False, description="Concatenate texts to full sequences, attention kept inside each text.")
+    calculator_marks: Literal["strip", "keep"] = Field(
+        "strip", description="GSM8K's <<48/2=24>> marks: removed, or kept as text."
+    )
+    numeric_targets: Literal["all", "last"] = Field(
+        "all", description="Which numbers the regression learns: all, or only the last of each text."
+    )
+    on_bad_line: Literal["error", "skip"] = Field(
+        "error", description="A broken line, an empty text, a missing field: stop, or count and skip."
+    )
+    on_nonfinite: Literal["error", "skip"] = Field(
+        "error", description="A number that overflows to infinity: stop, or leave it as text and count it."
+    )
+    limit: Positive | None = Field(None, description="Use only the first so many texts of train.")
+    numbers: NumberPolicy = Field(NumberPolicy(), description="Which numerals become <NUM>.")
+
+
+class LossConfig(Section):
+    """L = L_cls + reg_weight * L_reg (seed S0 5.3); each divided by its own global count."""
+
+    alpha: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Gate floor: m (alpha + (1-alpha) P_NUM).")
+    gate: Literal["alpha", "soft", "hard"] = Field("alpha", description="Gate formula (seeds S0 5.2, S4 4.7.3, 4.2.4).")
+    gate_grad: Literal["stop", "full"] = Field("stop", description="Whether the gate passes gradients to P_NUM.")
+    reg_weight: NonNegative = Field(1.0, description="lambda, the weight of the regression loss.")
+    class_weights: dict[int, float] | None = Field(None, description="Weights by word id; words not named weigh 1.")
+    target_transform: Literal["standardise", "none", "signed_log"] | None = Field(
+        None, description="Unit of the regression; default: standardise when calibrated, none in the seed presets."
+    )
+    cls_denominator: Literal["valid", "attention"] = Field("valid", description="What L_cls is divided by.")
+    vocab_reduction: Literal["sum", "mean"] = Field("sum", description="Reduction of the word terms.")
+    negatives: Literal["full", "used"] = Field("full", description="All V_full rows, or only the used ones and <NUM>.")
+    impl: Literal["auto", "reference", "chunked", "triton"] = Field("auto", description="OvR implementation.")
+
+
+class Stage(Section):
+    """One stage: what trains, for how long, how fast."""
+
+    name: str = Field(description="Shown in metrics and on the console.")
+    train: list[Group | Literal["heads"]] = Field(
+        description=f"Groups that train: {', '.join(GROUPS)}; heads stands for {', '.join(HEADS)}."
+    )
+    steps: Positive | None = Field(None, description="Optimizer steps; or give epochs.")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the data; or give steps.")
+    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate of every group not named below.")
+    lr_groups: dict[Group | Literal["scales"], Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Peak learning rates by group; scales ({b_scale, b_noise, C}) defaults to 1e-2."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Decay after the warm-up.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps of linear warm-up.")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="Where the decay ends, as a share of lr."
+    )
+    reg_weight: NonNegative | None = Field(None, description="lambda in this stage; default: loss.reg_weight.")
+
+    @model_validator(mode="after")
+    def _length(self) -> Stage:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("exactly one of steps and epochs")
+        if not self.train:
+            raise ValueError("at least one group in train")
+        return self
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """The awake groups, `heads` spelled out."""
+        return frozenset(g for name in self.train for g in (HEADS if name == "heads" else (name,)))
+
+
+class ParallelConfig(Section):
+    """How the run is spread over ranks."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage of everything but the heads.")
+    vocab_group_size: Positive = Field(
+        1, description="Ranks that share the vocabulary's rows; 1: every rank holds all."
+    )
+    offload: Literal["none", "optimizer"] = Field("none", description="Keep the engine's optimizer in host memory.")
+
+
+class TrainConfig(Section):
+    """The optimizer step."""
+
+    global_batch_size: Positive = Field(32, description="Sequences per optimizer step, over all ranks.")
+    micro_batch_size: Positive = Field(8, description="Sequences per rank and forward; accumulation follows.")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="Backbone and GEMMs; the heads' weights stay fp32.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Clip of the joint gradient norm (S4 1.5.3).")
+    weight_decay: NonNegative = Field(
+        0.0, description="AdamW decay of matrices; biases, C and b_noise are never decayed."
+    )
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
+    seed: int = Field(0, description="Seed of the initialisation and of the order of samples.")
+    checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")
+    eval_every: Positive = Field(200, description="Optimizer steps between evaluations (also at stage ends).")
+    keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
+    thresholds: Literal["per-word", "scalar", "fixed"] = Field("per-word", description="What of C is learnable.")
+    train_class_bias: bool = Field(False, description="Train b_cls too (it moves loc_S; C does not).")
+
+
+class RunConfig(Section):
+    """Where the run lives."""
+
+    dir: str = Field("runs/default", description="The run's folder; the same command on it goes on.")
+    name: str | None = Field(None, description="Shown in W&B; default: the folder's name.")
+    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
+    wandb_project: str = Field("cqwen", description="W&B project.")
+
+
+DEFAULT_STAGES = [
+    Stage(name="heads", train=["heads", "embedding"], steps=1000),
+    Stage(name="lora", train=["heads", "embedding", "lora"], steps=1000, lr=2e-4),
+]
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig
+    start: Literal["calibrated", "seed", "seed-100"] = Field(
+        "calibrated", description="Start of the heads: from data, or the seeds' constants with C = 0 or 100."
+    )
+    loss: LossConfig = LossConfig()
+    stages: Annotated[list[Stage], Field(min_length=1)] = DEFAULT_STAGES
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.train.global_batch_size % self.train.micro_batch_size:
+            raise ValueError(
+                f"train.global_batch_size a multiple of train.micro_batch_size ({self.train.micro_batch_size})"
+            )
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ValueError("stages with different names")
+        return self
+
+    @property
+    def number_dims(self) -> int:
+        """m, the number dimensions added to U (0 in the seed presets unless asked for)."""
+        if self.model.number_dims is not None:
+            return self.model.number_dims
+        return 8 if self.start == "calibrated" else 0
+
+    @property
+    def target_transform(self) -> str:
+        """The regression's unit, resolved (raw in the seed presets unless asked for)."""
+        return self.loss.target_transform or ("standardise" if self.start == "calibrated" else "none")
+
+    def to_yaml(self) -> str:
+        """The config as resolved; loading it again gives an equal config."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
