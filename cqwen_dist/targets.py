@@ -1,0 +1,91 @@
+"""The unit of the regression: how raw numbers become targets of the loss, and predictions numbers again.
+
+The loss sees targets; every metric and every generated number is in the raw unit (DECISIONS row 35:
+"values are stored in float64 and enter the loss in fp32; metrics always in raw units").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+NAMES = ("standardise", "none", "signed_log")
+# Targets are clamped here: far beyond any use, and r = target / scale still squares its logarithm in fp32.
+TARGET_LIMIT = 1e30
+# expm1 of more than this is infinite in float64.
+_LOG_LIMIT = 709.0
+
+
+@dataclass(frozen=True)
+class TargetTransform:
+    """A monotone map between raw numbers and the regression's targets.
+
+    - ``standardise``: t = (v - median) / scale, with the data's median and IQR/2 (seed S1 2): affine, so a
+      Cauchy stays a Cauchy.
+    - ``none``: t = v (the seeds).
+    - ``signed_log``: t = sign(v) ln(1 + |v|), as at the input (seed S0 1.3); median and scale are not used.
+
+    Raises ValueError for an unknown name, a median that is not finite, or a scale that is not finite and > 0.
+    """
+
+    name: str = "none"
+    median: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise ValueError(f"target transform {self.name!r}: one of {', '.join(NAMES)}")
+        if not math.isfinite(self.median) or not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"median {self.median} and scale {self.scale}: finite, and scale > 0")
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Raw numbers to targets, computed in float64.
+
+        Args: values [...] of any float dtype (float64 keeps integers above 2^24).
+        Returns: [...] fp32, finite for finite input (clamped to +-TARGET_LIMIT).
+        """
+        raw = values.double()
+        if self.name == "standardise":
+            raw = (raw - self.median) / self.scale
+        elif self.name == "signed_log":
+            raw = raw.sign() * raw.abs().log1p()
+        return raw.clamp(-TARGET_LIMIT, TARGET_LIMIT).float()
+
+    def inverse(self, targets: torch.Tensor) -> torch.Tensor:
+        """Targets (predicted locations, or quantiles: the map is monotone) to raw numbers.
+
+        Args: targets [...] of any float dtype. Returns: [...] float64, finite for finite input.
+        """
+        target = targets.double()
+        if self.name == "standardise":
+            return target * self.scale + self.median
+        if self.name == "signed_log":
+            return target.sign() * target.abs().clamp(max=_LOG_LIMIT).expm1()
+        return target
+
+    @property
+    def linear(self) -> bool:
+        """Whether a scale has a meaning in the raw unit (`inverse_scale` works)."""
+        return self.name != "signed_log"
+
+    def inverse_scale(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales of targets to scales in the raw unit.
+
+        Args: scales [...] of any float dtype. Returns: [...] float64.
+        Raises: ValueError for signed_log: its raw distribution is no Cauchy; map quantiles by `inverse` instead.
+        """
+        if not self.linear:
+            raise ValueError("signed_log is not linear: a scale has no raw unit; map quantiles by inverse()")
+        return scales.double() * (self.scale if self.name == "standardise" else 1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `from_dict` gives an equal transform."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TargetTransform:
+        """The transform that `to_dict` wrote."""
+        return cls(**data)
