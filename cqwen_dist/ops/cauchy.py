@@ -1,0 +1,122 @@
+"""The Cauchy law in stable closed form.
+
+With ``gap = c - loc`` every probability is an angle: P(X > c) = atan2(scale, gap)/pi and P(X < c) =
+atan2(scale, -gap)/pi. Nothing is divided, so both stay right as scale -> 0, and the logarithm of the one that is
+near 1 is taken through the other by log1p. The seed's form (S0 5.1), 1/2 + atan((loc - c)/scale)/pi, is the same
+number and loses it in fp32 once |c - loc| is some 1e5 scales.
+
+At scale = 0 the law is a point mass and P(X > c) is 0, 1/2 or 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS_UNIFORM = 1e-7  # uniforms are kept this far from 0 and 1: torch.rand does return 0 exactly
+
+
+def prob_above(scale: Tensor, gap: Tensor) -> Tensor:
+    """P(X > c) for X ~ Cauchy(c - gap, scale): atan2(scale, gap)/pi, and 1/2 where both are 0.
+
+    scale (>= 0) and gap: any floating dtype, broadcast together. Relative precision is kept down to P ~ 1e-38.
+    """
+    both_zero = (scale == 0) & (gap == 0)
+    return torch.where(both_zero, 0.5, torch.atan2(scale, torch.where(both_zero, 1.0, gap)) / math.pi)
+
+
+def log_prob_above(scale: Tensor, gap: Tensor) -> Tensor:
+    """log P(X > c) for X ~ Cauchy(c - gap, scale), without cancellation on either side.
+
+    gap > 0 (P < 1/2): log(atan2(scale, gap)/pi); else log1p(-atan2(scale, -gap)/pi). scale (>= 0) and gap
+    broadcast together. Gradients are finite wherever the value is; -inf where P is exactly 0.
+    """
+    rare = gap > 0
+    tail = prob_above(scale, torch.where(rare, gap, -gap))  # the smaller of P and 1-P, in [0, 1/2]
+    # Each branch sees a harmless 1/2 where it is not taken, so that its gradient there is 0 and not 0 * inf.
+    log_small = torch.log(torch.where(rare, tail, 0.5))
+    log_large = torch.log1p(-torch.where(rare, 0.5, tail))
+    return torch.where(rare, log_small, log_large)
+
+
+class Cauchy(NamedTuple):
+    """Independent Cauchy variables: ``loc`` and ``scale`` (>= 0), tensors of one shape [..., C] and one dtype."""
+
+    loc: Tensor
+    scale: Tensor
+
+    def affine(self, weight: Tensor, bias: Tensor | None = None) -> Cauchy:
+        """The law of W X + b: loc W loc + b, scale |W| scale, bias not in the scale (S0 4, S3 2.4).
+
+        weight [K, C] gives [..., K]; weight [C] gives [...]. bias [K] or scalar.
+        Exact for each output by itself; the K outputs are dependent.
+        """
+        if weight.ndim == 1:
+            loc, scale = self.loc @ weight, self.scale @ weight.abs()
+        else:
+            loc, scale = F.linear(self.loc, weight), F.linear(self.scale, weight.abs())
+        return Cauchy(loc if bias is None else loc + bias, scale)
+
+    def log_sf(self, c: Tensor | float) -> Tensor:
+        """log P(X > c); c broadcasts. See ``log_prob_above``."""
+        return log_prob_above(self.scale, c - self.loc)
+
+    def log_cdf(self, c: Tensor | float) -> Tensor:
+        """log P(X < c); c broadcasts."""
+        return log_prob_above(self.scale, self.loc - c)
+
+    def sf(self, c: Tensor | float) -> Tensor:
+        """P(X > c) (S0 5.1 formula 3); c broadcasts."""
+        return prob_above(self.scale, c - self.loc)
+
+    def cdf(self, c: Tensor | float) -> Tensor:
+        """P(X < c); c broadcasts."""
+        return prob_above(self.scale, self.loc - c)
+
+    def pdf(self, x: Tensor | float) -> Tensor:
+        """Density at x: scale / (pi (scale^2 + (x - loc)^2)), without squaring (no overflow); x broadcasts."""
+        radius = torch.hypot(self.scale, x - self.loc)
+        return self.scale / radius / radius / math.pi
+
+    def nll(self, x: Tensor | float) -> Tensor:
+        """-log density at x: log(pi scale) + log(1 + ((x - loc)/scale)^2) (S0 5.2), in nats; x broadcasts.
+
+        Computed as log(pi) - log(scale) + 2 log hypot(scale, x - loc): no square, no quotient, so values as far
+        out as fp32 reaches stay finite, with their gradients.
+        """
+        return math.log(math.pi) - self.scale.log() + 2.0 * torch.hypot(self.scale, x - self.loc).log()
+
+    def quantile(self, p: Tensor | float) -> Tensor:
+        """The x with P(X < x) = p: loc + scale tan(pi (p - 1/2)); p in [0, 1] broadcasts, the ends give -+inf.
+
+        Within 1/4 of an end the cotangent of the distance to it is used, which keeps its relative precision.
+        """
+        p = torch.as_tensor(p, dtype=self.loc.dtype, device=self.loc.device)
+        low = p < 0.5
+        end = torch.where(low, p, 1.0 - p)  # distance to the nearer end
+        outer = end < 0.25
+        cot = 1.0 / torch.tan(math.pi * torch.where(outer, end, 0.25))
+        inner = torch.tan(math.pi * (torch.where(outer, 0.5, p) - 0.5))
+        return self.loc + self.scale * torch.where(outer, torch.where(low, -cot, cot), inner)
+
+    def sample(self, eps: Tensor) -> Tensor:
+        """Reparameterised draw from uniforms ``eps`` in [0, 1): the quantile at eps, kept 1e-7 from both ends.
+
+        eps: shape of loc (or broadcastable). Differentiable in loc and scale (S4 1.5.3).
+        """
+        return self.quantile(eps.clamp(EPS_UNIFORM, 1.0 - EPS_UNIFORM))
+
+    def kl(self, other: Cauchy) -> Tensor:
+        """KL divergence to ``other``, in nats, elementwise; symmetric.
+
+        log(((g1+g2)^2 + (m1-m2)^2)/(4 g1 g2)), written as log1p(((g1-g2)^2 + (m1-m2)^2)/(4 g1 g2)) so that
+        close laws keep their relative precision. Both scales > 0.
+        """
+        spread = self.scale - other.scale
+        shift = self.loc - other.loc
+        inv1, inv2 = 0.25 / self.scale, 1.0 / other.scale
+        return torch.log1p((spread * inv1) * (spread * inv2) + (shift * inv1) * (shift * inv2))

@@ -1,0 +1,108 @@
+"""The one door to the one-vs-rest loss and its inference heads, for a slice [vocab_start, vocab_start + v) of words.
+
+Score of word k at token i: S_ik ~ Cauchy(loc_u_i . W_k + b_k, scale_u_i . |W_k|) (S0 4), and
+P_ik = P(S_ik > C_k) (S0 5.1). The loss of a token is the sum over words of the binary cross entropy of P_ik
+(S3 2.5.1). A sum has no normaliser: slices of the vocabulary add up exactly, whichever rank holds them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.ovr_chunked import ovr_chunked
+from cqwen_dist.ops.ovr_heads import check_head, ovr_prob_at, ovr_prob_sum, ovr_topk, rows_in_use
+from cqwen_dist.ops.ovr_reference import ovr_reference
+
+__all__ = ["OvrOutput", "linear_ovr", "ovr_prob_at", "ovr_prob_sum", "ovr_topk"]
+
+IMPLEMENTATIONS = {"reference": ovr_reference, "chunked": ovr_chunked}
+
+
+class OvrOutput(NamedTuple):
+    """loss: scalar fp32, differentiable. per_token [N] and prob_sum [N] (or None): fp32, detached."""
+
+    loss: Tensor
+    per_token: Tensor
+    prob_sum: Tensor | None
+
+
+def linear_ovr(
+    loc_u: Tensor,
+    scale_u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor | float,
+    labels: Tensor,
+    *,
+    token_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
+    vocab_start: int = 0,
+    ignore_index: int = -100,
+    impl: str = "auto",
+    want_prob_sum: bool = False,
+    vocab_reduction: Literal["sum", "mean"] = "sum",
+    vocab_size: int | None = None,
+    used_rows: int | None = None,
+) -> OvrOutput:
+    """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
+
+    loc_u, scale_u: [N, C], location and scale of U' (scale_u >= 0 already holds |b_noise|); weight: [v, C]; all
+        three of one dtype, fp32, bf16 or fp64: the GEMMs' dtype. Elementwise maths and sums are fp32 (fp64).
+    bias: [v] or None. threshold: C_k, scalar or [v], or a float.
+    labels: [N] int64 in the *whole* vocabulary; a label outside the slice leaves only negatives here.
+        label == ignore_index takes no part: loss, per_token and gradients 0.
+    token_weights: [N], the factor of each token, a constant (no gradient): masks and global denominators go here.
+    class_weights: [v], w_k of both terms of word k, a constant.
+    vocab_reduction: "mean" divides by the number of words, ``vocab_size`` (default v; required for a slice, whose
+        own v is not the whole) or ``used_rows`` if less.
+    used_rows: words >= used_rows of the whole vocabulary (the reserved rows) are left out of the sum.
+    impl: "auto", "chunked", "reference" (materialises [N, v]).
+    want_prob_sum: also return sum_k P_ik over the slice (used rows).
+
+    Gradients go to loc_u, scale_u, weight, bias, threshold where required, in each one's dtype.
+    Raises ValueError for shapes that do not fit, labels out of range (looked at on CPU only: on a GPU it would
+    stop the stream, and the collator answers for it) and unknown names, TypeError for dtypes.
+    """
+    threshold = check_head(loc_u, scale_u, weight, bias, threshold)
+    n, v = loc_u.shape[0], weight.shape[0]
+    if labels.shape != (n,) or labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64 of shape ({n},), found {labels.dtype} {tuple(labels.shape)}")
+    for name, tensor, size in (("token_weights", token_weights, n), ("class_weights", class_weights, v)):
+        if tensor is not None and tensor.shape != (size,):
+            raise ValueError(f"{name} must have shape ({size},), found {tuple(tensor.shape)}")
+    rows = rows_in_use(v, vocab_start, used_rows)
+    valid = labels != ignore_index
+    if labels.device.type == "cpu" and n:
+        _check_labels(labels[valid], vocab_size, used_rows)
+
+    factor = 1.0
+    if vocab_reduction == "mean":
+        whole = v if vocab_size is None else vocab_size
+        factor = 1.0 / (whole if used_rows is None else min(whole, used_rows))
+    elif vocab_reduction != "sum":
+        raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {vocab_reduction!r}")
+    real = torch.promote_types(weight.dtype, torch.float32)
+    weights = torch.ones(n, dtype=real, device=loc_u.device) if token_weights is None else token_weights.to(real)
+    weights = torch.where(valid, weights.detach() * factor, 0.0)
+    inside = valid & (labels >= vocab_start) & (labels < vocab_start + rows)
+    target = torch.where(inside, labels - vocab_start, -1)
+
+    name = "chunked" if impl == "auto" else impl
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be 'auto' or one of {sorted(IMPLEMENTATIONS)}, found {impl!r}")
+    class_weights = None if class_weights is None else class_weights.detach()
+    loss, per_token, prob_sum = IMPLEMENTATIONS[name](
+        loc_u, scale_u, weight, bias, threshold, target, weights, class_weights, rows, want_prob_sum
+    )
+    return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
+
+
+def _check_labels(labels: Tensor, vocab_size: int | None, used_rows: int | None) -> None:
+    """Raises ValueError for a label outside [0, limit); CPU only (``linear_ovr``)."""
+    limit = min((x for x in (vocab_size, used_rows) if x is not None), default=None)
+    if labels.numel() and (int(labels.min()) < 0 or (limit is not None and int(labels.max()) >= limit)):
+        low, high = int(labels.min()), int(labels.max())
+        raise ValueError(f"labels must be in [0, {limit or 'vocabulary'}) or ignore_index, found {low}..{high}")
