@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 
+class Said(str):
+    """A `found` that is already words, not a value to be quoted."""
+
+
 class UserError(Exception):
-    """The user's input is wrong: one line that names the key, what was found and what is allowed (exit 2)."""
+    """The user's input is wrong: one line that names the key, what was found and what is allowed (exit 2).
+
+    `found` is shown as Python would write it, except text that begins with "no " ("no such file") or is `Said`.
+    """
 
     def __init__(self, key: str, found: object, allowed: str, where: str = "") -> None:
         place = f"{where}: " if where else ""
-        super().__init__(f"{place}{key}: found {_short(found)}, allowed: {allowed}")
+        super().__init__(_one_line(f"{place}{key}: found {_short(found)}, allowed: {allowed}"))
         self.key, self.found, self.allowed, self.where = key, found, allowed, where
 
 
+def _one_line(text: str) -> str:
+    """One printable line: no line breaks, no control characters, nothing that UTF-8 cannot carry."""
+    text = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def _short(value: object, limit: int = 120) -> str:
-    text = value if isinstance(value, str) and value.startswith("no ") else repr(value)
-    text = " ".join(str(text).split())
+    if isinstance(value, Said) or (isinstance(value, str) and value.startswith("no ")):
+        text = str(value)
+    else:
+        try:
+            text = repr(value)
+        except (RecursionError, ValueError):  # nested too deep, or an int of more digits than Python prints
+            text = f"a {type(value).__name__} too large to show"
+    text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."

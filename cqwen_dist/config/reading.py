@@ -1,204 +1,137 @@
 """From a YAML file and dotted overrides to a checked `Config`, or to one `UserError` line.
 
 Reading imports no torch, touches no network and changes nothing in the world.
+
+Editors complete the keys: `cqwen config schema > cqwen.schema.json`, and as the first line of the config
+`# yaml-language-server: $schema=cqwen.schema.json` (the path is relative to the config).
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
-import yaml
 from pydantic import ValidationError
 
-from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.schema import (
-    DEFAULT_STAGES,
-    Config,
-    DataConfig,
-    LoraConfig,
-    LossConfig,
-    ModelConfig,
-    NumberPolicy,
-    ParallelConfig,
-    PretrainConfig,
-    RunConfig,
-    Section,
-    Stage,
-    TrainConfig,
-)
+from cqwen_dist.config import yaml_text
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.messages import annotation_at, explain, members_of, section_of
+from cqwen_dist.config.schema import Config, Section
 
 # What may differ between the command that began a run and the one that goes on with it.
 RESUMABLE = ("run.", "train.micro_batch_size", "train.checkpoint_every", "train.eval_every", "train.keep_checkpoints")
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key that stands twice stops the run."""
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML config, apply dotted overrides, validate. Raises `UserError`; reads only."""
+    try:
+        tree, lines = yaml_text.parse(_read(Path(path)))
+    except UserError as error:
+        where = f"{path}, {error.where}" if error.where else str(path)
+        raise UserError(error.key, error.found, error.allowed, where) from None
+    if not isinstance(tree, dict):
+        found = "no content" if tree is None else tree
+        raise UserError("config", found, f"a mapping with {', '.join(Config.model_fields)}", str(path))
+    overridden = {_override(tree, text): text for text in overrides}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        key, found, allowed = explain(error, tree)
+        where = str(path)
+        for end in range(len(key), 0, -1):
+            if key[:end] in overridden:
+                where = _where(overridden[key[:end]])
+                break
+            if key[:end] in lines:
+                where = f"{path}, line {lines[key[:end]]}"
+                break
+        raise UserError(".".join(key), found, allowed, where) from None
+    except RecursionError:
+        raise UserError("config", Said("values nested too deep"), "a few levels", str(path)) from None
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen: dict[Any, int] = {}
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        line = key_node.start_mark.line + 1
-        try:
-            first = seen.setdefault(key, line)
-        except TypeError:
-            raise UserError("key", key, "a plain name", f"line {line}") from None
-        if first != line:
-            raise UserError(str(key), f"no single value: lines {first} and {line}", "each key once", f"line {line}")
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def _lines(node: yaml.Node | None, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
-    """Line number of every key of a composed YAML document, by path."""
-    found: dict[tuple[str, ...], int] = {}
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*path, str(key.value))
-            found[here] = key.start_mark.line + 1
-            found.update(_lines(value, here))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            here = (*path, str(index))
-            found[here] = item.start_mark.line + 1
-            found.update(_lines(item, here))
-    return found
+def _read(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError("config", Said("no such file"), "the path of a YAML file") from None
+    except IsADirectoryError:
+        raise UserError("config", Said("a folder"), "the path of a YAML file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError("config", Said(reason), "the path of a readable YAML file") from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError("config", Said(f"byte 0x{data[error.start]:02x}"), "UTF-8 text", f"line {line}") from None
 
 
 def _override(tree: dict[str, Any], text: str) -> tuple[str, ...]:
     """Apply one dotted `key=value` to the tree in place; returns the path."""
     key, equals, raw = text.partition("=")
-    if not equals or not key:
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path) or not _printable(text):
         raise UserError("override", text, "key=value, for instance stages.0.steps=3")
-    try:
-        value = yaml.load(raw, _Loader)
-    except yaml.YAMLError:
-        value = raw
-    path = tuple(key.split("."))
     at: Any = tree
     for depth, part in enumerate(path):
-        last = depth == len(path) - 1
+        above = path[:depth]
+        index: Any = part
         if isinstance(at, list):
-            if not part.isdigit() or int(part) >= len(at):
-                raise UserError(key, part, f"an index below {len(at)}", "override")
-            index: Any = int(part)
-        elif isinstance(at, dict):
-            index = part
-            if not last and (index not in at or at[index] is None):
-                at[index] = {}
-        else:
-            raise UserError(key, part, f"{'.'.join(path[:depth])} holds a single value", "override")
-        if last:
-            at[index] = value
+            if not part.isdecimal() or int(part) >= len(at):
+                allowed = f"an index from 0 to {len(at) - 1}" if at else "no index: the list is empty"
+                raise UserError(".".join(above), Said(f"index {part}"), allowed, _where(text))
+            index = int(part)
+        elif not isinstance(at, dict):
+            raise UserError(".".join(above), at, f"a list or section, to set {part} in it", _where(text))
+        if depth == len(path) - 1:
+            at[index] = _override_value(path, raw, text)
+        elif isinstance(at, dict) and at.get(index) is None:
+            at[index] = _default_at((*above, part))
         at = at[index]
     return path
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Read a YAML config, apply dotted overrides, validate. Raises `UserError`; reads only."""
-    path = Path(path)
+def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
+    """The value of an override: YAML, but where the schema wants text it needs no quotes."""
+    kinds = list(members_of(annotation_at(path)))
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError("config", str(path), "the path of a YAML file that exists") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("config", str(path), f"a readable UTF-8 YAML file ({error})") from None
-    try:
-        tree = yaml.load(text, _Loader)
-        lines = _lines(yaml.compose(text, _Loader))
+        value, _ = yaml_text.parse(raw)
     except UserError as error:
-        raise UserError(error.key, error.found, error.allowed, f"{path}, {error.where}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UserError("config", getattr(error, "problem", error), "YAML", f"{path}{line}") from None
-    if not isinstance(tree, dict):
-        raise UserError("config", tree, "a mapping with model, data, stages, ...", str(path))
-    overridden = {}
-    if any(text.startswith("stages.") for text in overrides) and "stages" not in tree:
-        tree["stages"] = [stage.model_dump(mode="json") for stage in DEFAULT_STAGES]
-    for text in overrides:
-        overridden[_override(tree, text)] = text
-    return _validate(tree, lines, overridden, str(path))
+        if str in kinds:
+            return raw
+        inner = () if error.key == "config" else (error.key,)
+        raise UserError(".".join((*path, *inner)), error.found, error.allowed, _where(text)) from None
+    meant = (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, list) and any(get_origin(kind) is list for kind in kinds))
+    )
+    return raw if str in kinds and not meant else value
 
 
-def _validate(
-    tree: dict[str, Any], lines: dict[tuple[str, ...], int], overridden: dict[tuple[str, ...], str], where: str
-) -> Config:
+def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
+    """What an override finds where the file has nothing: the schema's own list, or an empty section."""
+    section = section_of(annotation_at(path[:-1]))
+    if section is None or path[-1] not in section.model_fields:
+        return {}
+    default = section.model_fields[path[-1]].get_default()
+    if not isinstance(default, (list, tuple)):
+        return {}
+    return [item.model_dump() if isinstance(item, Section) else item for item in default]
+
+
+def _where(text: str) -> str:
+    return f"override {text}" if len(text) <= 80 else f"override {text[:77]}..."
+
+
+def _printable(text: str) -> bool:
     try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        loc = tuple(str(part) for part in first["loc"])
-        # pydantic puts the tried union member into the location: keep only what the file holds
-        path = tuple(part for i, part in enumerate(loc) if _in_tree(tree, loc[: i + 1]) or _is_field(part))
-        spot = where
-        for end in range(len(path), 0, -1):
-            if path[:end] in overridden:
-                spot = f"override {overridden[path[:end]]}"
-                break
-            if path[:end] in lines:
-                spot = f"{where}, line {lines[path[:end]]}"
-                break
-        raise UserError(".".join(path) or "config", _found(first), _allowed(first, loc), spot) from None
-
-
-def _in_tree(tree: Any, path: tuple[str, ...]) -> bool:
-    for part in path:
-        if isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
-            tree = tree[int(part)]
-        else:
-            return False
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
     return True
-
-
-def _is_field(part: str) -> bool:
-    return any(part in section.model_fields for section in _SECTIONS)
-
-
-_SECTIONS: tuple[type[Section], ...] = (
-    Config, ModelConfig, LoraConfig, PretrainConfig, DataConfig, NumberPolicy, LossConfig, Stage, ParallelConfig,
-    TrainConfig, RunConfig,
-)  # fmt: skip
-
-
-def _found(error: Any) -> object:
-    if error["type"] == "missing":
-        return "no value"
-    if error["type"] == "extra_forbidden":
-        return "no such key"
-    return error["input"] if not isinstance(error["input"], dict) else "this section"
-
-
-def _allowed(error: Any, loc: tuple[str, ...]) -> str:
-    if error["type"] == "extra_forbidden":
-        names = _fields_at(loc[:-1])
-        close = difflib.get_close_matches(loc[-1], names, n=1)
-        return (f"did you mean {close[0]}? " if close else "") + "one of " + ", ".join(names)
-    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    return "a value (this key is required)" if error["type"] == "missing" else message
-
-
-def _fields_at(loc: tuple[str, ...]) -> list[str]:
-    """The field names of the section at a location."""
-    section: type[Section] = Config
-    for part in loc:
-        field = section.model_fields.get(part)
-        if field is None:
-            continue
-        for candidate in _SECTIONS:
-            if candidate.__name__ in str(field.annotation):
-                section = candidate
-                break
-    return list(section.model_fields)
 
 
 def json_schema() -> str:

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import math
+import string
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from cqwen_dist.config import yaml_text
+from cqwen_dist.config.errors import Said
 
 Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora"]
 GROUPS: tuple[str, ...] = get_args(Group)
+# What a base model's `model_type` may be (Qwen2.5 is qwen2).
+ARCHITECTURES = ("qwen2", "qwen3")
 # `heads` in a stage's `train` stands for these five.
 HEADS: tuple[str, ...] = ("abduction", "classifier", "noise", "regression", "thresholds")
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+
+def _no_bool(value: object) -> object:
+    """Python takes True for 1; a config does not."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "a whole number")
+    return value
+
+
+# Strict: neither true nor "3" is a number. A float also takes a whole number.
+Positive = Annotated[int, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Real = Annotated[float, Field(strict=True)]
+NonNegative = Annotated[float, Field(ge=0, strict=True)]
+Above0 = Annotated[float, Field(gt=0, strict=True)]
+Share = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Unit = Annotated[float, Field(ge=0, le=1, strict=True)]
+# A key of a mapping: JSON writes it as text, so text of digits is taken.
+WordId = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+
+
+def refused(key: str, found: object, allowed: str) -> PydanticCustomError:
+    """What a validator raises: `key` is relative to its section; reading.py makes it a `UserError`."""
+    return PydanticCustomError("refused", "{allowed}", {"key": key, "found": found, "allowed": allowed})
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """A part of the config: no unknown keys, no NaN or infinity, never changed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraConfig(Section):
@@ -25,8 +55,8 @@ class LoraConfig(Section):
 
     r: Positive = Field(8, description="Rank of the adapters.")
     alpha: Positive = Field(16, description="Scaling numerator: adapters are scaled by alpha / r.")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout before the adapters.")
-    target_modules: list[str] | Literal["all-linear"] = Field(
+    dropout: Share = Field(0.0, description="Dropout before the adapters.")
+    target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         description="Module names that get an adapter, or all-linear.",
     )
@@ -36,7 +66,7 @@ class PretrainConfig(Section):
     """A short cross-entropy pretraining of a base model that was built from `architecture`; no stage."""
 
     steps: Positive = Field(400, description="Optimizer steps of next-token cross-entropy.")
-    lr: Annotated[float, Field(gt=0)] = Field(3e-3, description="Peak learning rate (cosine to zero).")
+    lr: Above0 = Field(3e-3, description="Peak learning rate (cosine to zero).")
     batch_size: Positive = Field(32, description="Sequences per step.")
 
 
@@ -52,16 +82,16 @@ class ModelConfig(Section):
     )
     tokenizer: str | None = Field(
         None,
-        description="Tokenizer folder or hub name; default: beside the model; `train`: a small one built from the data.",
+        description="Tokenizer folder or hub name; default: beside the model; `train`: one built from the data.",
     )
     pretrain: PretrainConfig | None = Field(None, description="Pretrain a built base model first; null: do not.")
-    num_token_id: Annotated[int, Field(ge=0)] | None = Field(
+    num_token_id: Count | None = Field(
         None, description="Row used for <NUM>; default: len(tokenizer), the first reserved row."
     )
     causal_size: Positive | None = Field(
         None, description="C, the size of U's word part; default: the hidden size H (seed S0)."
     )
-    number_dims: Annotated[int, Field(ge=0)] | None = Field(
+    number_dims: Count | None = Field(
         None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
     )
     scale_activation: Literal["softplus", "exp"] = Field(
@@ -74,7 +104,7 @@ class ModelConfig(Section):
     num_row_init: Literal["inherit", "mean", "small"] = Field(
         "inherit", description="Start of <NUM>'s row: the reserved row, the mean row, or a small random one."
     )
-    num_bias_init: float = Field(0.0, description="Start of <NUM>'s class bias.")
+    num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
     gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
     trust_remote_code: bool = Field(False, description="Let transformers run code from the model's folder.")
     lora: LoraConfig = Field(LoraConfig(), description="Adapters of the stages that train `lora`.")
@@ -82,10 +112,30 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.name_or_path is None) == (self.architecture is None):
-            raise ValueError("exactly one of name_or_path and architecture")
+            found = Said("neither" if self.architecture is None else "both")
+            raise refused("name_or_path/architecture", found, "exactly one of the two (set the other to null)")
         if self.pretrain is not None and self.architecture is None:
-            raise ValueError("pretrain only beside architecture (a model loaded by name is already pretrained)")
+            raise refused("pretrain", Said("it beside name_or_path"), "only beside architecture, on random weights")
+        if self.architecture is not None:
+            kind = self.architecture.get("model_type")
+            if kind not in ARCHITECTURES:
+                found = Said("no value") if kind is None else kind
+                raise refused("architecture.model_type", found, " or ".join(ARCHITECTURES))
         return self
+
+    @field_validator("architecture")
+    @classmethod
+    def _finite(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        pairs = [] if value is None else list(value.items())
+        while pairs:
+            key, item = pairs.pop()
+            if isinstance(item, dict):
+                pairs += [(f"{key}.{name}", inner) for name, inner in item.items()]
+            elif isinstance(item, list):
+                pairs += [(f"{key}.{index}", inner) for index, inner in enumerate(item)]
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise refused(key, item, "a finite number")
+        return value
 
 
 class NumberPolicy(Section):
@@ -104,12 +154,14 @@ class NumberPolicy(Section):
 class DataConfig(Section):
     """Where the text comes from."""
 
-    train: str | list[str] = Field(description="JSONL file(s), or bundled:NAME (see `cqwen_dist.data.sources`).")
-    eval: str | list[str] | None = Field(None, description="Held-out data; default: eval_fraction of train.")
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Share of train that is held out when `eval` is not given."
+    train: str | Annotated[list[str], Field(min_length=1)] = Field(
+        description="JSONL file(s), or bundled:NAME (see `cqwen_dist.data.sources`)."
     )
-    text_field: str = Field("text", description="The JSON field that holds the text.")
+    eval: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="Held-out data; default: eval_fraction of train."
+    )
+    eval_fraction: Share = Field(0.0, description="Share of train that is held out when `eval` is not given.")
+    text_field: str = Field("text", min_length=1, description="The JSON field that holds the text.")
     text_template: str | None = Field(
         None, description="A format over the JSON fields, such as '{question}\\n{answer}', instead of text_field."
     )
@@ -130,15 +182,33 @@ class DataConfig(Section):
     limit: Positive | None = Field(None, description="Use only the first so many texts of train.")
     numbers: NumberPolicy = Field(NumberPolicy(), description="Which numerals become <NUM>.")
 
+    @model_validator(mode="after")
+    def _sources(self) -> DataConfig:
+        for key, value in (("train", self.train), ("eval", self.eval)):
+            if value is not None and not (all(value) if isinstance(value, list) else value):
+                raise refused(key, value, "paths that are not empty")
+        if self.eval is not None and self.eval_fraction > 0:
+            raise refused("eval_fraction", self.eval_fraction, "0, as data.eval is given")
+        if self.text_template is not None:
+            try:
+                fields = [name for _, name, _, _ in string.Formatter().parse(self.text_template) if name is not None]
+            except ValueError as error:
+                raise refused("text_template", self.text_template, f"a format with {{field}}s ({error})") from None
+            if not fields or not all(name and not name[0].isdigit() for name in fields):
+                raise refused("text_template", self.text_template, "named JSON fields in braces, such as {question}")
+        return self
+
 
 class LossConfig(Section):
     """L = L_cls + reg_weight * L_reg (seed S0 5.3); each divided by its own global count."""
 
-    alpha: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Gate floor: m (alpha + (1-alpha) P_NUM).")
+    alpha: Unit = Field(0.0, description="Gate floor: m (alpha + (1-alpha) P_NUM).")
     gate: Literal["alpha", "soft", "hard"] = Field("alpha", description="Gate formula (seeds S0 5.2, S4 4.7.3, 4.2.4).")
     gate_grad: Literal["stop", "full"] = Field("stop", description="Whether the gate passes gradients to P_NUM.")
     reg_weight: NonNegative = Field(1.0, description="lambda, the weight of the regression loss.")
-    class_weights: dict[int, float] | None = Field(None, description="Weights by word id; words not named weigh 1.")
+    class_weights: dict[WordId, NonNegative] | None = Field(
+        None, description="Weights by word id; words not named weigh 1."
+    )
     target_transform: Literal["standardise", "none", "signed_log"] | None = Field(
         None, description="Unit of the regression; default: standardise when calibrated, none in the seed presets."
     )
@@ -151,29 +221,27 @@ class LossConfig(Section):
 class Stage(Section):
     """One stage: what trains, for how long, how fast."""
 
-    name: str = Field(description="Shown in metrics and on the console.")
+    name: str = Field(min_length=1, description="Shown in metrics and on the console.")
     train: list[Group | Literal["heads"]] = Field(
-        description=f"Groups that train: {', '.join(GROUPS)}; heads stands for {', '.join(HEADS)}."
+        min_length=1,
+        description=f"Groups that train: {', '.join(GROUPS)}; heads stands for {', '.join(HEADS)}.",
     )
     steps: Positive | None = Field(None, description="Optimizer steps; or give epochs.")
-    epochs: Annotated[float, Field(gt=0)] | None = Field(None, description="Passes over the data; or give steps.")
-    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate of every group not named below.")
-    lr_groups: dict[Group | Literal["scales"], Annotated[float, Field(gt=0)]] = Field(
+    epochs: Above0 | None = Field(None, description="Passes over the data; or give steps.")
+    lr: Above0 = Field(3e-4, description="Peak learning rate of every group not named below.")
+    lr_groups: dict[Group | Literal["scales"], Above0] = Field(
         {}, description="Peak learning rates by group; scales ({b_scale, b_noise, C}) defaults to 1e-2."
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Decay after the warm-up.")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="Steps of linear warm-up.")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="Where the decay ends, as a share of lr."
-    )
+    warmup_steps: Count = Field(0, description="Steps of linear warm-up.")
+    min_lr_ratio: Unit = Field(0.1, description="Where the decay ends, as a share of lr.")
     reg_weight: NonNegative | None = Field(None, description="lambda in this stage; default: loss.reg_weight.")
 
     @model_validator(mode="after")
     def _length(self) -> Stage:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("exactly one of steps and epochs")
-        if not self.train:
-            raise ValueError("at least one group in train")
+            found = Said("neither steps nor epochs" if self.steps is None else "both steps and epochs")
+            raise refused("steps", found, "exactly one of steps and epochs (set the other to null)")
         return self
 
     @property
@@ -185,7 +253,9 @@ class Stage(Section):
 class ParallelConfig(Section):
     """How the run is spread over ranks."""
 
-    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage of everything but the heads.")
+    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_bool)] = Field(
+        1, description="DeepSpeed ZeRO stage of everything but the heads."
+    )
     vocab_group_size: Positive = Field(
         1, description="Ranks that share the vocabulary's rows; 1: every rank holds all."
     )
@@ -198,12 +268,14 @@ class TrainConfig(Section):
     global_batch_size: Positive = Field(32, description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Positive = Field(8, description="Sequences per rank and forward; accumulation follows.")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="Backbone and GEMMs; the heads' weights stay fp32.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Clip of the joint gradient norm (S4 1.5.3).")
+    max_grad_norm: Above0 = Field(1.0, description="Clip of the joint gradient norm (S4 1.5.3).")
     weight_decay: NonNegative = Field(
         0.0, description="AdamW decay of matrices; biases, C and b_noise are never decayed."
     )
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
-    seed: int = Field(0, description="Seed of the initialisation and of the order of samples.")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW betas.")
+    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = Field(
+        0, description="Seed of the initialisation and of the order of samples."
+    )
     checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")
     eval_every: Positive = Field(200, description="Optimizer steps between evaluations (also at stage ends).")
     keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
@@ -214,7 +286,7 @@ class TrainConfig(Section):
 class RunConfig(Section):
     """Where the run lives."""
 
-    dir: str = Field("runs/default", description="The run's folder; the same command on it goes on.")
+    dir: str = Field("runs/default", min_length=1, description="The run's folder; the same command on it goes on.")
     name: str | None = Field(None, description="Shown in W&B; default: the folder's name.")
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
     wandb_project: str = Field("cqwen", description="W&B project.")
@@ -243,12 +315,19 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         if self.train.global_batch_size % self.train.micro_batch_size:
-            raise ValueError(
-                f"train.global_batch_size a multiple of train.micro_batch_size ({self.train.micro_batch_size})"
+            raise refused(
+                "train.global_batch_size",
+                self.train.global_batch_size,
+                f"a multiple of train.micro_batch_size ({self.train.micro_batch_size})",
             )
         names = [stage.name for stage in self.stages]
-        if len(set(names)) != len(names):
-            raise ValueError("stages with different names")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise refused(f"stages.{index}.name", name, "a name that no other stage has")
+        for index, stage in enumerate(self.stages):
+            if self.train.thresholds == "fixed" and stage.groups == {"thresholds"}:
+                allowed = "a group that learns (train.thresholds is fixed), or train.thresholds per-word or scalar"
+                raise refused(f"stages.{index}.train", stage.train, allowed)
         return self
 
     @property
@@ -265,4 +344,4 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The config as resolved; loading it again gives an equal config."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml_text.dump(self.model_dump())
