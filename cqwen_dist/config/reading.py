@@ -46,6 +46,10 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
             if key[:end] in lines:
                 where = f"{path}, line {lines[key[:end]]}"
                 break
+            below = [text for changed, text in overridden.items() if changed[:end] == key[:end]]
+            if below:
+                where = _where(below[-1])
+                break
         raise UserError(".".join(key), found, allowed, where) from None
     except RecursionError:
         raise UserError("config", Said("values nested too deep"), "a few levels", str(path)) from None

@@ -1,0 +1,190 @@
+"""Each way to get a config wrong gives one line: where, key, found, allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from cqwen_dist.config import Config, UserError, load_config
+
+MODEL = "model: {name_or_path: x}\n"
+BASE = MODEL + "data: {train: a}\n"
+
+
+@pytest.fixture
+def line(tmp_path):
+    """The error line of a text (and overrides), the file's path taken off."""
+
+    def of(text: str | bytes, *overrides: str) -> str:
+        path = tmp_path / "c.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        with pytest.raises(UserError) as caught:
+            load_config(path, overrides)
+        message = str(caught.value)
+        assert len(message.splitlines()) == 1
+        return message.replace(str(path), "FILE")
+
+    return of
+
+
+UNKNOWN = [
+    ("data.foo=1", "data.foo", "one of train, eval,"),
+    ("data.trian=1", "data.trian", "did you mean train? one of train, eval,"),
+    ("stages.0.xyz=1", "stages.0.xyz", "one of name, train, steps,"),
+    ("stages.0.stepz=1", "stages.0.stepz", "did you mean steps? one of name,"),
+    ("model.pretrain.stepz=1", "model.pretrain.stepz", "did you mean steps? one of steps, lr, batch_size"),
+    ("model.lora.rank=1", "model.lora.rank", "one of r, alpha,"),
+    ("data.numbers.sign=true", "data.numbers.sign", "did you mean signs? one of signs,"),
+    ("modl=1", "modl", "did you mean model? one of model, data,"),
+    ("lr=1", "lr", "did you mean model.pretrain.lr or stages.N.lr? one of model,"),
+    ("data={trian: x}", "data.trian", "did you mean train? one of train,"),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "allowed"), UNKNOWN)
+def test_an_unknown_key_shows_the_fields_of_its_own_section(line, override, key, allowed):
+    assert line(BASE, override).startswith(f"override {override}: {key}: found no such key, allowed: {allowed}")
+
+
+WRONG = [
+    (MODEL, "FILE: data: found no value, allowed: a section with train, eval"),
+    (MODEL + "data: {}", "FILE, line 2: data.train: found no value, allowed: a value (this key is required)"),
+    (MODEL + "data: 3", "FILE, line 2: data: found 3, allowed: a section with train, eval"),
+    (MODEL + "data:\n  train: 3", "FILE, line 3: data.train: found 3, allowed: text (put it in quotes) or a list"),
+    (MODEL + "data: {train: [3]}", "FILE, line 2: data.train.0: found 3, allowed: text"),
+    (MODEL + "data: {train: []}", "FILE, line 2: data.train: found [], allowed: text (put it in quotes) or at least 1"),
+    (MODEL + "data: {train: ''}", "FILE, line 2: data.train: found '', allowed: paths that are not empty"),
+    (BASE + "stages: 5", "FILE, line 3: stages: found 5, allowed: a list"),
+    (BASE + "stages: []", "FILE, line 3: stages: found [], allowed: at least 1 item"),
+    (BASE + "stages: [3]", "FILE, line 3: stages.0: found 3, allowed: a section with name, train"),
+    (BASE + "train:", "FILE, line 3: train: found None, allowed: a section with global_batch_size"),
+    (BASE + "1: 2", "FILE, line 3: 1: found 1, allowed: a name"),
+    (BASE + "? [a]\n: 2", "FILE, line 3: config: found a list or mapping as a key, allowed: plain names"),
+    ("model: {}\ndata: {train: a}", "FILE, line 1: model.name_or_path/architecture: found neither, allowed: exactly"),
+    ("", "FILE: config: found no content, allowed: a mapping with model, data"),
+    ("# only a comment\n", "FILE: config: found no content, allowed: a mapping with model, data"),
+    ("- a\n", "FILE: config: found ['a'], allowed: a mapping with model, data"),
+    ("word", "FILE: config: found 'word', allowed: a mapping with model, data"),
+    ("model:\n\tname_or_path: x", "FILE, line 2: config: found a tab, allowed: spaces"),
+    ("model: [", "FILE, line 1: config: found expected the node content"),
+    ("a: 1\n---\nb: 2", "FILE, line 2: config: found another document, allowed: YAML"),
+    (
+        "model:\n  lora:\n    r: 1\n    r: 1",
+        "FILE, line 4: model.lora.r: found it in lines 3 and 4, allowed: each key once",
+    ),
+    ("model: {lora: {r: 1, r: 1}}", "FILE, line 1: model.lora.r: found it twice, allowed: each key once"),
+    ("a: &x 1\nb: *x", "FILE, line 1: config: found the anchor x, allowed: values written out"),
+    ("a: !!python/name:os.system", "FILE, line 1: config: found could not determine a constructor"),
+    ('a: "\\ud800"', "FILE, line 1: config: found '\\ud800', allowed: text without lone surrogates"),
+    ("a: " + "[" * 3000, "FILE: config: found values nested too deep, allowed: a few levels"),
+    (b"model: 1\ndata: \xff\n", "FILE, line 2: config: found byte 0xff, allowed: UTF-8 text"),
+    (b"a: \x00\n", "FILE: config: found special characters are not allowed, allowed: YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "start"), WRONG)
+def test_a_wrong_file_is_told_by_place_key_found_and_allowed(line, text, start):
+    assert line(text).startswith(start)
+
+
+VALUES = [
+    ("train.global_batch_size=3", "global_batch_size: found 3, allowed: a multiple of train.micro_batch_size (8)"),
+    ("stages.1.name=heads", "stages.1.name: found 'heads', allowed: a name that no other stage has"),
+    ("stages.0.lr=.nan", "stages.0.lr: found nan, allowed: a finite number"),
+    ("stages.0.lr=-.inf", "stages.0.lr: found -inf, allowed: a finite number"),
+    ("stages.0.lr=1e999", "stages.0.lr: found inf, allowed: a finite number"),
+    ("stages.0.lr=0", "stages.0.lr: found 0, allowed: greater than 0"),
+    ("stages.0.lr=true", "stages.0.lr: found True, allowed: a number"),
+    ("stages.0.lr=fast", "stages.0.lr: found 'fast', allowed: a number"),
+    ("stages.0.steps=true", "stages.0.steps: found True, allowed: a whole number"),
+    ("stages.0.steps=2.5", "stages.0.steps: found 2.5, allowed: a whole number"),
+    ("stages.0.steps=0", "stages.0.steps: found 0, allowed: greater than 0"),
+    ("stages.0.train=[foo]", "stages.0.train.0: found 'foo', allowed: 'embedding', "),
+    ("stages.0.train=[]", "stages.0.train: found [], allowed: at least 1 item"),
+    ("stages.0.train=heads", "stages.0.train: found 'heads', allowed: a list"),
+    ("stages.0.lr_groups.foo=1", "stages.0.lr_groups.foo: found 'foo', allowed: 'embedding', "),
+    ("stages.0.name=", "stages.0.name: found None, allowed: text"),
+    ("start=calibrate", "start: found 'calibrate', allowed: 'calibrated', 'seed' or 'seed-100'"),
+    ("parallel.zero_stage=true", "parallel.zero_stage: found True, allowed: a whole number"),
+    ("parallel.zero_stage=4", "parallel.zero_stage: found 4, allowed: 0, 1, 2 or 3"),
+    ("parallel.vocab_group_size=0", "parallel.vocab_group_size: found 0, allowed: greater than 0"),
+    ("loss.class_weights={a: 1}", "loss.class_weights.a: found 'a', allowed: a whole number"),
+    ("loss.class_weights={5: -1}", "loss.class_weights.5: found -1, allowed: greater than or equal to 0"),
+    ("train.betas=3", "train.betas: found 3, allowed: a list"),
+    ("train.betas.1=1.0", "train.betas.1: found 1.0, allowed: less than 1"),
+    ("train.seed=-1", "train.seed: found -1, allowed: greater than or equal to 0"),
+    ("data.text_template={a", "data.text_template: found '{a', allowed: a format with {field}s"),
+    ("data.text_template=abc", "data.text_template: found 'abc', allowed: named JSON fields in braces"),
+    ("data.text_template={} {0}", "data.text_template: found '{} {0}', allowed: named JSON fields in braces"),
+    ("model=3", "model: found 3, allowed: a section with name_or_path, architecture"),
+    ("model.lora={r: 1, r: 2}", "model.lora.r: found it twice, allowed: each key once"),
+    ("model.pretrain.steps=3", "model.pretrain: found it beside name_or_path, allowed: only beside architecture"),
+    ("model.architecture={model_type: qwen2}", "model.name_or_path/architecture: found both, allowed: exactly one"),
+    ("stages.x.steps=1", "stages: found index x, allowed: an index from 0 to 1"),
+    ("stages.9.steps=1", "stages: found index 9, allowed: an index from 0 to 1"),
+    ("stages.-1.steps=1", "stages: found index -1, allowed: an index from 0 to 1"),
+    ("data.train.0=b", "data.train: found 'a', allowed: a list or section, to set 0 in it"),
+    ("=3", "found '=3', allowed: key=value, for instance stages.0.steps=3"),
+    ("a..b=1", "found 'a..b=1', allowed: key=value, for instance stages.0.steps=3"),
+    ("steps", "found 'steps', allowed: key=value, for instance stages.0.steps=3"),
+    ("\udcff=3", "found '\\udcff=3', allowed: key=value, for instance stages.0.steps=3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "rest"), VALUES)
+def test_a_wrong_value_is_told_by_key_found_and_allowed(line, override, rest):
+    assert rest in line(BASE, override)
+
+
+def test_the_place_is_the_override_or_the_line_that_did_it(line):
+    both = "stages.0.steps: found both steps and epochs, allowed: exactly one of steps and epochs"
+    assert line(BASE, "stages.0.epochs=1").startswith(f"override stages.0.epochs=1: {both}")
+    assert line(BASE, "train.seed=1.5", "run.name=a").startswith("override train.seed=1.5: train.seed: ")
+    neither = "FILE, line 3: stages.0.steps: found neither steps nor epochs"
+    assert line(BASE + "stages: [{name: a, train: [lora]}]", "run.name=a").startswith(neither)
+    long = line(BASE, "start=" + "a" * 200)
+    assert len(long) < 320
+
+
+def test_the_groups_that_a_stage_may_train_are_all_listed(line):
+    message = line(BASE, "stages.0.train=[foo]")
+    for group in ("embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora", "heads"):
+        assert f"'{group}'" in message
+
+
+def test_settings_that_contradict_each_other_are_refused(line):
+    assert "data.eval_fraction: found 0.1, allowed: 0, as data.eval is given" in line(
+        BASE, "data.eval=b", "data.eval_fraction=0.1"
+    )
+    fixed = line(BASE, "train.thresholds=fixed", "stages.1.train=[thresholds]")
+    assert "stages.1.train: found ['thresholds'], allowed: a group that learns (train.thresholds is fixed)" in fixed
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "found"),
+    [
+        ("{model_type: llama}", "model_type", "'llama'"),
+        ("{hidden_size: 8}", "model_type", "no value"),
+        ("{model_type: qwen2, rope: {a: [.nan]}}", "rope.a.0", "nan"),
+    ],
+)
+def test_an_architecture_is_a_finite_qwen(line, architecture, key, found):
+    text = f"model: {{architecture: {architecture}}}\ndata: {{train: a}}"
+    assert f"model.architecture.{key}: found {found}, allowed: " in line(text)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    for path, found in ((tmp_path, "a folder"), (tmp_path / "no.yaml", "no such file"), ("a\0b", "embedded null byte")):
+        with pytest.raises(UserError, match=found):
+            load_config(path)
+
+
+def test_a_message_is_one_printable_line():
+    message = str(UserError("a\nb", "x\ty\x07", "c\r\nd", "e\udcff"))
+    assert message.isprintable()
+    assert str(UserError("k", "x" * 500, "short")).count("x") < 120
+
+
+def test_sections_are_frozen(tmp_path):
+    config = Config.model_validate({"model": {"name_or_path": "x"}, "data": {"train": "a"}})
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.seed = 3  # type: ignore[misc]

@@ -1,0 +1,167 @@
+"""What a config file and its overrides mean; no input, however odd, ends in anything but a Config or a UserError."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cqwen_dist.config import Config, UserError, changed_keys, json_schema, load_config, yaml_text
+from cqwen_dist.config.messages import _places
+
+BASE = "model: {name_or_path: x}\ndata: {train: a}\n"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def of(text: str, *overrides: str) -> Config:
+        path = tmp_path / "c.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, overrides)
+
+    return of
+
+
+def test_overrides_reach_defaults_lists_and_optional_sections(load):
+    config = load(
+        BASE,
+        "stages.0.steps=3",
+        "train.betas.1=0.95",
+        "model.lora.target_modules.0=q",
+        "stages.1.lr_groups.scales=1e-2",
+    )
+    assert (config.stages[0].steps, config.stages[1].steps) == (3, 1000)
+    assert config.train.betas == (0.9, 0.95)
+    assert config.model.lora.target_modules[:2] == ["q", "k_proj"]
+    assert config.stages[1].lr_groups == {"scales": 0.01}
+    built = "model: {architecture: {model_type: qwen2}}\ndata: {train: a}"
+    assert load(built, "model.pretrain.steps=3").model.pretrain.steps == 3  # type: ignore[union-attr]
+    assert load(built, "model.architecture.rope_theta=1e6").model.architecture == {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+    }
+
+
+def test_an_override_of_text_needs_no_quotes(load):
+    assert load(BASE, "run.name=007").run.name == "007"
+    assert load(BASE, "run.name=null").run.name is None
+    assert load(BASE, "run.name='null'").run.name == "null"
+    assert load(BASE, "data.text_template={question}").data.text_template == "{question}"
+    assert load(BASE, "data.text_template={q}: {a}").data.text_template == "{q}: {a}"
+    assert load(BASE, "data.train=[a, b]").data.train == ["a", "b"]
+    assert load(BASE, "data.train=bundled:diabetes").data.train == "bundled:diabetes"
+
+
+def test_numbers_are_read_as_yaml_1_2(load):
+    text = BASE + "stages: [{name: 12:30, train: [heads], steps: 010, lr: 1e-3, min_lr_ratio: 0}]"
+    stage = load(text).stages[0]
+    assert (stage.name, stage.steps, stage.lr, stage.min_lr_ratio) == ("12:30", 10, 1e-3, 0.0)
+
+
+def test_the_resolved_config_loads_as_itself(load):
+    config = load(
+        BASE,
+        "loss.class_weights={5: 2, 7: 0}",
+        "run.name='1e-3'",
+        "data.text_template='{a}\\n\\n'",
+        "model.causal_size=7",
+    )
+    assert load(config.to_yaml()) == config
+    assert Config.model_validate(json.loads(config.model_dump_json())) == config
+
+
+def test_changed_keys_leaves_out_what_a_resumed_run_may_change(load):
+    old = load(BASE)
+    assert changed_keys(old, load(BASE, "run.dir=elsewhere", "train.eval_every=3")) == []
+    assert changed_keys(old, load(BASE, "stages.0.lr=1", "run.name=b")) == [("stages.0.lr", 3e-4, 1.0)]
+
+
+def test_the_json_schema_knows_every_key():
+    schema = json.loads(json_schema())
+    assert set(schema["properties"]) == set(Config.model_fields)
+    assert schema["additionalProperties"] is False
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_the_config_is_read_without_torch_in_half_a_second():
+    code = "import sys, cqwen_dist.config; print(*(m for m in ('torch', 'transformers', 'numpy') if m in sys.modules))"
+    took = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        took.append(time.perf_counter() - began)
+        assert done.stdout.strip() == "", "cqwen_dist.config is floor 0: it imports no heavy package"
+        if took[-1] < 0.5:
+            break
+    assert min(took) < 0.5, "`cqwen --help` answers in under a second; the config may take half of it"
+
+
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["heads", "lora", "qwen2", "{a}", "1e-3", "~", "train", "seed", "all-linear", ".nan", "x: y"]),
+)
+keys = st.one_of(
+    st.sampled_from(sorted({name for place in _places(Config, "") for name in place.split(".")})),
+    st.text(max_size=4),
+    st.integers(0, 9),
+    st.booleans(),
+)
+trees = st.recursive(
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
+)
+raw = st.sampled_from(["[", "{a: 1, a: 2}", "[heads]", "{5: 0.5}", "3", "0.5", "{", "&a 1", "!!x y"])
+dotted = st.sampled_from(sorted(place.replace(".N", ".0") for place in _places(Config, "")))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=trees)
+def test_what_is_written_is_read_back(tree):
+    value, _ = yaml_text.parse(yaml_text.dump(tree)) if _distinct(tree) else (tree, None)
+    assert repr(value) == repr(tree)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sections=st.dictionaries(st.sampled_from(list(Config.model_fields)), trees, max_size=4),
+    overrides=st.lists(st.tuples(dotted, plain | raw), max_size=3),
+    odd=st.text(max_size=12),
+)
+def test_any_tree_with_any_overrides_is_a_config_or_a_user_error(load, sections, overrides, odd):
+    tree = {"model": {"name_or_path": "x"}, "data": {"train": "a"}, **sections}
+    for texts in ([f"{key}={value}" for key, value in overrides], [odd], [f"{odd}=3"]):
+        try:
+            config = load(yaml_text.dump(tree), *texts)
+        except UserError:
+            continue
+        assert load(config.to_yaml()) == config
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=40) | st.text(alphabet="ab:-[]{}&*!?#'\" \n\t0.e~<%@|>", max_size=40).map(str.encode))
+def test_any_bytes_are_a_config_or_a_user_error(tmp_path, data):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(data)
+    with pytest.raises(UserError):
+        load_config(path)
+
+
+def _distinct(tree: object) -> bool:
+    """Whether every mapping's keys stay different as text (1 and true do not merge, but 1 and '1' are one key)."""
+    if isinstance(tree, dict):
+        names = [_name(key) for key in tree]
+        return len(set(names)) == len(names) and all(map(_distinct, tree.values()))
+    return all(map(_distinct, tree)) if isinstance(tree, list) else True
+
+
+def _name(key: object) -> str:
+    return str(key).lower() if isinstance(key, bool) else str(key)
