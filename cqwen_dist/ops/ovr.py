@@ -7,18 +7,20 @@ P_ik = P(S_ik > C_k) (S0 5.1). The loss of a token is the sum over words of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.ops.ovr_chunked import ovr_chunked
-from cqwen_dist.ops.ovr_heads import check_head, ovr_prob_at, ovr_prob_sum, ovr_topk, rows_in_use
+from cqwen_dist.ops.ovr_heads import ovr_prob_at, ovr_prob_sum, ovr_topk
+from cqwen_dist.ops.ovr_inputs import OvrInputs, OvrSums, check_head, check_labels, rows_in_use
 from cqwen_dist.ops.ovr_reference import ovr_reference
 
 __all__ = ["OvrOutput", "linear_ovr", "ovr_prob_at", "ovr_prob_sum", "ovr_topk"]
 
-IMPLEMENTATIONS = {"reference": ovr_reference, "chunked": ovr_chunked}
+IMPLEMENTATIONS: dict[str, Callable[[OvrInputs], OvrSums]] = {"reference": ovr_reference, "chunked": ovr_chunked}
 
 
 class OvrOutput(NamedTuple):
@@ -73,36 +75,32 @@ def linear_ovr(
     for name, tensor, size in (("token_weights", token_weights, n), ("class_weights", class_weights, v)):
         if tensor is not None and tensor.shape != (size,):
             raise ValueError(f"{name} must have shape ({size},), found {tuple(tensor.shape)}")
+    if vocab_reduction not in ("sum", "mean"):
+        raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {vocab_reduction!r}")
+    if impl != "auto" and impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be 'auto' or one of {sorted(IMPLEMENTATIONS)}, found {impl!r}")
+    limit = min((x for x in (vocab_size, used_rows) if x is not None), default=None)
+    if labels.device.type == "cpu":
+        check_labels(labels, ignore_index, limit)
+
+    factor = 1.0 if vocab_reduction == "sum" else 1.0 / (v if limit is None else limit)
     rows = rows_in_use(v, vocab_start, used_rows)
     valid = labels != ignore_index
-    if labels.device.type == "cpu" and n:
-        _check_labels(labels[valid], vocab_size, used_rows)
-
-    factor = 1.0
-    if vocab_reduction == "mean":
-        whole = v if vocab_size is None else vocab_size
-        factor = 1.0 / (whole if used_rows is None else min(whole, used_rows))
-    elif vocab_reduction != "sum":
-        raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {vocab_reduction!r}")
     real = torch.promote_types(weight.dtype, torch.float32)
-    weights = torch.ones(n, dtype=real, device=loc_u.device) if token_weights is None else token_weights.to(real)
-    weights = torch.where(valid, weights.detach() * factor, 0.0)
+    weights = loc_u.new_ones(n, dtype=real) if token_weights is None else token_weights.detach().to(real)
     inside = valid & (labels >= vocab_start) & (labels < vocab_start + rows)
-    target = torch.where(inside, labels - vocab_start, -1)
-
-    name = "chunked" if impl == "auto" else impl
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be 'auto' or one of {sorted(IMPLEMENTATIONS)}, found {impl!r}")
-    class_weights = None if class_weights is None else class_weights.detach()
-    loss, per_token, prob_sum = IMPLEMENTATIONS[name](
-        loc_u, scale_u, weight, bias, threshold, target, weights, class_weights, rows, want_prob_sum
+    inputs = OvrInputs(
+        loc_u,
+        scale_u,
+        weight,
+        bias,
+        threshold,
+        torch.where(inside, labels - vocab_start, -1),
+        torch.where(valid, weights * factor, 0.0),
+        None if class_weights is None else class_weights.detach(),
+        rows,
+        want_prob_sum,
     )
+    with torch.autocast(loc_u.device.type, enabled=False):
+        loss, per_token, prob_sum = IMPLEMENTATIONS["chunked" if impl == "auto" else impl](inputs)
     return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
-
-
-def _check_labels(labels: Tensor, vocab_size: int | None, used_rows: int | None) -> None:
-    """Raises ValueError for a label outside [0, limit); CPU only (``linear_ovr``)."""
-    limit = min((x for x in (vocab_size, used_rows) if x is not None), default=None)
-    if labels.numel() and (int(labels.min()) < 0 or (limit is not None and int(labels.max()) >= limit)):
-        low, high = int(labels.min()), int(labels.max())
-        raise ValueError(f"labels must be in [0, {limit or 'vocabulary'}) or ignore_index, found {low}..{high}")

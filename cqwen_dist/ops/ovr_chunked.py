@@ -1,124 +1,205 @@
-"""The OvR loss in one visit per tile: torch operations only, any device.
+"""The OvR loss in one visit per tile, on any device.
 
-The loss is a plain sum over words with no normaliser, so a tile [N tokens x n words] gives its loss *and* its
-gradients while it is at hand: two GEMMs make loc and scale, elementwise maths in fp32 turns them in place into the
-two gradients, four GEMMs spread those. Nothing of size [N, V] exists and nothing is recomputed in backward.
+The loss is a plain sum over words with no normaliser, so a tile [t tokens x n words] gives its loss *and* its
+gradients while it is at hand: two GEMMs make loc and scale, elementwise maths (``ovr_tile``) turns them into the two
+gradients, four GEMMs spread those. Nothing of size [N, V] exists and nothing is recomputed in backward.
+
+    x = loc_u, g = scale_u
+    for each block of n words:
+        for each block of t tokens:
+            L = x W^T       S = g |W|^T
+            L, S -> loss,   D_loc, D_scale          in place
+            d_x += D_loc W                          d_g += D_scale |W|
+            d_W += D_loc^T x + sign(W) * (D_scale^T g)
+
+Token weights ride on the [N, C] operands of the gradient GEMMs, so masks and denominators cost nothing.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-TILE_BYTES = 8 << 20  # of one [N, n] fp32 buffer
-TINY = 1e-38
+from cqwen_dist.ops.ovr_inputs import OvrInputs, OvrSums
+from cqwen_dist.ops.ovr_tile import Tile, TileMaths, TorchTile
+
+# Bytes of one [t, n] buffer and most tokens of a tile. CPU: all buffers of a tile stay in the outer cache. GPU: the
+# GEMMs want large tiles more than the elementwise pass wants them in L2.
+TILE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
+TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
-def chunk_rows(tokens: int, rows: int) -> int:
-    """Words per tile, so that one fp32 [tokens, n] buffer takes about TILE_BYTES; at least 64."""
-    return max(1, min(rows, max(64, TILE_BYTES // (4 * max(1, tokens)))))
+def tile_shape(tokens: int, rows: int, device_type: str, itemsize: int) -> tuple[int, int]:
+    """(t, n): tokens and words of a tile, from the shape, the budget of bytes and the device."""
+    kind = "cpu" if device_type == "cpu" else "cuda"
+    t = max(1, min(tokens, TILE_TOKENS[kind]))
+    n = min(4096, TILE_BYTES[kind] // (t * itemsize))  # few tokens: the [n, C] buffers are what grows with n
+    return t, max(1, min(rows, n))
 
 
-class _OvrChunked(torch.autograd.Function):
-    """forward: loss and, if any input needs it, all gradients; backward: those times the upstream scalar."""
+class Gradients(NamedTuple):
+    """The gradient of each differentiable input, in its dtype; None where it is not needed."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loc_u: Tensor,
-        scale_u: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        threshold: Tensor,
-        target: Tensor,
-        token_weights: Tensor,
-        class_weights: Tensor | None,
-        rows: int,
-        want_prob_sum: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        real = torch.promote_types(weight.dtype, torch.float32)
-        need = ctx.needs_input_grad
-        n = loc_u.shape[0]
-        x, g = loc_u.to(real), scale_u.to(real)
-        tw = token_weights.to(real)[:, None]
-        d_x = torch.zeros_like(x) if need[0] else None
-        d_g = torch.zeros_like(g) if need[1] else None
-        d_w = torch.zeros_like(weight) if need[2] else None
-        d_gap = torch.zeros(weight.shape[0], dtype=real, device=x.device) if need[3] or need[4] else None
-        per_token = torch.zeros(n, dtype=real, device=x.device)
-        prob_sum = torch.zeros_like(per_token) if want_prob_sum else None
-        step = chunk_rows(n, rows)
-        for v0 in range(0, rows, step):
-            v1 = min(rows, v0 + step)
-            w = weight[v0:v1].to(real)
-            aw = w.abs()
-            loc, s = x @ w.T, g @ aw.T
-            if bias is not None:
-                loc += bias[v0:v1].to(real)
-            d = (threshold[v0:v1] if threshold.ndim else threshold).to(real) - loc
-            both = (s == 0) & (d == 0)
-            a_neg = torch.where(both, math.pi / 2, torch.atan2(s, -d))  # pi (1 - P)
-            a_pos = torch.where(both, math.pi / 2, torch.atan2(s, d))  # pi P
-            is_label = torch.arange(v0, v1, device=x.device) == target[:, None]
-            p, q = a_pos / math.pi, a_neg / math.pi
-            p, q = torch.where(is_label, q, p), torch.where(is_label, p, q)  # loss = -log q, p + q = 1
-            bce = -torch.where(q > 0.5, torch.log1p(-p), torch.log(q))
-            cw = None if class_weights is None else class_weights[v0:v1].to(real)
-            per_token += (bce if cw is None else bce * cw).sum(1)
-            if prob_sum is not None:
-                prob_sum += (a_pos / math.pi).sum(1)
-            if not any(need[:5]):
-                continue
-            f = tw / ((s * s + d * d + TINY) * torch.where(is_label, -a_pos, a_neg))
-            if cw is not None:
-                f = f * cw
-            g_loc, g_s = f * s, f * d
+    loc_u: Tensor | None
+    scale_u: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    threshold: Tensor | None
+
+
+def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[OvrSums, Gradients]:
+    """The sums and, at upstream gradient 1, the gradients; ``need`` says for which of the five inputs.
+
+    GEMMs run in the weight's dtype on a GPU (fp32 accumulation), in fp32 on a CPU; fp64 throughout for fp64.
+    """
+    weight, real = inputs.weight, inputs.real
+    gemm = weight.dtype if weight.is_cuda else real
+    (tokens, c), rows = inputs.loc_u.shape, inputs.rows
+    x, g = inputs.loc_u.detach().to(gemm), inputs.scale_u.detach().to(gemm)
+    token_weights = inputs.token_weights.to(real)[:, None] / math.pi  # the tile's gradients come times pi
+    offset = inputs.threshold.detach().to(real).expand(weight.shape[0])
+    if inputs.bias is not None:
+        offset = offset - inputs.bias.detach().to(real)
+    class_weights = None if inputs.class_weights is None else inputs.class_weights.to(real)
+
+    need_x, need_g, need_w, *need_gap = need
+    d_x = x.new_zeros(x.shape, dtype=real) if need_x else None
+    d_g = x.new_zeros(x.shape, dtype=real) if need_g else None
+    d_w = torch.empty_like(weight) if need_w else None
+    d_gap = x.new_zeros(weight.shape[0], dtype=real) if any(need_gap) else None
+    xw = (inputs.loc_u.detach() * token_weights).to(gemm) if need_w else x
+    gw = (inputs.scale_u.detach() * token_weights).to(gemm) if need_w else g
+    per_token = torch.zeros(tokens, dtype=torch.float64, device=x.device)
+    prob_sum = torch.zeros_like(per_token) if inputs.want_prob_sum else None
+
+    t, n = tile_shape(tokens, rows, x.device.type, real.itemsize)
+    tiles = _Flat(2 + maths.buffers, t * n, x, real)
+    low = _Flat(2 if gemm != real and any(need) else 0, t * n, x, gemm)
+    blocks = _Flat(2 if weight.dtype != gemm else 1, n * c, x, gemm)
+    sums = _Flat(2 if need_w and weight.dtype != real else int(need_w), n * c, x, real)
+    for v0 in range(0, rows, n):
+        v1 = min(rows, v0 + n)
+        words = slice(v0, v1)
+        abs_w, *cast = blocks.view(v1 - v0, c)
+        w = cast[0].copy_(weight[words]) if cast else weight.detach()[words]
+        torch.abs(w, out=abs_w)
+        d_w_loc, d_w_scale = None, None
+        if d_w is not None:
+            d_w_scale, *own = sums.view(v1 - v0, c)
+            d_w_loc = own[0] if own else d_w[words]
+        for i0 in range(0, tokens, t):
+            some = slice(i0, min(tokens, i0 + t))
+            shape = (x[some].shape[0], v1 - v0)
+            loc, scale, *work = tiles.view(*shape)
+            _mm(x[some], w.T, loc)
+            _mm(g[some], abs_w.T, scale)
+            tile = Tile(
+                loc,
+                scale,
+                work,
+                low.view(*shape),
+                offset[words],
+                inputs.target[some] - v0,
+                None if class_weights is None else class_weights[words],
+                per_token[some],
+                None if prob_sum is None else prob_sum[some],
+            )
+            d_loc, d_scale = maths(tile, any(need))
             if d_gap is not None:
-                d_gap[v0:v1] = g_loc.sum(0)
+                d_gap[words] += d_loc.T.to(real) @ token_weights[some, 0]
             if d_x is not None:
-                d_x.addmm_(g_loc, w)
+                _mm(d_loc, w, d_x[some], add=True)
             if d_g is not None:
-                d_g.addmm_(g_s, aw)
-            if d_w is not None:
-                d_w[v0:v1] = (g_loc.T @ x + (g_s.T @ g) * w.sign()).to(d_w.dtype)
-        loss = torch.where(token_weights != 0, token_weights.to(real) * per_token, 0.0).sum()
-        d_b = d_gap.to(bias.dtype) if bias is not None and need[3] and d_gap is not None else None
-        d_t = None
-        if need[4] and d_gap is not None:
-            d_t = -(d_gap if threshold.ndim else d_gap.sum()).to(threshold.dtype)
-        ctx.grads = (
-            None if d_x is None else d_x.to(loc_u.dtype),
-            None if d_g is None else d_g.to(scale_u.dtype),
-            d_w,
-            d_b,
-            d_t,
-        )
-        ctx.mark_non_differentiable(*(t for t in (per_token, prob_sum) if t is not None))
-        return loss, per_token, prob_sum
+                _mm(d_scale, abs_w, d_g[some], add=True)
+            if d_w_loc is not None and d_w_scale is not None:
+                _mm(d_loc.T, xw[some], d_w_loc, add=i0 > 0)
+                _mm(d_scale.T, gw[some], d_w_scale, add=i0 > 0)
+        if d_w is not None and d_w_loc is not None and d_w_scale is not None and tokens:
+            torch.sign(w, out=abs_w)
+            d_w_loc.addcmul_(abs_w, d_w_scale)
+            if d_w_loc.dtype != d_w.dtype:
+                d_w[words].copy_(d_w_loc)
+    if d_w is not None:
+        d_w[rows if tokens else 0 :].zero_()
+
+    weighted = torch.where(inputs.token_weights != 0, inputs.token_weights * per_token, 0.0)
+    out = OvrSums(
+        weighted.sum().to(real),
+        per_token.to(real),
+        None if prob_sum is None else prob_sum.to(real),
+    )
+    d_threshold = None
+    if need[4] and d_gap is not None:
+        d_threshold = -(d_gap if inputs.threshold.ndim else d_gap.sum()).to(inputs.threshold.dtype)
+    return out, Gradients(
+        None if d_x is None else d_x.mul_(token_weights).to(inputs.loc_u.dtype),
+        None if d_g is None else d_g.mul_(token_weights).to(inputs.scale_u.dtype),
+        d_w,
+        d_gap.to(inputs.bias.dtype) if need[3] and inputs.bias is not None and d_gap is not None else None,
+        d_threshold,
+    )
+
+
+def ovr_one_pass(inputs: OvrInputs, maths: TileMaths) -> OvrSums:
+    """The loss with its gradients made in forward; under no_grad the loss alone. O(N C) and a few tiles of memory."""
+    differentiable = inputs[:5]
+    if not torch.is_grad_enabled() or not any(d is not None and d.requires_grad for d in differentiable):
+        return visit(inputs, (False,) * 5, maths)[0]
+    return OvrSums(*_OnePass.apply(*differentiable, inputs[5:], maths))
+
+
+def ovr_chunked(inputs: OvrInputs) -> OvrSums:
+    """``ovr_one_pass`` with the tile's maths in torch operations: any device."""
+    return ovr_one_pass(inputs, TorchTile())
+
+
+class _OnePass(torch.autograd.Function):
+    """forward: loss and gradients. backward: those gradients times the upstream scalar, in place, handed over."""
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        grads = tuple(None if d is None else d * upstream[0].to(d.dtype) for d in ctx.grads)
-        return (*grads, None, None, None, None, None)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        *differentiable, ctx.constants, ctx.maths = args
+        ctx.save_for_backward(*differentiable)
+        sums, ctx.gradients = visit(OvrInputs(*differentiable, *ctx.constants), ctx.needs_input_grad[:5], ctx.maths)
+        ctx.mark_non_differentiable(*(s for s in sums[1:] if s is not None))
+        return sums.loss, sums.per_token, sums.prob_sum
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        differentiable = ctx.saved_tensors  # raises if the graph is spent and was not retained
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # a retained graph, walked again: the first walk was given the tensors themselves
+            inputs = OvrInputs(*differentiable, *ctx.constants)
+            gradients = visit(inputs, ctx.needs_input_grad[:5], ctx.maths)[1]
+        if upstream.is_cuda or float(upstream) != 1.0:  # on a CPU a look is free and the product is not
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(upstream)
+        return *gradients, None, None
 
 
-def ovr_chunked(
-    loc_u: Tensor,
-    scale_u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor,
-    target: Tensor,
-    token_weights: Tensor,
-    class_weights: Tensor | None,
-    rows: int,
-    want_prob_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Same contract as ``ovr_reference``; extra memory is a few tiles plus O(N C)."""
-    out: tuple[Tensor, Tensor, Tensor | None] = _OvrChunked.apply(
-        loc_u, scale_u, weight, bias, threshold, target, token_weights, class_weights, rows, want_prob_sum
-    )
-    return out
+class _Flat:
+    """Buffers allocated once; ``view`` cuts a contiguous [a, b] out of each."""
+
+    def __init__(self, count: int, size: int, like: Tensor, dtype: torch.dtype) -> None:
+        self._flat = [like.new_empty(size, dtype=dtype) for _ in range(count)]
+
+    def view(self, a: int, b: int) -> list[Tensor]:
+        return [flat[: a * b].view(a, b) for flat in self._flat]
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = a b, or out += a b; out may be wider than a and b (bf16 in, fp32 accumulated and kept; CUDA only)."""
+    if a.dtype == out.dtype:
+        if add:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+    elif add:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)

@@ -13,36 +13,12 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import prob_above
-from cqwen_dist.ops.ovr_chunked import chunk_rows
+from cqwen_dist.ops.ovr_inputs import check_head, rows_in_use
 
 
-def check_head(
-    loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | float
-) -> Tensor:
-    """Shapes and dtypes of the five common inputs; returns the threshold as a tensor.
-
-    Raises ValueError for a shape, TypeError for a dtype that does not fit.
-    """
-    if loc_u.ndim != 2 or loc_u.shape != scale_u.shape:
-        raise ValueError(f"loc_u, scale_u must be [N, C], found {tuple(loc_u.shape)}, {tuple(scale_u.shape)}")
-    if weight.ndim != 2 or weight.shape[1] != loc_u.shape[1]:
-        raise ValueError(f"weight must be [v, {loc_u.shape[1]}], found {tuple(weight.shape)}")
-    if not loc_u.dtype == scale_u.dtype == weight.dtype:
-        raise TypeError(f"one dtype wanted, found {loc_u.dtype}, {scale_u.dtype}, weight {weight.dtype}")
-    v = weight.shape[0]
-    if bias is not None and bias.shape != (v,):
-        raise ValueError(f"bias must have shape ({v},), found {tuple(bias.shape)}")
-    if not isinstance(threshold, Tensor):
-        real = torch.promote_types(weight.dtype, torch.float32)
-        threshold = torch.tensor(threshold, dtype=real, device=weight.device)
-    if threshold.shape not in ((), (v,)):
-        raise ValueError(f"threshold must be a scalar or have shape ({v},), found {tuple(threshold.shape)}")
-    return threshold
-
-
-def rows_in_use(v: int, vocab_start: int, used_rows: int | None) -> int:
-    """How many of the v rows of the slice that starts at vocab_start lie below used_rows."""
-    return v if used_rows is None else max(0, min(v, used_rows - vocab_start))
+def chunk_rows(tokens: int, rows: int) -> int:
+    """Words per chunk, for a few fp32 [tokens, n] of 8 MiB each."""
+    return max(1, min(rows, max(64, (8 << 20) // (4 * max(1, tokens)))))
 
 
 def _scores(
@@ -109,9 +85,9 @@ def ovr_topk(
         kth = best.topk(k, 1).values[:, -1:]
         pick = torch.where(best > kth, torch.inf, torch.where(best == kth, ties, -torch.inf)).topk(k, 1).indices
         best, ties, ids = best.gather(1, pick), ties.gather(1, pick), ids.gather(1, pick)
-        for by in (ties, best):
-            order = torch.argsort(by, dim=1, descending=True, stable=True)
-            best, ties, ids = best.gather(1, order), ties.gather(1, order), ids.gather(1, order)
+        order = torch.argsort(ties, dim=1, descending=True, stable=True)
+        order = order.gather(1, torch.argsort(best.gather(1, order), dim=1, descending=True, stable=True))
+        best, ties, ids = best.gather(1, order), ties.gather(1, order), ids.gather(1, order)
     return best.float(), ids
 
 

@@ -6,30 +6,15 @@ Materialises [N, v] several times and leaves every gradient to autograd. For tes
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from cqwen_dist.ops.cauchy import log_prob_above, prob_above
+from cqwen_dist.ops.ovr_inputs import OvrInputs, OvrSums
 
 
-def ovr_reference(
-    loc_u: Tensor,
-    scale_u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor,
-    target: Tensor,
-    token_weights: Tensor,
-    class_weights: Tensor | None,
-    rows: int,
-    want_prob_sum: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """sum_i token_weights_i sum_k w_k BCE_ik over the slice's first ``rows`` words (S0 5.1, S4 3.4.3).
-
-    loc_u, scale_u [N, C]; weight [v, C]; bias [v] or None; threshold [] or [v]; target [N] int64, the label's row in
-    the slice or -1 for none; token_weights [N], 0 for a token that takes no part. Elementwise maths in fp32 (fp64
-    for fp64 inputs). Returns (loss scalar, per_token [N] detached, prob_sum [N] detached or None).
-    """
-    real = torch.promote_types(weight.dtype, torch.float32)
+def ovr_reference(inputs: OvrInputs) -> OvrSums:
+    """sum_i token_weights_i sum_k w_k BCE_ik over the slice's words in use (S0 5.1 formulas 3-5, S4 3.4.3)."""
+    loc_u, scale_u, weight, bias, threshold, target, token_weights, class_weights, rows, want_prob_sum = inputs
+    real = inputs.real
     weight = weight[:rows]
     loc = (loc_u @ weight.T).to(real)
     if bias is not None:
@@ -44,4 +29,4 @@ def ovr_reference(
     per_token = bce.sum(1)
     loss = (token_weights.to(real) * torch.where(token_weights != 0, per_token, 0.0)).sum()
     prob_sum = prob_above(scale, gap).sum(1).detach() if want_prob_sum else None
-    return loss, per_token.detach(), prob_sum
+    return OvrSums(loss, per_token.detach(), prob_sum)

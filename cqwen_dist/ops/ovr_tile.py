@@ -1,0 +1,97 @@
+"""One tile [t tokens x n words] of the OvR loss: from (loc_S, scale_S) to the loss of each token and the gradients.
+
+Every entry is -log of an angle. For a word that is not the label it is -log(1 - P), P = atan2(s, d)/pi, with
+d = C - loc_S and s = scale_S. For the label it is -log P: the same function at -d. So d is negated at the labels
+before, dloss/dloc after, and the maths between knows no labels.
+
+The stable form takes log(1 - P) from P where P < 1/2 and from 1 - P elsewhere. Instead of choosing (masks and
+selects cost more here than arithmetic) it is split into two factors, one of which is always exactly neutral:
+
+    a = atan2(s, max(d, 0))     pi P     where d > 0, else pi/2
+    b = atan2(s, max(-d, 0))    pi (1-P) where d < 0, else pi/2
+    1 - P = (1 - a/pi) (2 b/pi)          log(1 - P) = log1p(-a/pi) + log(2 b/pi)
+
+(for d < 0 the first factor is 1/2; fl(pi/2) fl(2/pi) = 1 in fp32 and fp64, so the second is 1 for d > 0, and its
+logarithm 0, not a rounding error times V). Gradients in closed form, q = s^2 + d^2:
+
+    dloss/dloc = s / (pi q (1-P))        dloss/dscale = d / (pi q (1-P))
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+MIN_SCALE = 1.2e-38  # stands for scale 0, where atan2(0, 0) = 0. A P of exactly 0 has -log P of 87 to 92, not inf
+MIN_DENOMINATOR = 1e-30  # keeps gradients finite where q (1-P) vanishes
+
+
+class Tile(NamedTuple):
+    """One tile's place and what it adds to. t tokens, n words; fp32 (fp64) but for ``low``."""
+
+    loc: Tensor  # [t, n] in: x W^T without bias; spent
+    scale: Tensor  # [t, n] in: g |W|^T; spent
+    work: list[Tensor]  # the maths' own [t, n] buffers, as many as it asks for
+    low: list[Tensor]  # two [t, n] in the GEMM's dtype for the gradients, or none where that is fp32
+    offset: Tensor  # [n] in: C - b
+    target: Tensor  # [t] in: the label's column in this tile, or anything outside [0, n)
+    class_weights: Tensor | None  # [n] in
+    per_token: Tensor  # [t] fp64, added to: sum_k w_k loss_ik
+    prob_sum: Tensor | None  # [t] fp64, added to: sum_k P_ik
+
+
+class TileMaths(Protocol):
+    """How a tile is computed. Returns pi dloss/dloc and pi dloss/dscale, [t, n], in buffers of the tile; for
+    with_grad=False the two are undefined."""
+
+    buffers: int  # work buffers wanted
+
+    def __call__(self, tile: Tile, with_grad: bool) -> tuple[Tensor, Tensor]: ...
+
+
+class TorchTile:
+    """``TileMaths`` in torch operations, in place, about 20 passes over buffers that sit in cache."""
+
+    buffers = 3
+
+    def __call__(self, tile: Tile, with_grad: bool) -> tuple[Tensor, Tensor]:
+        gap, scale, (a, b, log) = tile.loc, tile.scale, tile.work
+        torch.sub(tile.offset, tile.loc, out=gap)
+        scale.clamp_(min=MIN_SCALE)
+        if tile.prob_sum is not None:
+            tile.prob_sum.add_(torch.atan2(scale, gap, out=a).sum(1), alpha=1.0 / math.pi)
+        at, sign = _label_entries(tile.target, gap)
+        gap.view(-1)[at] *= sign
+
+        torch.clamp(gap, min=0.0, out=a)
+        torch.sub(a, gap, out=b)  # max(-d, 0), exactly
+        torch.atan2(scale, a, out=a).mul_(-1.0 / math.pi)
+        torch.atan2(scale, b, out=b).mul_(2.0 / math.pi)
+        tile.per_token.sub_(_row_sum(torch.log1p(a, out=log), tile.class_weights))
+        tile.per_token.sub_(_row_sum(torch.log(b, out=log), tile.class_weights))
+        if not with_grad:
+            return scale, gap
+
+        torch.addcmul(b, a, b, out=a)  # 1 - P
+        torch.mul(gap, gap, out=b).addcmul_(scale, scale).mul_(a).add_(MIN_DENOMINATOR)
+        d_loc, d_scale = scale.div_(b), gap.div_(b)
+        d_loc.view(-1)[at] *= sign
+        if tile.class_weights is not None:
+            d_loc.mul_(tile.class_weights)
+            d_scale.mul_(tile.class_weights)
+        return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if tile.low else (d_loc, d_scale)
+
+
+def _label_entries(target: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat index of one entry per token of a [t, n] tile, and -1.0 where that is its label, else 1.0: [t], [t]."""
+    n = like.shape[1]
+    inside = (target >= 0) & (target < n)
+    at = torch.arange(0, like.numel(), n, device=like.device) + target.clamp(0, n - 1)
+    return at, (1.0 - 2.0 * inside).to(like.dtype)
+
+
+def _row_sum(x: Tensor, class_weights: Tensor | None) -> Tensor:
+    return x.sum(1) if class_weights is None else torch.mv(x, class_weights)
