@@ -1,0 +1,19 @@
+"""The model, by the seeds' names (S2). Importing this registers the Hugging Face Auto classes."""
+
+from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.model.backbone import FeatureExtractionNetwork
+from cqwen_dist.model.causal_qwen import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel, register
+from cqwen_dist.model.embedding import NumericalAwareEmbedding
+
+register()
+
+__all__ = [
+    "AbductionNetwork",
+    "ActionNetwork",
+    "CausalQwenConfig",
+    "CausalQwenForCausalLM",
+    "CausalQwenModel",
+    "FeatureExtractionNetwork",
+    "NumericalAwareEmbedding",
+]

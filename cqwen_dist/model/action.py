@@ -1,0 +1,73 @@
+"""Module 4: from the individual to decisions, a score for every word and a value (seed S0 section 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.ops.cauchy import Cauchy
+
+
+class ActionNetwork(nn.Module):
+    """U' = U + noise; S_k = W_cls,k U' + b_cls,k for every word and Y = W_reg U' + b_reg, in closed form.
+
+        U' ~ Cauchy(loc_U, scale_U + |b_noise|)
+        S_k ~ Cauchy(W_cls,k loc + b_cls,k, |W_cls,k| scale)      Y ~ Cauchy(W_reg loc + b_reg, |W_reg| scale)
+
+    A bias shifts a location and never enters a scale (S2 3.4). The thresholds C live here because they, like
+    W_cls and b_cls, are rows of the vocabulary: this module may hold all V of them or a rank's range
+    [vocab_start, vocab_start + rows). Weights are fp32 masters.
+    """
+
+    def __init__(
+        self,
+        causal_hidden_size: int,
+        vocab_size: int,
+        *,
+        vocab_start: int = 0,
+        rows: int | None = None,
+        scalar_threshold: bool = False,
+    ) -> None:
+        super().__init__()
+        rows = vocab_size if rows is None else rows
+        self.vocab_size = vocab_size
+        self.vocab_start = vocab_start
+        self.cls_weight = nn.Parameter(torch.empty(rows, causal_hidden_size))
+        self.cls_bias = nn.Parameter(torch.zeros(rows))
+        self.threshold = nn.Parameter(torch.zeros(()) if scalar_threshold else torch.zeros(rows))
+        self.reg_weight = nn.Parameter(torch.empty(causal_hidden_size))
+        self.reg_bias = nn.Parameter(torch.zeros(()))
+        self.b_noise = nn.Parameter(torch.full((causal_hidden_size,), 0.1))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Xavier for both weights (S3 4 step 4); the classifier's is overwritten by the base's head."""
+        nn.init.normal_(self.cls_weight, std=self.cls_weight.shape[1] ** -0.5)
+        nn.init.xavier_uniform_(self.reg_weight.unsqueeze(0))
+
+    @property
+    def rows(self) -> int:
+        """Words this module holds."""
+        return self.cls_weight.shape[0]
+
+    def add_noise(self, u: Cauchy) -> Cauchy:
+        """U' of U: independent scales add (S0 4 step 1). [..., C]."""
+        return Cauchy(u.loc, u.scale + self.b_noise.abs())
+
+    def value(self, u_prime: Cauchy) -> Cauchy:
+        """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`)."""
+        return u_prime.affine(self.reg_weight, self.reg_bias)
+
+    def scores(self, u_prime: Cauchy) -> Cauchy:
+        """S of U' [..., C]: Cauchy [..., rows], materialised: for one position, small models and tests."""
+        return u_prime.affine(self.cls_weight, self.cls_bias)
+
+    def forward(self, loc_U: Tensor, scale_U: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """loc_U, scale_U [..., C] -> loc_S, scale_S [..., rows], loc_Y, scale_Y [...] (the seeds' S2 3.4).
+
+        Materialises [..., rows]; training never comes here (see `model.losses.fused_loss`).
+        """
+        u_prime = self.add_noise(Cauchy(loc_U, scale_U))
+        scores, value = self.scores(u_prime), self.value(u_prime)
+        return scores.loc, scores.scale, value.loc, value.scale

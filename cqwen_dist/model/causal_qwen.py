@@ -1,0 +1,366 @@
+"""The model: features, abduction, action; and its Hugging Face face.
+
+    input_ids, numeric_values --FeatureStack--> z [B,T,H] --AbductionNetwork--> U [B,T,C]
+                                                          --ActionNetwork--> S [B,T,V] and Y [B,T]
+
+`CausalQwenModel` is the seeds' module (S2 section 5). `CausalQwenForCausalLM` is what users load and generate with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.generate.generator import GeneratedNumbers, generate
+from cqwen_dist.model import initialise
+from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base
+from cqwen_dist.model.embedding import NumericalAwareEmbedding
+from cqwen_dist.model.lora import inject_lora, merge_lora
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.targets import TargetTransform
+
+
+class CausalQwenConfig(PretrainedConfig):
+    """The shape of a CausalQwen and the constants that inference needs.
+
+    base: the base model's own config, as a dict. num_token_id: the row used for <NUM>. causal_size: C without the
+    number dimensions (default H). number_dims: m. scalar_threshold: one C for all words. target: the regression's
+    unit (`TargetTransform.to_dict`). lora: adapters present in the backbone (`LoraConfig` as a dict), or None.
+    """
+
+    model_type = "causal_qwen"
+
+    def __init__(
+        self,
+        base: dict[str, Any] | None = None,
+        num_token_id: int | None = None,
+        causal_size: int | None = None,
+        number_dims: int = 0,
+        scale_activation: str = "softplus",
+        scale_floor: float = 1e-6,
+        scalar_threshold: bool = False,
+        target: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.base = dict(base or {"model_type": "qwen2"})
+        base_config = self.base_config
+        self.vocab_size = base_config.vocab_size
+        self.hidden_size = base_config.hidden_size
+        self.num_token_id = self.vocab_size - 1 if num_token_id is None else num_token_id
+        self.causal_size = causal_size or self.hidden_size
+        self.number_dims = number_dims
+        self.scale_activation = scale_activation
+        self.scale_floor = scale_floor
+        self.scalar_threshold = scalar_threshold
+        self.target = target or TargetTransform().to_dict()
+        self.lora = lora
+        kwargs.setdefault("tie_word_embeddings", False)
+        super().__init__(**kwargs)
+
+    @property
+    def base_config(self) -> PretrainedConfig:
+        """The base model's config object."""
+        return AutoConfig.for_model(**self.base)
+
+    @property
+    def causal_hidden_size(self) -> int:
+        """C: word part plus number dimensions."""
+        return int(self.causal_size + self.number_dims)
+
+
+class FeatureStack(nn.Module):
+    """Modules 1 and 2: ids and values to features. What DeepSpeed holds in training; the heads stay outside."""
+
+    def __init__(self, embedding: NumericalAwareEmbedding, backbone: FeatureExtractionNetwork) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.backbone = backbone
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        numeric_values: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """[B,T] each -> z [B,T,H]; with keep [N] (indices into the flattened B*T) only those, [N,H]."""
+        embeddings = self.embedding(input_ids, numeric_values)
+        z = self.backbone(embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values)
+        return z if keep is None else z.flatten(0, 1).index_select(0, keep)
+
+
+def take_transformer(base: PreTrainedModel) -> tuple[PreTrainedModel, nn.Embedding]:
+    """A causal base's transformer and its token table, the table taken out (it moves to module 1)."""
+    transformer = base.model
+    table = transformer.embed_tokens
+    transformer.embed_tokens = None
+    return transformer, table
+
+
+class CausalQwenModel(nn.Module):
+    """The seeds' model: (input_ids, numeric_values) -> (loc_S, scale_S, loc_Y, scale_Y)."""
+
+    def __init__(
+        self,
+        source: str | CausalQwenConfig,
+        causal_hidden_size: int | None = None,
+        *,
+        base: PreTrainedModel | None = None,
+        vocab_start: int = 0,
+        rows: int | None = None,
+        w_num_scale: float = 1.0,
+    ) -> None:
+        """source: a base model's folder or hub name (the seeds' `qwen_model_path`; starts as preset `seed`), or a
+        config: then `base` gives the transformer, or it is built empty. vocab_start, rows: hold only this range of
+        the vocabulary's rows. w_num_scale: factor on w_num's start.
+        """
+        super().__init__()
+        head = None
+        if isinstance(source, str):
+            base = load_base(source, torch.float32)
+            head = base.get_output_embeddings()
+            spare = first_spare_row(source, base.config.vocab_size)
+            config = CausalQwenConfig(base.config.to_dict(), spare, causal_size=causal_hidden_size)
+        else:
+            config = source
+        if base is None:
+            base = AutoModelForCausalLM.from_config(config.base_config)
+        self.config = config
+        transformer, table = take_transformer(base)
+        size, hidden = config.causal_hidden_size, config.hidden_size
+        self.features = FeatureStack(
+            NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale),
+            FeatureExtractionNetwork(transformer),
+        )
+        self.abduction = AbductionNetwork(
+            hidden, size, scale_activation=config.scale_activation, scale_floor=config.scale_floor
+        )
+        self.action = ActionNetwork(
+            size, config.vocab_size, vocab_start=vocab_start, rows=rows, scalar_threshold=config.scalar_threshold
+        )
+        if config.lora is not None:
+            inject_lora(transformer, LoraConfig(**config.lora))
+        if head is not None:
+            initialise.inherit_head(self, head.weight.detach(), head.bias)
+            initialise.apply_preset(self, "seed")
+
+    @classmethod
+    def from_base_model(
+        cls,
+        base: PreTrainedModel,
+        *,
+        start: str,
+        num_token_id: int,
+        vocab_start: int = 0,
+        rows: int | None = None,
+        w_num_scale: float = 1.0,
+        b_noise_init: float | None = None,
+        num_row_init: str = "inherit",
+        num_bias_init: float = 0.0,
+        **shape: Any,
+    ) -> CausalQwenModel:
+        """A base model turned causal; the base object is used up (its transformer moves in).
+
+        start: "seed" or "seed-100", or "calibrated" (the seed's constants until `initialise.calibrate` is run).
+        num_row_init, num_bias_init: of <NUM>'s row. shape: further fields of `CausalQwenConfig`.
+        """
+        config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
+        if not 0 <= num_token_id < config.vocab_size:
+            raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")
+        head = base.get_output_embeddings()
+        weight, bias = head.weight.detach(), head.bias
+        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=w_num_scale)
+        initialise.inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init)
+        initialise.apply_preset(model, start, b_noise_init)
+        return model
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The base's transformer, with its adapters."""
+        return self.features.backbone.transformer
+
+    @property
+    def target(self) -> TargetTransform:
+        """The unit of Y."""
+        return TargetTransform.from_dict(self.config.target)
+
+    def infer(
+        self,
+        input_ids: Tensor,
+        numeric_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **context: Any,
+    ) -> Cauchy:
+        """U of every position [B,T,C]. context: position_ids, past_key_values, keep."""
+        if numeric_values is None:
+            numeric_values = torch.zeros(input_ids.shape, dtype=torch.float64, device=input_ids.device)
+        return self.abduction(self.features(input_ids, numeric_values, attention_mask, **context))
+
+    def forward(
+        self, input_ids: Tensor, numeric_values: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[B,T] each -> loc_S, scale_S [B,T,V], loc_Y, scale_Y [B,T] (S2 section 5), all fp32.
+
+        Y is in the target's unit. Materialises [B,T,V]; training never comes here.
+        """
+        u = self.infer(input_ids, numeric_values, attention_mask)
+        return self.action(u.loc, u.scale)
+
+
+@dataclass
+class CausalQwenOutput(ModelOutput):
+    """loc_U, scale_U [B,T,C]; loc_Y, scale_Y [B,T] in the target's unit; logits (loc_S) [B,k,V] on demand."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    loc_U: Tensor | None = None
+    scale_U: Tensor | None = None
+    loc_Y: Tensor | None = None
+    scale_Y: Tensor | None = None
+    past_key_values: Any = None
+
+
+class CausalQwenForCausalLM(PreTrainedModel):
+    """CausalQwen as Hugging Face users know models: from_pretrained, save_pretrained, generate."""
+
+    config_class = CausalQwenConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+
+    def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
+        super().__init__(config)
+        self.model = CausalQwenModel(config) if model is None else model
+        if model is None:
+            self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """transformers asks this for what a checkpoint did not hold; ours start as their constructors say."""
+        if isinstance(module, AbductionNetwork):
+            module.reset(1.3133)
+        elif isinstance(module, ActionNetwork):
+            module.reset()
+        else:
+            super()._init_weights(module)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.features.embedding.token_embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.features.embedding.token_embedding = value
+
+    @classmethod
+    def from_base(
+        cls,
+        name_or_path: str,
+        start: str = "seed",
+        num_token_id: int | None = None,
+        calibration_batches: Iterable[Batch] | None = None,
+        **options: Any,
+    ) -> CausalQwenForCausalLM:
+        """A Qwen2/2.5/3 turned causal (seed S3 section 4).
+
+        start: "seed", "seed-100", or "calibrated" (then calibration_batches are needed). num_token_id: default
+        len(tokenizer) of the tokenizer beside the model, or the last row where there is none. options: of
+        `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). Raises `UserError`.
+        """
+        base = load_base(name_or_path, options.pop("dtype", torch.float32))
+        if num_token_id is None:
+            num_token_id = first_spare_row(name_or_path, base.config.vocab_size)
+        model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options)
+        if start == "calibrated":
+            if calibration_batches is None:
+                raise UserError("calibration_batches", "no batches", "batches of text for the calibrated start")
+            initialise.calibrate(model, calibration_batches)
+        return cls(model.config, model)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        numeric_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int | None = None,
+    ) -> CausalQwenOutput:
+        """[B,T] each -> `CausalQwenOutput`. logits_to_keep: loc_S of the last so many positions (default: none)."""
+        u = self.model.infer(
+            input_ids,
+            numeric_values,
+            attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+        )
+        u_prime = self.model.action.add_noise(u)
+        y = self.model.action.value(u_prime)
+        logits = None
+        if logits_to_keep:
+            kept = Cauchy(u_prime.loc[:, -logits_to_keep:], u_prime.scale[:, -logits_to_keep:])
+            logits = self.model.action.scores(kept).loc
+        return CausalQwenOutput(
+            logits=logits, loc_U=u.loc, scale_U=u.scale, loc_Y=y.loc, scale_Y=y.scale, past_key_values=past_key_values
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        numeric_values: Tensor | None = None,
+        mode: str = "standard",
+        return_numbers: bool = False,
+        **options: Any,
+    ) -> Tensor | tuple[Tensor, GeneratedNumbers]:
+        """Continue prompts; prompt + continuation [B,T'] int64 (with return_numbers also their values, aligned).
+
+        Options are `generate.generator.generate`'s: attention_mask, max_new_tokens, eos_token_id, ...
+        """
+        ids, numbers = generate(self.model, input_ids, numeric_values, mode=mode, **options)
+        return (ids, numbers) if return_numbers else ids
+
+    def merge_adapters(self) -> None:
+        """Fold LoRA into the backbone, in place."""
+        merge_lora(self.model.transformer)
+        self.config.lora = None
+        self.model.config.lora = None
+
+
+def first_spare_row(name_or_path: str, vocab_size: int) -> int:
+    """<NUM>'s row of a base: len(tokenizer), or the last row where no tokenizer is found. Raises `UserError`."""
+    try:
+        used = len(AutoTokenizer.from_pretrained(name_or_path))
+    except (OSError, ValueError, KeyError):
+        return vocab_size - 1
+    if used >= vocab_size:
+        raise UserError("model", f"{used} tokens in a vocabulary of {vocab_size}", "a vocabulary with a spare row")
+    return used
+
+
+def register() -> None:
+    """Make AutoConfig, AutoModel and AutoModelForCausalLM know `causal_qwen`."""
+    AutoConfig.register(CausalQwenConfig.model_type, CausalQwenConfig, exist_ok=True)
+    AutoModel.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
+
+
+__all__ = [
+    "CausalQwenConfig",
+    "CausalQwenForCausalLM",
+    "CausalQwenModel",
+    "CausalQwenOutput",
+    "FeatureStack",
+    "register",
+]

@@ -1,0 +1,43 @@
+"""Module 1: a token's embedding plus its number (seed S0 section 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def phi(values: Tensor) -> Tensor:
+    """sign(v) ln(1+|v|) (S0 1.3), in float64, returned as fp32; phi(0) = 0 exactly."""
+    wide = values.double()
+    return (wide.sign() * wide.abs().log1p()).float()
+
+
+class NumericalAwareEmbedding(nn.Module):
+    """e_i = embed(x_i) + phi(v_i) w_num at every position, no branch (S0 1.3).
+
+    phi(0) = 0, so text positions are exactly the token embedding. The table itself stays frozen (it may be tied to
+    the base's output head); `<NUM>` has a row of its own to train, kept as the difference `num_row` from its
+    inherited one.
+    """
+
+    def __init__(
+        self,
+        token_embedding: nn.Embedding,
+        hidden_size: int,
+        num_token_id: int | None = None,
+        w_num_scale: float = 1.0,
+    ) -> None:
+        """w_num starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale."""
+        super().__init__()
+        self.token_embedding = token_embedding
+        self.num_token_id = num_token_id
+        self.w_num = nn.Parameter(torch.randn(hidden_size) * (w_num_scale * hidden_size**-0.5))
+        self.num_row = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, input_ids: Tensor, numeric_values: Tensor) -> Tensor:
+        """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype."""
+        base = self.token_embedding(input_ids)
+        number = phi(numeric_values).unsqueeze(-1) * self.w_num.float()
+        if self.num_token_id is not None:
+            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * self.num_row.float()
+        return (base.float() + number).to(base.dtype)

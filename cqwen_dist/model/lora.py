@@ -1,0 +1,60 @@
+"""PEFT's adapters on the backbone: injected once, before training begins, with B = 0 (the base unchanged)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from peft import LoraConfig as PeftLoraConfig
+from peft import inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from cqwen_dist.config import LoraConfig, UserError
+
+ADAPTER = "default"
+
+
+def peft_config(config: LoraConfig) -> PeftLoraConfig:
+    """PEFT's own config of ours."""
+    return PeftLoraConfig(
+        r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.target_modules
+    )
+
+
+def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
+    """Add adapters in place. Raises `UserError` where no module has one of the names."""
+    try:
+        inject_adapter_in_model(peft_config(config), transformer, adapter_name=ADAPTER)
+    except ValueError as error:
+        linear = sorted({n.rsplit(".", 1)[-1] for n, m in transformer.named_modules() if isinstance(m, nn.Linear)})
+        raise UserError(
+            "model.lora.target_modules", config.target_modules, f"names out of {', '.join(linear)}, or all-linear"
+        ) from error
+
+
+def is_lora(name: str) -> bool:
+    """Whether a parameter's name is an adapter's."""
+    return ".lora_" in name
+
+
+@contextmanager
+def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
+    """The base as it was: inside, every adapter is bypassed."""
+    layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # the property behind PEFT's own switch, which also toggles requires_grad
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merge_lora(transformer: nn.Module) -> None:
+    """Fold every adapter into its layer and remove it, in place."""
+    for name, module in list(transformer.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(transformer.get_submodule(parent), child, module.get_base_layer())

@@ -1,0 +1,185 @@
+"""Module 5: the losses. The seeds' three modules (S2 section 4), and the fused path that training takes.
+
+The seeds' modules take materialised scores [B,T,V]: for small use and as the oracle. `fused_loss` computes the same
+total from U without forming them, over a vocabulary that may be spread over ranks. Labels are already shifted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from cqwen_dist.batch import IGNORE_INDEX
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.regression import GATES, cauchy_nll
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr
+
+
+class OvrClassificationLoss(nn.Module):
+    """Per-position OvR loss of materialised scores (S0 5.1, S2 4.1), in the stable form."""
+
+    def __init__(self, vocab_size: int, C_ovr: float | Tensor = 0.0, learnable_threshold: bool = False) -> None:
+        """C_ovr: a number, or a tensor [vocab_size]. Raises ValueError for another shape (S0 5.1's assert)."""
+        super().__init__()
+        threshold = torch.as_tensor(C_ovr, dtype=torch.float32)
+        if threshold.ndim and threshold.shape != (vocab_size,):
+            raise ValueError(f"C_ovr must be a number or of shape ({vocab_size},), found {tuple(threshold.shape)}")
+        self.vocab_size = vocab_size
+        self.threshold = nn.Parameter(threshold.clone(), requires_grad=learnable_threshold)
+
+    def forward(
+        self, loc_S: Tensor, scale_S: Tensor, labels: Tensor, ignore_index: int = IGNORE_INDEX
+    ) -> tuple[Tensor, Tensor]:
+        """loc_S, scale_S [B,T,V], labels [B,T] -> loss [B,T] (0 where ignored), valid_mask [B,T] bool."""
+        valid = labels != ignore_index
+        scores = Cauchy(loc_S.float(), scale_S.float())
+        one_hot = nn.functional.one_hot(labels.masked_fill(~valid, 0), self.vocab_size).bool()
+        bce = -torch.where(one_hot, scores.log_sf(self.threshold), scores.log_cdf(self.threshold))
+        return bce.sum(-1) * valid, valid
+
+    def prob_of(self, loc_S: Tensor, scale_S: Tensor, word: int) -> Tensor:
+        """P of one word [B,T] out of materialised scores."""
+        threshold = self.threshold[word] if self.threshold.ndim else self.threshold
+        return Cauchy(loc_S[..., word].float(), scale_S[..., word].float()).sf(threshold)
+
+
+class RegressionLoss(nn.Module):
+    """Cauchy negative log likelihood per position, no gate, no mask (S0 5.2, S2 4.2)."""
+
+    def forward(self, loc_Y: Tensor, scale_Y: Tensor, true_numeric_values: Tensor) -> Tensor:
+        """[B,T] each -> [B,T], in nats."""
+        return cauchy_nll(loc_Y.float(), scale_Y.float(), true_numeric_values.float())
+
+
+class CausalQwenLoss(nn.Module):
+    """Gate, masks and separate denominators (S0 5.3, S2 4.3).
+
+    Two departures from S2's letter: P_NUM enters the gate without gradient (with alpha = 0 and a gradient the loss
+    pays for not predicting <NUM>) unless gate_grad is "full"; and positions whose label is ignored are in neither
+    denominator.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_token_id: int,
+        C_ovr: float | Tensor = 0.0,
+        alpha: float = 0.0,
+        reg_weight: float = 1.0,
+        learnable_threshold: bool = False,
+        *,
+        gate: str = "alpha",
+        gate_grad: str = "stop",
+    ) -> None:
+        super().__init__()
+        self.num_token_id, self.alpha, self.reg_weight = num_token_id, alpha, reg_weight
+        self.gate, self.gate_grad = GATES[gate], gate_grad
+        self.ovr_loss = OvrClassificationLoss(vocab_size, C_ovr, learnable_threshold)
+        self.reg_loss = RegressionLoss()
+
+    def forward(
+        self,
+        loc_S: Tensor,
+        scale_S: Tensor,
+        loc_Y: Tensor,
+        scale_Y: Tensor,
+        labels: Tensor,
+        numeric_values: Tensor,
+        attention_mask: Tensor,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """loc_S, scale_S [B,T,V]; the rest [B,T]; numeric_values are the labels' values. -> (scalar, figures)."""
+        cls_loss, valid = self.ovr_loss(loc_S, scale_S, labels)
+        cls_mask = valid & attention_mask.bool()
+        num_mask = (labels == self.num_token_id) & attention_mask.bool()
+        p_num = self.ovr_loss.prob_of(loc_S, scale_S, self.num_token_id)
+        if self.gate_grad == "stop":
+            p_num = p_num.detach()
+        nll = self.reg_loss(loc_Y, scale_Y, numeric_values)
+        gated = self.gate(num_mask, p_num, self.alpha) * nll * cls_mask
+        cls_mean = (cls_loss * cls_mask).sum() / cls_mask.sum().clamp(min=1)
+        reg_effective = gated.sum() / num_mask.sum().clamp(min=1)
+        total = cls_mean + self.reg_weight * reg_effective
+        return total, {
+            "total_loss": float(total.detach()),
+            "cls_loss_mean": float(cls_mean.detach()),
+            "reg_loss_effective": float(reg_effective.detach()),
+        }
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What one micro-batch contributes: sums of this rank's tokens (no means), and the scalar to differentiate."""
+
+    loss: Tensor  # scalar: of the whole vocabulary group's words plus this rank's numbers, weighted
+    cls_sum: Tensor  # [] detached, unweighted
+    reg_sum: Tensor  # [] detached, gated, unweighted
+    prob_sum: Tensor  # [N] detached: sum of P over the vocabulary
+    p_num: Tensor  # [N] detached
+
+
+def fused_loss(
+    action: ActionNetwork,
+    u: Cauchy,
+    labels: Tensor,
+    targets: Tensor,
+    num_mask: Tensor,
+    *,
+    token_weight: float,
+    number_weight: float,
+    num_token_id: int,
+    group: ProcessGroup | None,
+    token_counts: list[int] | None = None,
+    gemm_dtype: torch.dtype = torch.float32,
+    alpha: float = 0.0,
+    gate: str = "alpha",
+    gate_grad: str = "stop",
+    class_weights: Tensor | None = None,
+    **ovr_options: Any,
+) -> LossTerms:
+    """The loss of N kept tokens, no [N,V] ever formed.
+
+    u: Cauchy [N,C] of this rank's tokens; labels [N] int64; targets [N] fp32, the labels' values in the target unit
+    (0's where text); num_mask [N] bool, positions whose value is learnt. token_weight, number_weight: the reciprocals of the global
+    counts, times whatever the engine divides by. N may be 0. class_weights [rows]: of this rank's words.
+    Collective over `group`, forward and backward.
+    """
+    u_prime = action.add_noise(u)
+    out = vocab_parallel_ovr(
+        u_prime.loc.to(gemm_dtype),
+        u_prime.scale.to(gemm_dtype),
+        action.cls_weight.to(gemm_dtype),
+        action.cls_bias,
+        action.threshold,
+        labels,
+        group=group,
+        vocab_start=action.vocab_start,
+        token_weights=torch.full(labels.shape, token_weight, device=labels.device),
+        num_token_id=num_token_id,
+        token_counts=token_counts,
+        class_weights=class_weights,
+        vocab_size=action.vocab_size,
+        **ovr_options,
+    )
+    assert out.p_num is not None
+    p_num = out.p_num.detach() if gate_grad == "stop" else out.p_num
+    y = action.value(u_prime)
+    nll = cauchy_nll(y.loc, y.scale, targets)  # finite everywhere, so a gate of 0 drops value and gradient
+    reg_sum = (GATES[gate](num_mask, p_num, alpha) * nll).sum()  # 0, and connected, where there is no number
+    return LossTerms(
+        loss=out.loss + number_weight * reg_sum,
+        cls_sum=out.per_token.sum(),
+        reg_sum=reg_sum.detach(),
+        prob_sum=out.prob_sum,
+        p_num=out.p_num.detach(),
+    )
+
+
+def uniform_loss(vocab_size: int) -> float:
+    """1 + ln V: the loss of the uniform solution P_k = 1/V, a trap that a loss curve alone does not show."""
+    return 1.0 + math.log(vocab_size)

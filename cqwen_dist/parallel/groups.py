@@ -1,0 +1,69 @@
+"""The process groups of a run, built once and passed explicitly.
+
+World = vocabulary groups of consecutive ranks (for instance the 8 GPUs of a node). With 4 ranks and groups of 2:
+
+    vocabulary groups {0,1} {2,3}   each holds the whole vocabulary once, a range of rows a rank
+    replica groups    {0,2} {1,3}   ranks that hold the same rows and sum their gradients
+
+Every rank has its own tokens (data = world).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from cqwen_dist.config import UserError
+
+
+@dataclass(frozen=True)
+class Groups:
+    """World, vocabulary and replica group of this rank."""
+
+    world: ProcessGroup
+    vocab: ProcessGroup
+    replica: ProcessGroup
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size()
+
+    @property
+    def vocab_rank(self) -> int:
+        """Which range of rows this rank holds."""
+        return self.vocab.rank()
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ranks share the vocabulary."""
+        return self.vocab.size()
+
+
+def build_groups(vocab_group_size: int) -> Groups:
+    """Build the groups; collective over the world (every rank calls it with the same size).
+
+    Raises `UserError` if the size does not divide the number of ranks.
+    """
+    world = dist.get_world_size()
+    if world % vocab_group_size:
+        divisors = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
+        raise UserError("parallel.vocab_group_size", vocab_group_size, f"a divisor of the {world} ranks: {divisors}")
+    starts = range(0, world, vocab_group_size)
+    vocab = _mine([list(range(start, start + vocab_group_size)) for start in starts])
+    replica = _mine([list(range(offset, world, vocab_group_size)) for offset in range(vocab_group_size)])
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return Groups(everyone, vocab, replica)
+
+
+def _mine(memberships: list[list[int]]) -> ProcessGroup:
+    """Create every group (all ranks must take part) and return the one this rank is in."""
+    mine = None
+    for ranks in memberships:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None
+    return mine

@@ -1,0 +1,104 @@
+"""Who am I among the ranks: read from the launcher's environment, then the process group is brought up.
+
+Launchers known: `deepspeed` and `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK), SLURM's srun (SLURM_PROCID,
+SLURM_NTASKS, SLURM_LOCALID), or none (one process).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# (rank, world size, local rank): the first launcher whose names are all set is believed.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This process among the ranks of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one rank that writes shared files and speaks on the console."""
+        return self.rank == 0
+
+
+def find_ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, world size, local rank) from a launcher's environment; (0, 1, 0) without one."""
+    for names in _LAUNCHERS:
+        if all(name in env for name in names):
+            rank, world, local = (int(env[name]) for name in names)
+            return rank, world, local
+    return 0, 1, 0
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """This rank's GPU, or the CPU where there is none (or where DS_ACCELERATOR=cpu says so)."""
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch alike on every rank (replicated parameters start equal)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def distributed(timeout_s: float = 1800.0) -> Iterator[Runtime]:
+    """Bring the process group up, yield the `Runtime`, take it down again.
+
+    gloo on CPU, nccl on GPUs. A single process without a launcher gets a group of one, so that there is one
+    path through the code. The group is always destroyed: without that, gloo may abort after a success.
+    """
+    rank, world, local_rank = find_ranks(os.environ)
+    device = pick_device(local_rank)
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # unset, `import deepspeed` prints to stdout
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    alone = "MASTER_ADDR" not in os.environ
+    if alone:
+        if world > 1:
+            raise RuntimeError(f"{world} ranks but no MASTER_ADDR in the environment: start them with `cqwen launch`")
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(_free_port())
+    for name, value in zip(_LAUNCHERS[0], (rank, world, local_rank), strict=True):
+        os.environ[name] = str(value)  # what DeepSpeed reads
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield Runtime(rank, world, local_rank, device)
+    finally:
+        dist.destroy_process_group()
+        if alone:
+            for name in ("MASTER_ADDR", "MASTER_PORT", *_LAUNCHERS[0]):
+                os.environ.pop(name, None)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
