@@ -1,0 +1,247 @@
+"""Numerals in text: which ones are numbers, what they are worth, and how a number is written back.
+
+The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the rest open
+(REQUIREMENTS 130, 140; DECISIONS row 34). The policy, by default (`NumberPolicy` switches the parts marked [..]):
+
+Numbers
+- integers and decimals: 48, 3.14, .5 (= 0.5; not behind a letter, digit or dot); a dot that ends a sentence
+  is no part: "1." is 1. European decimal commas and dots as thousands are not read.
+- [thousands] 1,234,567.5: groups of exactly three behind a first group of one to three without leading zero.
+  "1,23" is two numbers, and so is "1234,567". A list without spaces ("100,200") cannot be told apart: one number.
+- [scientific] 1.5e-3, 2E10. Overflow is infinite here; `DataConfig.on_nonfinite` says what happens then.
+- [signs] a minus (-, −, －) directly in front is a sign at the start of a line, behind a space, an opening bracket,
+  an operator, "=", ":" or a CJK character; it is an operator, thus text, behind a numeral, "%" or a closing bracket,
+  also with spaces between (48-12, 48 -12), and a hyphen behind a letter or dot (x-5, COVID-19: 5, 19).
+  A plus stays text: it changes no value.
+- whatever stands around: $12, 50% (50, not 0.5), 48/2, 3*4, 3x4 (x between numerals is a product), 12-5, a range 3-5,
+  a ratio 3:5, #5, 3-year, and letters directly behind: 5kg, 10x, 1st, 3D, 1990s. CJK counts as no letter: 价格是99.9元.
+- full-width digits and dot as their ASCII forms (１２．５); a full-width comma ends a clause, so it groups nothing.
+  Digits of other scripts, superscripts and fractions such as ½ are text.
+
+Text
+- [identifiers] a numeral directly behind a letter or "_" (A4, covid19, v1.2.3, x2); letters between digits (3a7f,
+  1_000, 2h30m); two dots or more (1.2.3, 192.168.0.1:80); hex (0x1F), UUIDs, MAC addresses; phone numbers:
+  +1-555-123-4567, 555-123-4567, (555) 123-4567, 010-12345678, 138 1234 5678, 13812345678 (but not the round
+  13812345000).
+- [leading_zeros] 007, 00.5.
+- [dates] 2024-01-31, 2024/1/31, 31/01/2024, 31.01.2024, 01/31/24, also with a time behind; 2024年1月31日, 1月31日;
+  times of day 9:30, 12:30:45 (so a ratio such as 7:11 is one too). A month's name makes no date: "Jan 31, 2024"
+  has 31 and 2024. Digits in front of "=" are arithmetic: 2000-10-15=1975. With `dates: true` the part 01 still
+  falls under leading_zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import lru_cache
+from typing import NamedTuple
+
+from cqwen_dist.config import NumberPolicy
+
+DEFAULT_POLICY = NumberPolicy()
+
+# Letters that bind a numeral to a word: Latin, Greek, Cyrillic, their combining marks, full-width Latin.
+_L = (
+    "A-Za-z_\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u036f\u0370-\u037d\u037f-\u0386\u0388-\u052f"
+    "\u1e00-\u1fee\u1ff0-\u1fff\u2126\u212a\u212b\uff21-\uff3a\uff41-\uff5a"
+)
+_DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
+_SCIENTIFIC = rf"{_DECIMAL}[eE][+-]?[0-9]+"
+_NOT_INSIDE = r"(?<![0-9])(?<![0-9][.,:])"
+_NO_SUM = r"(?![0-9])(?!\.[0-9])(?!\s*=)"
+
+_TIME = r"(?:[01]?[0-9]|2[0-4]):[0-5][0-9](?::[0-5][0-9](?:\.[0-9]+)?)?(?![0-9])(?!:[0-9])"
+_YEAR, _TWO, _ONE = r"[12][0-9]{3}", r"(?:0[1-9]|[12][0-9]|3[01])", r"(?:0?[1-9]|[12][0-9]|3[01])"
+_DAY = "|".join(
+    (
+        rf"{_YEAR}-(?:0[1-9]|1[0-2])-{_TWO}",
+        rf"{_YEAR}(?P<ymd>[/.]){_ONE}(?P=ymd){_ONE}",
+        rf"{_TWO}-{_TWO}-{_YEAR}",
+        rf"{_ONE}(?P<dmy>[/.]){_ONE}(?P=dmy){_YEAR}",
+        rf"{_TWO}/{_TWO}/[0-9]{{2}}",
+    )
+)
+_DATES = "|".join(
+    (
+        rf"{_NOT_INSIDE}(?:{_DAY}){_NO_SUM}(?:[T ]{_TIME}(?:Z|[+-][0-9]{{2}}:?[0-9]{{2}}(?![0-9]))?)?",
+        rf"{_NOT_INSIDE}(?:[0-9]{{4}}年)?[0-9]{{1,2}}月[0-9]{{1,2}}[日号]",
+        rf"{_NOT_INSIDE}[0-9]{{4}}年[0-9]{{1,2}}月",
+        rf"{_NOT_INSIDE}{_TIME}",
+    )
+)
+_PHONES = "|".join(
+    (
+        r"(?<=\+)(?=(?:[ -]?[0-9]){10})[0-9]{1,3}[ -][0-9]{2,4}"
+        r"(?P<gap>[ -])[0-9]{2,4}(?:(?P=gap)[0-9]{2,4}){0,2}(?![0-9])",
+        rf"(?<![0-9-])[0-9]{{3}}-[0-9]{{3}}-[0-9]{{4}}{_NO_SUM}",
+        rf"(?<=\()[0-9]{{3}}\) ?[0-9]{{3}}-[0-9]{{4}}{_NO_SUM}",
+        rf"(?<![0-9-])0[0-9]{{2,3}}-[0-9]{{7,8}}{_NO_SUM}",
+        rf"(?<![0-9-])1[3-9][0-9](?P<cn>[ -])[0-9]{{4}}(?P=cn)[0-9]{{4}}{_NO_SUM}",
+        rf"(?<![0-9-])1[3-9][0-9]{{9}}(?<!000){_NO_SUM}",
+    )
+)
+_PRODUCT = r"(?<=[0-9][xX])"
+_WORD_TAIL = rf"[{_L}0-9]*(?:\.[0-9][{_L}0-9]*)*"
+_IDENTIFIERS = "|".join(
+    (
+        r"0[xX][0-9A-Fa-f]+",
+        rf"(?<=[{_L}])(?!{_PRODUCT})[0-9]{_WORD_TAIL}",
+        r"[0-9]+(?:\.[0-9]+){2,}(?:[:/][0-9]+)?",
+        rf"(?!{_DECIMAL}[xX][0-9]){{not_scientific}}{_DECIMAL}[{_L}]+[0-9]{_WORD_TAIL}",
+    )
+)
+# Identifiers that may begin with a letter, looked for beforehand.
+_HEX_GROUPS = re.compile(
+    rf"(?<![{_L}0-9.])(?:[0-9a-fA-F]{{8}}(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}}"
+    rf"|[0-9a-fA-F]{{2}}(?::[0-9a-fA-F]{{2}}){{5}})(?![{_L}0-9])"
+)
+
+# One character to one, so that positions stay: full-width digits, dot, colon and minus, the minus sign.
+_TO_ASCII = {0xFF10 + d: 0x30 + d for d in range(10)} | {0xFF0E: 0x2E, 0xFF1A: 0x3A, 0xFF0D: 0x2D, 0x2212: 0x2D}
+_NEXT = re.compile(r"\.?[0-9]")
+_LETTER = re.compile(rf"[{_L}]")
+
+
+class NumberSpan(NamedTuple):
+    """A number in a text: text[start:end] is its literal, sign included; value is float64 (infinite if too large)."""
+
+    start: int
+    end: int
+    value: float
+
+
+@lru_cache(maxsize=64)
+def _reader(policy: NumberPolicy) -> re.Pattern[str]:
+    """What may stand at a digit: group `number`, or else text to be passed over."""
+    text = []
+    if not policy.dates:
+        text.append(_DATES)
+    if not policy.identifiers:
+        guard = rf"(?!{_SCIENTIFIC}(?![0-9])(?![{_L}]+[0-9]))" if policy.scientific else ""
+        text += [_PHONES, _IDENTIFIERS.replace("{not_scientific}", guard)]
+    if not policy.leading_zeros:
+        text.append(r"0[0-9]+(?:\.[0-9]+)?")
+    number = rf"\.?{_DECIMAL}" + (r"(?:[eE][+-]?[0-9]+)?" if policy.scientific else "")
+    if policy.thousands:
+        number = rf"(?<![0-9],)[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+(?![0-9])(?!,[0-9])(?:\.[0-9]+)?|{number}"
+    return re.compile("|".join([*text, f"(?P<number>{number})"]))
+
+
+def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[NumberSpan]:
+    """The numbers of a text from left to right, as this module's policy says (seed S0 1.1)."""
+    plain = text if text.isascii() else text.translate(_TO_ASCII)
+    reader = _reader(policy)
+    blocked = [] if policy.identifiers else [m.span() for m in _HEX_GROUPS.finditer(plain)]
+    spans: list[NumberSpan] = []
+    position = 0
+    while (digit := _NEXT.search(plain, position)) is not None:
+        start = digit.start()
+        if plain[start] == "." and not _opens_decimal(text, plain, start):
+            start += 1
+        while blocked and blocked[0][1] <= start:
+            blocked.pop(0)
+        if blocked and blocked[0][0] <= start:
+            position = blocked[0][1]
+            continue
+        match = reader.match(plain, start)
+        assert match is not None, "every digit begins a number or a text"
+        position = match.end()
+        if match.lastgroup == "number":
+            if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1):
+                start -= 1
+            spans.append(NumberSpan(start, position, float(plain[start:position].replace(",", ""))))
+    return spans
+
+
+def _opens_decimal(text: str, plain: str, dot: int) -> bool:
+    """Whether the dot in front of a digit belongs to it, as in ".5"."""
+    before = plain[dot - 1 : dot]
+    return text[dot] == "." and not (before == "." or before.isdecimal() or _LETTER.match(before))
+
+
+def _is_sign(plain: str, minus: int) -> bool:
+    """Whether the minus directly in front of a numeral is its sign, neither operator nor hyphen."""
+    before = plain[minus - 1 : minus]
+    if before == "-":
+        return plain[minus - 2 : minus - 1].isdecimal()
+    if before == "." or _LETTER.match(before):
+        return False
+    left = minus
+    while left and plain[left - 1] in " \t":
+        left -= 1
+    left_of = plain[left - 1 : left]
+    return not (left_of.isdecimal() or left_of in ("%", "％", ")", "]", "}", "）"))
+
+
+def _forms(value: float, policy: NumberPolicy) -> list[str]:
+    """Ways to write a finite value, the plainest first; all read back as exactly this float64."""
+    digits = repr(value)
+    exact = Decimal(digits)
+    mantissa, exponent = f"{exact:e}".split("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    scientific = f"{mantissa}e{int(exponent)}"
+    forms = [digits.removesuffix(".0")]
+    if "e" in digits:
+        forms = [scientific] if policy.scientific else [f"{exact:f}"]
+    if forms[0].lstrip("-").isdecimal():
+        forms.append(f"{forms[0]}.0")
+    if policy.scientific:
+        forms.append(scientific)
+    return forms
+
+
+def format_value(value: float, policy: NumberPolicy = DEFAULT_POLICY) -> str:
+    """The shortest usual spelling that `find_numbers` reads back as this one float64: 48, 0.5, -3, 1e300.
+
+    A value that the policy would not read in plain digits (13812345678 looks like a phone number) gets ".0" or an
+    exponent. NaN and the infinities become "nan", "inf" and "-inf", which are no numbers to `find_numbers`.
+    """
+    if not math.isfinite(value):
+        return str(value)
+    forms = _forms(value, policy)
+    for form in forms:
+        if find_numbers(form, policy) == [(0, len(form), value)]:
+            return form
+    return forms[0]
+
+
+def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
+    """Texts and numbers joined to one text from which `find_numbers` reads the same numbers at the same places.
+
+    Numbers are written plainly, save where that would be misread: 100 in front of ",456" becomes 100.0, and two
+    numbers in a row get a space between. Pieces that no reading gives (text that is itself a numeral, beside a
+    number) are written plainly.
+    """
+    forms = [
+        [piece] if isinstance(piece, str) else _forms(piece, policy) if math.isfinite(piece) else [str(piece)]
+        for piece in pieces
+    ]
+    for i in range(1, len(pieces)):
+        if not isinstance(pieces[i], str) and not isinstance(pieces[i - 1], str):
+            forms[i] = [f" {form}" for form in forms[i]]
+    chosen = [0] * len(pieces)
+    given_up: set[int] = set()
+    while True:
+        text = "".join(form[k] for form, k in zip(forms, chosen, strict=True))
+        ends = {span.start: span.end for span in find_numbers(text, policy)}
+        position, misread = 0, None
+        for i, (piece, form, k) in enumerate(zip(pieces, forms, chosen, strict=True)):
+            start, position = position + form[k].startswith(" "), position + len(form[k])
+            if (
+                not isinstance(piece, str)
+                and math.isfinite(piece)
+                and i not in given_up
+                and ends.get(start) != position
+            ):
+                misread = i
+                break
+        if misread is None:
+            return text
+        chosen[misread] += 1
+        if chosen[misread] == len(forms[misread]):
+            chosen[misread] = 0
+            given_up.add(misread)

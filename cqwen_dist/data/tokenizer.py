@@ -1,0 +1,294 @@
+"""Text to ids and values, and back: numerals become <NUM>, the first reserved row of the vocabulary.
+
+Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>,
+" dollars", which is also how Qwen's own pre-tokeniser cuts around a digit. No embedding is ever resized
+(DECISIONS row 25); the letters of the shapes stand in `cqwen_dist.batch`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.data.numbers import find_numbers, write_numbers
+
+POLICY_FILE = "number_policy.json"
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Qwen2's pre-tokenisation (transformers, models/qwen2/tokenization_qwen2.py).
+_QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Pieces between numbers repeat (" ", "*", "=", ...): short ones are remembered, so many at most.
+_CACHE_PIECES, _CACHE_LENGTH = 100_000, 32
+
+
+class Encoded(NamedTuple):
+    """One text: ids and values side by side; literals too large for float64, which stayed text."""
+
+    ids: list[int]
+    values: list[float]
+    overflows: list[str]
+
+
+class NumericalAwareTokenizer:
+    """A Hugging Face tokenizer that reads numbers (seed S0 1.1, S2 2: a tool, no nn.Module).
+
+    Args:
+        tokenizer: a fast tokenizer; it is not changed.
+        num_token_id: row of <NUM>; default: the first row behind the tokenizer's own (K = len(tokenizer)).
+        vocab_size: V of the model, to check that <NUM> has a row there.
+        policy: which numerals are numbers; default: `NumberPolicy()`.
+    Raises: UserError when the vocabulary has no spare row, num_token_id is a word's row, or the tokenizer is slow.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_token_id: int | None = None,
+        vocab_size: int | None = None,
+        policy: NumberPolicy | None = None,
+    ) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError("model.tokenizer", type(tokenizer).__name__, "a fast tokenizer (tokenizer.json)")
+        self.tokenizer = tokenizer
+        self.policy = policy or NumberPolicy()
+        self._backend: Tokenizer = backend
+        self._cache: dict[str, list[int]] = {}
+        vocabulary = tokenizer.get_vocab()
+        self.text_size: int = max(len(tokenizer), 1 + max(vocabulary.values()))  # K: rows that words use
+        self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
+        # Where <NUM> is a token of the tokenizer's own, the same literal in a text must not become it.
+        self._literal: str | None = None
+        if self.num_token_id < self.text_size:
+            added = tokenizer.added_tokens_decoder
+            if self.num_token_id not in added or self.num_token_id in (self.eos_token_id, self.pad_token_id):
+                allowed = f"a reserved row, {self.text_size} or above, or an added token of its own"
+                raise UserError("model.num_token_id", self.num_token_id, allowed)
+            self._literal = str(added[self.num_token_id])
+        if vocab_size is not None and max(self.num_token_id + 1, self.text_size) > vocab_size:
+            raise UserError(
+                "model.num_token_id",
+                f"no spare row for <NUM>: id {self.num_token_id} of a tokenizer with {self.text_size} words",
+                f"ids below the model's vocabulary size {vocab_size}",
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        num_token_id: int | None = None,
+        vocab_size: int | None = None,
+        policy: NumberPolicy | None = None,
+    ) -> NumericalAwareTokenizer:
+        """A tokenizer from a folder or the hub; what `save_pretrained` wrote counts unless overridden here.
+
+        Raises: UserError when there is no tokenizer, and what the class raises.
+        """
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                "model.tokenizer", str(name_or_path), f"a tokenizer's folder or hub name ({reason})"
+            ) from None
+        saved = Path(name_or_path) / POLICY_FILE
+        if saved.is_file():
+            data = json.loads(saved.read_text(encoding="utf-8"))
+            num_token_id = data["num_token_id"] if num_token_id is None else num_token_id
+            policy = NumberPolicy(**data["policy"]) if policy is None else policy
+        return cls(tokenizer, num_token_id, vocab_size, policy)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """The tokenizer's own files plus `number_policy.json`: num_token_id and the policy."""
+        self.tokenizer.save_pretrained(str(folder))
+        data = {"num_token_id": self.num_token_id, "policy": self.policy.model_dump()}
+        (Path(folder) / POLICY_FILE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """What ends a document; None if the tokenizer has none."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills a row up: the pad token, else the end token, else 0 (masked anyway)."""
+        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token_id is not None:
+                return token_id
+        return 0
+
+    def encode(self, text: str) -> tuple[list[int], list[float]]:
+        """Ids and float64 values of one text, of one length; the value is 0.0 at words. No token is added.
+
+        Raises: UserError for a number that float64 does not hold.
+        """
+        return self._strict([text])[0][:2]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """As `encode` for many texts at once (all their pieces in one call); overflowing literals stay text."""
+        split: list[tuple[list[str | float], list[str]]] = [self._split(text) for text in texts]
+        fresh = {piece for pieces, _ in split for piece in pieces if isinstance(piece, str)} - self._cache.keys()
+        known = dict(zip(fresh, self._encode_pieces(list(fresh)), strict=True))
+        if len(self._cache) < _CACHE_PIECES:
+            self._cache.update((piece, ids) for piece, ids in known.items() if len(piece) <= _CACHE_LENGTH)
+        encoded = []
+        for pieces, overflows in split:
+            ids: list[int] = []
+            values: list[float] = []
+            for piece in pieces:
+                if isinstance(piece, str):
+                    new = known.get(piece) or self._cache.get(piece, [])
+                    ids += new
+                    values += [0.0] * len(new)
+                else:
+                    ids.append(self.num_token_id)
+                    values.append(piece)
+            encoded.append(Encoded(ids, values, overflows))
+        return encoded
+
+    def preprocess(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        """Texts as padded tensors (seed S2 2; S0 1.1), padding on the right.
+
+        Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
+        padding. Raises: UserError for a number that float64 does not hold.
+        """
+        rows = self._strict(texts)
+        shape = (len(rows), max((len(row.ids) for row in rows), default=0))
+        input_ids = torch.full(shape, self.pad_token_id, dtype=torch.int64)
+        numeric_values = torch.zeros(shape, dtype=torch.float64)
+        attention_mask = torch.zeros(shape, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            input_ids[i, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.int64)
+            numeric_values[i, : len(row.ids)] = torch.tensor(row.values, dtype=torch.float64)
+            attention_mask[i, : len(row.ids)] = 1
+        return {"input_ids": input_ids, "numeric_values": numeric_values, "attention_mask": attention_mask}
+
+    def decode(
+        self,
+        ids: Sequence[int] | torch.Tensor,
+        values: Sequence[float] | torch.Tensor,
+        skip_special_tokens: bool = False,
+    ) -> str:
+        """The text of ids and values; reading it again gives the same ids and values if they came from a text.
+
+        Args: ids [T], values [T] (looked at where the id is <NUM>). A number is written in its shortest usual form
+        that reads back as the same float64 (`numbers.format_value`), so 1,234.50 comes back as 1234.5.
+        Raises: ValueError when the lengths differ.
+        """
+        if len(ids) != len(values):
+            raise ValueError(f"{len(ids)} ids, but {len(values)} values")
+        pieces: list[str | float] = []
+        words: list[int] = []
+
+        def flush() -> None:
+            if words:
+                pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
+                words.clear()
+
+        for token_id, value in zip(_plain(ids), _plain(values), strict=True):
+            if token_id == self.num_token_id:
+                flush()
+                pieces.append(float(value))
+            else:
+                words.append(int(token_id))
+        flush()
+        return write_numbers(pieces, self.policy)
+
+    def _strict(self, texts: list[str]) -> list[Encoded]:
+        encoded = self.encode_batch(texts)
+        for row in encoded:
+            if row.overflows:
+                raise UserError("number", row.overflows[0], "numbers that float64 holds")
+        return encoded
+
+    def _split(self, text: str) -> tuple[list[str | float], list[str]]:
+        """A text as non-empty strings and values, and the literals that overflow (kept in the strings)."""
+        if not text.isascii():
+            # As Qwen's tokenizer does, but before numbers are looked for: a composed letter binds as its parts do.
+            text = unicodedata.normalize("NFC", text)
+        pieces: list[str | float] = []
+        overflows: list[str] = []
+        position = 0
+        for start, end, value in find_numbers(text, self.policy):
+            if math.isinf(value):
+                overflows.append(text[start:end])
+                continue
+            if position < start:
+                pieces.append(text[position:start])
+            pieces.append(value)
+            position = end
+        if position < len(text):
+            pieces.append(text[position:])
+        return pieces, overflows
+
+    def _encode_pieces(self, pieces: list[str]) -> list[list[int]]:
+        if self._literal is None:
+            return [e.ids for e in self._backend.encode_batch_fast(pieces, add_special_tokens=False)]
+        cut = f"{self._literal[0]}\0{self._literal[1:]}"
+        parts = [
+            piece.replace(self._literal, cut).split("\0") if self._literal in piece else [piece] for piece in pieces
+        ]
+        flat = iter(self._backend.encode_batch_fast([p for ps in parts for p in ps], add_special_tokens=False))
+        return [[token_id for _ in ps for token_id in next(flat).ids] for ps in parts]
+
+
+def _plain(sequence: Any) -> Any:
+    return sequence.tolist() if isinstance(sequence, torch.Tensor) else sequence
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, policy: NumberPolicy | None = None
+) -> PreTrainedTokenizerFast:
+    """A small byte-level BPE in Qwen2's manner, made offline and deterministically from the text between numbers.
+
+    Args: vocab_size: words at most (256 bytes and three special tokens at least); give the model one row more.
+    Raises: UserError when vocab_size is below 259.
+    """
+    smallest = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise UserError("vocab_size", vocab_size, f"{smallest} or more (every byte and the special tokens)")
+    policy = policy or NumberPolicy()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_pieces(texts, policy), trainer)
+    end = SPECIAL_TOKENS[0]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end,
+        pad_token=end,
+        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _pieces(texts: Iterable[str], policy: NumberPolicy) -> Iterable[str]:
+    for text in texts:
+        position = 0
+        for start, end, _ in find_numbers(text, policy):
+            yield text[position:start]
+            position = end
+        yield text[position:]
