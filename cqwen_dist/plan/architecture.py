@@ -1,0 +1,147 @@
+"""The sizes of a Qwen2/2.5/3 base model and how many parameters they make, without building it.
+
+H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.config.schema import ARCHITECTURES
+
+# What transformers takes for a key that is left out.
+DEFAULTS: dict[str, int] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+}
+QWEN3_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes that decide parameters and activations."""
+
+    model_type: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    attention_bias: bool
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Architecture:
+        """From a transformers config. Raises `UserError` for what cannot be a Qwen2 or Qwen3."""
+        kind = found.get("model_type")
+        if kind not in ARCHITECTURES:
+            shown = "no value" if kind is None else kind
+            raise UserError("model.architecture.model_type", shown, " or ".join(ARCHITECTURES))
+        size = {key: _size(found, key, default) for key, default in DEFAULTS.items() if key != "num_key_value_heads"}
+        heads = size["num_attention_heads"]
+        # null stands for "as many as there are heads", a key that is left out for transformers' 32
+        kv_default = heads if "num_key_value_heads" in found else DEFAULTS["num_key_value_heads"]
+        kv_heads = _size(found, "num_key_value_heads", kv_default)
+        default_dim = QWEN3_HEAD_DIM if kind == "qwen3" else max(1, size["hidden_size"] // heads)
+        return cls(
+            model_type=kind,
+            vocab=size["vocab_size"],
+            hidden=size["hidden_size"],
+            intermediate=size["intermediate_size"],
+            layers=size["num_hidden_layers"],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=_size(found, "head_dim", default_dim),
+            tied=bool(found.get("tie_word_embeddings", False)),
+            attention_bias=bool(found.get("attention_bias", False)),
+        )
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int, bool]]:
+        """Every linear map of a layer by name: (in, out, has a bias)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv_bias = self.attention_bias or self.model_type == "qwen2"
+        o_bias = self.attention_bias and self.model_type == "qwen3"
+        return {
+            "q_proj": (self.hidden, q, qkv_bias),
+            "k_proj": (self.hidden, kv, qkv_bias),
+            "v_proj": (self.hidden, kv, qkv_bias),
+            "o_proj": (q, self.hidden, o_bias),
+            "gate_proj": (self.hidden, self.intermediate, False),
+            "up_proj": (self.hidden, self.intermediate, False),
+            "down_proj": (self.intermediate, self.hidden, False),
+        }
+
+    @property
+    def layer_parameters(self) -> int:
+        """One layer: its linear maps, two norms, and Qwen3's norms of q and k."""
+        linear = sum(rows * columns + bias * columns for rows, columns, bias in self.linears.values())
+        return linear + 2 * self.hidden + (2 * self.head_dim if self.model_type == "qwen3" else 0)
+
+    @property
+    def backbone_parameters(self) -> int:
+        """All layers and the last norm, without the token embedding."""
+        return self.layers * self.layer_parameters + self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """The token embedding, [V, H]."""
+        return self.vocab * self.hidden
+
+    @property
+    def base_parameters(self) -> int:
+        """The whole base model as transformers builds it; a tied head counts once."""
+        return self.backbone_parameters + (1 if self.tied else 2) * self.embedding_parameters
+
+    def lora_parameters(self, r: int, target_modules: list[str] | str) -> int:
+        """Adapters of rank r: r (in + out) for each target. Raises `UserError` for a name that no layer has."""
+        names = list(self.linears) if target_modules == "all-linear" else list(target_modules)
+        for name in names:
+            if name not in self.linears:
+                allowed = f"names out of {', '.join(self.linears)}, or all-linear"
+                raise UserError("model.lora.target_modules", name, allowed)
+        sizes = (self.linears[name] for name in dict.fromkeys(names))
+        return self.layers * sum(r * (columns + rows) for columns, rows, _ in sizes)
+
+
+def _size(found: dict[str, Any], key: str, default: int) -> int:
+    value = found.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"model.architecture.{key}", value, "a whole number of at least 1")
+    return value
+
+
+def read_architecture(config: Config) -> dict[str, Any]:
+    """The transformers config of the run's base model: from the file, or config.json in the model's folder."""
+    if config.model.architecture is not None:
+        return config.model.architecture
+    name = str(config.model.name_or_path)
+    file = Path(name).expanduser() / "config.json"
+    key, where = "model.name_or_path", str(file)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(key, name, "a folder with the model's config.json (planning downloads nothing)") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(key, "no readable JSON", f"the model's config.json ({error})", where) from None
+    if not isinstance(found, dict):
+        raise UserError(key, found, "a JSON object", where)
+    try:
+        Architecture.of(found)
+    except UserError as error:
+        shown = Said(f"{error.key.removeprefix('model.architecture.')}: {error.found}")
+        raise UserError(key, shown, error.allowed, where) from None
+    return found

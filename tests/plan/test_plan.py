@@ -1,0 +1,225 @@
+"""The plan's counts against real models, its arithmetic by hand, and its errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.plan import Architecture, Plan, plan, read_architecture, render
+from cqwen_dist.plan.memory import GIB
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN25_05B = {
+    **SMALL,
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "tie_word_embeddings": True,
+}
+
+
+def config(*, architecture: dict[str, Any] | None = None, **sections: Any) -> Config:
+    model = {"architecture": architecture or SMALL, **sections.pop("model", {})}
+    return Config.model_validate({"model": model, "data": {"train": "x", "sequence_length": 16}, **sections})
+
+
+def planned(settings: Config, *, nodes: int = 1, gpus: int = 1, gib: float = 80.0) -> Plan:
+    architecture = read_architecture(settings)
+    return plan(settings, nodes=nodes, gpus_per_node=gpus, gpu_memory_gib=gib, architecture=architecture)
+
+
+def size(result: Plan, name: str) -> int:
+    return next(part.bytes for part in result.parts if part.name == name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": None},
+        {"head_dim": 24},
+        {"model_type": "qwen3"},
+        {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
+        {"model_type": "qwen3", "head_dim": 8},
+    ],
+)
+def test_the_count_of_parameters_is_that_of_the_real_model(changes):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {**SMALL, **changes}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**found))
+    base = Architecture.of(found)
+    assert base.base_parameters == sum(p.numel() for p in model.parameters())
+    assert base.embedding_parameters == model.get_input_embeddings().weight.numel()
+    shapes = {n.rsplit(".", 1)[-1]: m for n, m in model.model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert base.linears == {n: (m.in_features, m.out_features, m.bias is not None) for n, m in shapes.items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_keys_that_are_left_out_are_what_transformers_takes(kind):
+    from transformers import AutoConfig
+
+    real = AutoConfig.for_model(kind)
+    base = Architecture.of({"model_type": kind})
+    assert (base.vocab, base.hidden, base.intermediate) == (real.vocab_size, real.hidden_size, real.intermediate_size)
+    assert (base.layers, base.heads) == (real.num_hidden_layers, real.num_attention_heads)
+    assert (base.kv_heads, base.tied) == (real.num_key_value_heads, real.tie_word_embeddings)
+    assert base.head_dim == (getattr(real, "head_dim", None) or real.hidden_size // real.num_attention_heads)
+
+
+def test_adapters_are_counted_as_peft_makes_them():
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import AutoConfig, AutoModel
+
+    for targets in (["q_proj", "down_proj"], "all-linear"):
+        with torch.device("meta"):
+            model = AutoModel.from_config(AutoConfig.for_model(**SMALL))
+            inject_adapter_in_model(LoraConfig(r=4, target_modules=targets), model)
+        made = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+        assert Architecture.of(SMALL).lora_parameters(4, targets) == made
+
+
+def test_activations_are_near_what_autograd_keeps():
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import AutoConfig, AutoModel
+
+    found = {**SMALL, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    model = AutoModel.from_config(AutoConfig.for_model(**found)).requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj", "up_proj"]), model)
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    embeddings = torch.randn(2, 64, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(inputs_embeds=embeddings, use_cache=False)
+    settings = config(architecture=found, train={"micro_batch_size": 2}, data={"train": "x", "sequence_length": 64})
+    assert size(planned(settings), "activations") == pytest.approx(sum(kept.values()), rel=0.35)
+
+
+def test_the_real_qwen_sizes_are_known():
+    assert Architecture.of(QWEN25_05B).base_parameters == 494_032_768
+
+
+def test_each_part_by_hand():
+    settings = config(model={"number_dims": 0}, train={"precision": "bf16", "micro_batch_size": 4})
+    result = planned(settings, gpus=2)
+    base = Architecture.of(SMALL)
+    assert size(result, "backbone (frozen)") == 2 * base.backbone_parameters
+    assert size(result, "token embedding (frozen)") == 2 * 1000 * 64
+    lora = base.lora_parameters(8, "all-linear")
+    assert size(result, "LoRA: weights") == size(result, "LoRA: gradients") == 2 * lora
+    assert size(result, "LoRA: optimizer") == 12 * lora / 2  # ZeRO 1 over two ranks
+    assert size(result, "abduction: weights") == 4 * 2 * (64 * 64 + 64)
+    assert size(result, "W_cls") == 1000 * 64 * 16
+    assert size(result, "W_cls in bf16") == 1000 * 64 * 2
+    assert size(result, "b_cls and C") == 1000 * (4 + 16)
+    assert result.trainable_parameters == lora + 2 * (64 * 64 + 64) + (64 + 1 + 64 + 2 * 64) + 1000 * 65
+    assert (result.world, result.accumulation, result.fits) == (2, 4, True)
+    assert result.device_gib == pytest.approx(sum(part.bytes for part in result.parts) / GIB)
+
+
+def test_zero_shards_the_engine_and_the_group_shards_the_rows():
+    one = planned(config(), gpus=4)
+    three = planned(config(parallel={"zero_stage": 3, "vocab_group_size": 4}), gpus=4)
+    for name in ("backbone (frozen)", "LoRA: weights", "LoRA: gradients"):
+        assert size(three, name) == -(-size(one, name) // 4)
+    assert size(three, "LoRA: optimizer") == size(one, "LoRA: optimizer")
+    assert size(three, "W_cls") * 4 == size(one, "W_cls")
+    odd = planned(config(parallel={"vocab_group_size": 3}, train={"global_batch_size": 24}), gpus=3)
+    assert size(odd, "W_cls") == 334 * 72 * 16  # ceil(1000 / 3) rows of C = 64 + 8
+
+
+def test_settings_move_what_they_should():
+    plain, frozen = planned(config()), planned(config(stages=[{"name": "a", "train": ["regression"], "steps": 1}]))
+    names = {part.name for part in frozen.parts}
+    assert not any(name.startswith("LoRA") for name in names)
+    assert size(frozen, "W_cls") == 1000 * 72 * 4
+    assert size(frozen, "activations") < size(plain, "activations")
+    saved = planned(config(model={"gradient_checkpointing": True}))
+    assert size(saved, "activations") < size(plain, "activations")
+    moved = planned(config(parallel={"offload": "optimizer"}))
+    assert moved.host_gib > 0
+    assert moved.device_gib < plain.device_gib
+    reference = planned(config(loss={"impl": "reference"}))
+    assert size(reference, "OvR loss") == 9 * 8 * 16 * 1000 * 4
+
+
+def test_the_verdict_names_the_largest_part_and_a_way_out():
+    settings = config(architecture=QWEN25_05B)
+    roomy, tight = planned(settings, gib=80), planned(settings, gib=2)
+    assert roomy.reason.startswith("fits: ")
+    assert tight.reason.startswith("does not fit: ")
+    assert "the largest part is W_cls" in tight.reason
+    assert "parallel.vocab_group_size" in tight.reason
+    assert json.loads(json.dumps(tight.to_dict()))["fits"] is False
+
+
+def test_the_table_is_readable():
+    out = io.StringIO()
+    Console(file=out, width=140).print(render(planned(config())))
+    for word in ("backbone (frozen)", "W_cls", "GiB", "fits: "):
+        assert word in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "key", "allowed"),
+    [
+        ({"parallel": {"vocab_group_size": 3}}, 4, "parallel.vocab_group_size", r"a divisor of .*\(4\)"),
+        ({}, 3, "train.global_batch_size", r"a multiple of .*\(8 x 3\)"),
+        ({"model": {"lora": {"target_modules": ["w"]}}}, 1, "model.lora.target_modules", "names out of q_proj"),
+        ({"architecture": {**SMALL, "hidden_size": "a"}}, 1, "model.architecture.hidden_size", "a whole number"),
+        ({}, 0, "--gpus-per-node", "0 .CPU. or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_the_users_to_mend(sections, ranks, key, allowed):
+    with pytest.raises(UserError, match=rf"^{key}: found .*, allowed: {allowed}"):
+        planned(config(**sections), gpus=ranks or -1)
+
+
+def test_the_architecture_is_read_from_the_models_folder(tmp_path):
+    def by_name(name: str) -> dict[str, Any]:
+        return read_architecture(Config.model_validate({"model": {"name_or_path": name}, "data": {"train": "x"}}))
+
+    with pytest.raises(UserError, match="a folder with the model's config"):
+        by_name("Qwen/Qwen2.5-0.5B")
+    file = tmp_path / "config.json"
+    for text, message in (("{", "no readable JSON"), ("[]", "a JSON object"), ('{"model_type": "x"}', "model_type: x")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            by_name(str(tmp_path))
+    file.write_text(json.dumps(SMALL))
+    assert by_name(str(tmp_path)) == SMALL
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, cqwen_dist.plan; print(*(m for m in ('torch', 'transformers', 'numpy') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "", "cqwen_dist.plan is arithmetic: it imports no heavy package"
