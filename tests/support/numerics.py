@@ -1,0 +1,40 @@
+"""How two tensors are compared: relative errors with a stated tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """max |found - expected| / max |expected|, in float64: 0 for two empty or two zero tensors, inf where one is nan."""
+    if found.shape != expected.shape:
+        raise AssertionError(f"shapes differ: {tuple(found.shape)} and {tuple(expected.shape)}")
+    a, b = found.detach().double(), expected.detach().double()
+    if not a.numel():
+        return 0.0
+    error = float((a - b).abs().max())
+    if not error == error:  # nan
+        return float("inf")
+    size = float(b.abs().max())
+    return error / size if size else (0.0 if error == 0.0 else float("inf"))
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float, what: str = "value") -> None:
+    """`relative_error` of the whole tensor is at most tolerance."""
+    error = relative_error(found, expected)
+    assert error <= tolerance, f"{what}: relative error {error:.2e} > {tolerance:.0e}"
+
+
+def assert_all_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    """The same names, each within tolerance of its own size."""
+    assert found.keys() == expected.keys(), f"names differ: {sorted(found.keys() ^ expected.keys())}"
+    for name, value in found.items():
+        assert_close(value, expected[name], tolerance, name)
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter that has one, by name."""
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

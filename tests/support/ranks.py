@@ -1,0 +1,70 @@
+"""Run a test's function on several ranks: spawned processes, gloo, one thread each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """fn(*args) on `world` ranks with the process group up; what each returns, by rank.
+
+    fn is a top-level function (it is pickled by name); it may return anything that pickles. The first rank that
+    raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds.
+    """
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    ranks = [
+        context.Process(target=_rank, args=(fn, rank, world, port, results, args), daemon=True) for rank in range(world)
+    ]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when the children import torch
+    try:
+        for process in ranks:
+            process.start()
+    finally:
+        os.environ.pop("OMP_NUM_THREADS") if threads is None else os.environ.update(OMP_NUM_THREADS=threads)
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(found) < world:
+            if not results.empty():
+                rank, value, error = results.get()
+                if error is not None:
+                    raise AssertionError(f"rank {rank} of {world}:\n{error}")
+                found[rank] = value
+            elif time.monotonic() > deadline:
+                raise AssertionError(f"ranks {sorted(set(range(world)) - set(found))} not done after {timeout} s")
+            elif any(p.exitcode not in (None, 0) for p in ranks) and results.empty():
+                raise AssertionError(f"a rank died: exit codes {[p.exitcode for p in ranks]}")
+            else:
+                time.sleep(0.01)
+        for process in ranks:
+            process.join(10)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+    return [found[rank] for rank in range(world)]
+
+
+def _rank(fn: Callable[..., Any], rank: int, world: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        results.put((rank, fn(*args), None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:  # whatever it is, the parent tells it
+        results.put((rank, None, traceback.format_exc()))

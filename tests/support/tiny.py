@@ -1,0 +1,85 @@
+"""Tiny Qwen2 and Qwen3 bases, built from a seed in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model.backbone import build_base
+
+HIDDEN = 24
+VOCAB = 101  # not divisible by 2 or 4
+NUM = 90  # <NUM>; the rows behind it are spare
+CONTEXT = 64
+
+
+def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random causal base: H 24, 2 layers, V 101, context 64, fp32. Weights are ten times the usual initialiser's,
+    so that attention, positions and logits differ visibly between tokens."""
+    architecture = {
+        "model_type": kind,
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+    }
+    if kind == "qwen2":
+        del architecture["head_dim"]  # Qwen2 has none: H / heads
+    return build_base({**architecture, **changes}, seed).eval()
+
+
+def tiny_model(
+    kind: str = "qwen2", *, tied: bool = False, seed: int = 0, start: str = "seed", num_token_id: int = NUM, **shape: Any
+) -> CausalQwenModel:
+    """That base turned causal."""
+    torch.manual_seed(seed + 1)  # w_num and W_reg
+    base = tiny_base(kind, tied=tied, seed=seed)
+    return CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **shape).eval()
+
+
+def tiny_causal_lm(kind: str = "qwen2", **options: Any) -> CausalQwenForCausalLM:
+    """The same with its Hugging Face face."""
+    model = tiny_model(kind, **options)
+    return CausalQwenForCausalLM(model.config, model).eval()
+
+
+def random_ids(rows: int, length: int, seed: int = 0, high: int = NUM) -> torch.Tensor:
+    """Word ids [rows, length] int64 below `high`: text without numbers."""
+    return torch.randint(0, high, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_batch(rows: int = 4, length: int = 12, *, numbers: bool = True, seed: int = 0, num: int = NUM) -> Batch:
+    """Left-aligned sequences of different lengths, a fifth of the tokens <NUM>, labels shifted."""
+    g = torch.Generator().manual_seed(seed)
+    ids = random_ids(rows, length + 1, seed, num)
+    values = torch.zeros(ids.shape, dtype=torch.float64)
+    if numbers:
+        is_num = torch.rand(ids.shape, generator=g) < 0.2
+        is_num[0, 3] = True
+        ids[is_num] = num
+        values[is_num] = (torch.randn(ids.shape, generator=g, dtype=torch.float64) * 30)[is_num]
+    lengths = torch.randint(length // 2, length + 1, (rows,), generator=g)
+    lengths[0] = length
+    position = torch.arange(length)
+    mask = position < lengths[:, None]
+    keep = position < lengths[:, None] - 1
+    labels = ids[:, 1:].masked_fill(~keep, IGNORE_INDEX)
+    return Batch(
+        input_ids=ids[:, :-1],
+        numeric_values=values[:, :-1],
+        attention_mask=mask,
+        position_ids=position.expand(rows, -1).contiguous(),
+        labels=labels,
+        numeric_labels=values[:, 1:].masked_fill(~keep, 0.0),
+        numeric_mask=labels == num,
+    )
