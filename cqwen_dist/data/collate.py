@@ -1,0 +1,82 @@
+"""Samples to a `Batch`: shifted once, padded on the right (DECISIONS rows 16, 17).
+
+labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document; the last token of a document predicts
+nothing (IGNORE_INDEX, 0). Nothing behind the collator shifts again.
+
+How attention stays inside packed documents: `position_ids` restart at 0 where a document begins (and where the
+padding begins), and transformers builds the block mask from them when `attention_mask=None` and no cache is in use
+(`masking_utils.find_packed_sequence_indices`; sdpa, eager, flex and flash alike). So training and evaluation give
+the backbone `attention_mask=None, position_ids=batch.position_ids, use_cache=False`; a 2-D mask would switch the
+detection off and let documents see each other. With right padding and causal attention no real token sees the
+padding, so the mask is not needed there either, and an all-padding row stays finite. `Batch.attention_mask` is for
+the losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cqwen_dist.batch import IGNORE_INDEX, Batch
+
+# Widths are multiples of this: few different shapes, and aligned matrix products.
+MULTIPLE = 8
+
+
+class Document(NamedTuple):
+    """A text's tokens, or a piece of them; all arrays have one length t >= 1."""
+
+    ids: np.ndarray  # [t] integers
+    values: np.ndarray  # [t] float64; the value at <NUM>, 0 at words
+    targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
+
+
+# One row of a batch: a single document, or several that were packed.
+Sample = tuple[Document, ...]
+
+
+def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) -> Batch:
+    """Samples of any lengths to one batch; no samples at all to a single row of padding.
+
+    Args: samples: B rows. Returns: `Batch` [B,T] with T the longest row, rounded up to a multiple of 8; the padding
+    row of an empty share keeps collectives in line and holds no label.
+    """
+    rows = len(samples) or 1
+    longest = max((sum(len(document.ids) for document in sample) for sample in samples), default=1)
+    width = -(-longest // MULTIPLE) * MULTIPLE
+    input_ids = np.full((rows, width), pad_token_id, dtype=np.int64)
+    labels = np.full((rows, width), IGNORE_INDEX, dtype=np.int64)
+    position_ids = np.zeros((rows, width), dtype=np.int64)
+    numeric_values, numeric_labels = np.zeros((2, rows, width), dtype=np.float64)
+    attention_mask, numeric_mask = np.zeros((2, rows, width), dtype=bool)
+    steps = np.arange(width)
+    if not samples:
+        position_ids[0] = steps
+    for row, sample in enumerate(samples):
+        start = 0
+        for document in sample:
+            end = start + len(document.ids)
+            input_ids[row, start:end] = document.ids
+            numeric_values[row, start:end] = document.values
+            attention_mask[row, start:end] = True
+            position_ids[row, start:end] = steps[: end - start]
+            labels[row, start : end - 1] = document.ids[1:]
+            numeric_labels[row, start : end - 1] = document.values[1:]
+            numeric_mask[row, start : end - 1] = document.targets[1:] & (document.ids[1:] == num_token_id)
+            start = end
+        # A single document's positions run on through the padding: then there is no restart, and the kernels for
+        # plain causal attention apply. Behind packed documents the padding is a document of its own.
+        first = start if len(sample) == 1 else 0
+        position_ids[row, start:] = steps[: width - start] + first
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        numeric_values=torch.from_numpy(numeric_values),
+        attention_mask=torch.from_numpy(attention_mask),
+        position_ids=torch.from_numpy(position_ids),
+        labels=torch.from_numpy(labels),
+        numeric_labels=torch.from_numpy(numeric_labels),
+        numeric_mask=torch.from_numpy(numeric_mask),
+    )

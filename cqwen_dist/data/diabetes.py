@@ -1,0 +1,56 @@
+"""scikit-learn's diabetes study as sentences: 442 patients, ten measurements, the progression a year later.
+
+Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the units it was recorded in; the study
+does not say which sex its codes 1 and 2 stand for. The progression score is the last number of each text. 342
+patients train, 100 are held out; the split is one fixed permutation.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+_TRAIN = 342
+_SENTENCE = (
+    "A patient of sex {} aged {} with body mass index {} and mean blood pressure {}. "
+    "Serum: total cholesterol {}, low-density lipoproteins {}, high-density lipoproteins {}, "
+    "cholesterol ratio {}, log triglycerides {}, glucose {}. "
+    "The disease progression after one year was {}."
+)
+
+
+class DiabetesTable(NamedTuple):
+    """The same split as numbers: x [n,10] float64 in the study's order, y [n] float64."""
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+
+@lru_cache(maxsize=1)
+def diabetes_table() -> DiabetesTable:
+    """Measurements and progression of the 342 training and 100 held-out patients, unscaled."""
+    from sklearn.datasets import load_diabetes
+
+    study = load_diabetes(scaled=False)
+    order = np.random.RandomState(0).permutation(len(study.target))
+    train, test = order[:_TRAIN], order[_TRAIN:]
+    return DiabetesTable(study.data[train], study.target[train], study.data[test], study.target[test])
+
+
+def diabetes_texts(part: Literal["train", "test"]) -> list[str]:
+    """The patients of a part, one text each, in the order of `diabetes_table`."""
+    table = diabetes_table()
+    x, y = (table.x_train, table.y_train) if part == "train" else (table.x_test, table.y_test)
+    texts = []
+    for row, progression in zip(x, y, strict=True):
+        age, sex, *rest = row
+        texts.append(_SENTENCE.format(*(_plain(v) for v in (sex, age, *rest, progression))))
+    return texts
+
+
+def _plain(value: float) -> str:
+    return repr(float(value)).removesuffix(".0")
