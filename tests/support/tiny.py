@@ -39,7 +39,13 @@ def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **chang
 
 
 def tiny_model(
-    kind: str = "qwen2", *, tied: bool = False, seed: int = 0, start: str = "seed", num_token_id: int = NUM, **shape: Any
+    kind: str = "qwen2",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    start: str = "seed",
+    num_token_id: int = NUM,
+    **shape: Any,
 ) -> CausalQwenModel:
     """That base turned causal."""
     torch.manual_seed(seed + 1)  # w_num and W_reg

@@ -1,0 +1,76 @@
+"""Module 2: z is the base's last hidden state (S0 2), bit for bit where there are no numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.numerics import assert_close
+from support.tiny import CONTEXT, random_ids, tiny_base
+
+from cqwen_dist.config import UserError
+from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.model.backbone import build_base, load_base
+
+BASES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
+
+
+@pytest.mark.parametrize(("kind", "tied"), BASES)
+@torch.no_grad()
+def test_features_are_the_base_last_hidden_state(kind: str, tied: bool) -> None:
+    base = tiny_base(kind, tied=tied)
+    ids = random_ids(3, 10)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :4] = False
+    expected = base.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    alone = base.model(input_ids=ids).last_hidden_state
+    model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=90).eval()
+    zeros = torch.zeros(ids.shape, dtype=torch.float64)
+    assert torch.equal(model.features(ids, zeros, mask), expected)
+    assert torch.equal(model.features(ids, zeros), alone)
+
+
+@torch.no_grad()
+def test_keep_selects_flattened_positions() -> None:
+    model = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90).eval()
+    ids = random_ids(2, 5)
+    zeros = torch.zeros(ids.shape, dtype=torch.float64)
+    keep = torch.tensor([0, 6, 9])
+    assert torch.equal(model.features(ids, zeros, keep=keep), model.features(ids, zeros).flatten(0, 1)[keep])
+
+
+@torch.no_grad()
+def test_packed_positions_keep_documents_apart() -> None:
+    """position_ids that restart are a packed sequence: the second document does not see the first."""
+    model = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90).eval()
+    ids = random_ids(1, 12)
+    zeros = torch.zeros(ids.shape, dtype=torch.float64)
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    packed = model.features(ids, zeros, None, positions)
+    alone = model.features(ids[:, 7:], zeros[:, 7:])
+    assert_close(packed[:, 7:], alone, 1e-5, "second document")
+
+
+def test_errors_name_what_is_wrong(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"model\.name_or_path.*config\.json"):
+        load_base(str(tmp_path), torch.float32)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match="model_type.*qwen2 or qwen3"):
+        load_base(str(tmp_path), torch.float32)
+    with pytest.raises(UserError, match=r"model\.architecture\.hidden_sise"):
+        build_base({"model_type": "qwen2", "hidden_sise": 8}, 0)
+    with pytest.raises(UserError, match=r"model\.architecture\.model_type"):
+        build_base({"model_type": "llama"}, 0)
+    with pytest.raises(UserError, match=r"model\.architecture"):
+        build_base({"model_type": "qwen2", "hidden_size": 10, "num_attention_heads": 0}, 0)
+
+
+def test_build_base_is_a_function_of_the_seed_alone() -> None:
+    torch.manual_seed(3)
+    a = tiny_base(seed=5).state_dict()
+    state = torch.random.get_rng_state()
+    b = tiny_base(seed=5).state_dict()
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert tiny_base().config.max_position_embeddings == CONTEXT

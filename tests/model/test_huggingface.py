@@ -1,0 +1,222 @@
+"""CausalQwen as a Hugging Face model: folders round-trip, Auto classes find it, LoRA travels or is merged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.numerics import assert_close
+from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_causal_lm, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from cqwen_dist.config import UserError
+from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model.initialise import calibrate
+from cqwen_dist.model.lora import adapters_disabled, is_lora
+
+LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+SHAPES = {
+    "plain": {},
+    "number dims, C > H": {"number_dims": 4, "causal_size": HIDDEN + 3},
+    "scalar C, exp": {"scalar_threshold": True, "scale_activation": "exp"},
+    "standardised": {"target": {"name": "standardise", "median": 152.0, "scale": 40.5}},
+    "lora": {"lora": LORA},
+}
+
+
+def worn(kind: str = "qwen2", tied: bool = False, **shape) -> CausalQwenForCausalLM:
+    """Every parameter moved, so that nothing can come back right by being rebuilt; adapters not zero."""
+    model = tiny_causal_lm(kind, tied=tied, **shape)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    return model
+
+
+def outputs(model: CausalQwenForCausalLM) -> tuple[torch.Tensor, ...]:
+    batch = random_batch()
+    with torch.no_grad():
+        return model.model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_folder_round_trip(shape: str, kind: str, tied: bool, tmp_path: Path) -> None:
+    model = worn(kind, tied, **SHAPES[shape])
+    model.save_pretrained(tmp_path)
+    assert [p.name for p in tmp_path.iterdir() if p.suffix in (".bin", ".pt", ".pth")] == []
+    assert (tmp_path / "model.safetensors").is_file()
+    for loader in (CausalQwenForCausalLM, AutoModelForCausalLM, AutoModel):
+        again, info = loader.from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        assert isinstance(again, CausalQwenForCausalLM)
+        state, loaded = model.state_dict(), again.state_dict()
+        assert state.keys() == loaded.keys()
+        assert all(torch.equal(state[name], loaded[name]) for name in state)
+        for a, b in zip(outputs(model), outputs(again.eval()), strict=True):
+            assert torch.equal(a, b)
+        assert again.config.to_diff_dict() == model.config.to_diff_dict()
+        assert again.model.target == model.model.target
+        assert again.model.abduction.scale_floor == model.model.abduction.scale_floor
+
+
+def test_config_round_trip_and_registration(tmp_path: Path) -> None:
+    config = worn(number_dims=4, lora=LORA).config
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(again, CausalQwenConfig)
+    for name in ("base", "num_token_id", "causal_size", "number_dims", "scale_floor", "target", "lora", "vocab_size"):
+        assert getattr(again, name) == getattr(config, name), name
+    assert again.causal_hidden_size == HIDDEN + 4
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "causal_qwen"
+    assert CausalQwenConfig().model_type == "causal_qwen"  # transformers builds one without arguments
+
+
+def test_scale_floor_of_a_small_calibrated_gamma_survives(tmp_path: Path) -> None:
+    model = tiny_causal_lm(start="calibrated")
+    calibrate(model.model, [random_batch()], max_tokens=16)
+    model.save_pretrained(tmp_path)
+    again = CausalQwenForCausalLM.from_pretrained(tmp_path).eval()
+    for a, b in zip(outputs(model), outputs(again), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    model = worn()
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    again = CausalQwenForCausalLM.from_pretrained(tmp_path).eval()
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(again), strict=True))
+
+
+def test_dtype_is_honoured(tmp_path: Path) -> None:
+    worn().save_pretrained(tmp_path)
+    again = CausalQwenForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert again.model.transformer.norm.weight.dtype == torch.bfloat16
+    assert all(bool(t.isfinite().all()) for t in outputs(again))
+
+
+# ---- LoRA ----
+
+
+def test_lora_starts_as_the_base_and_can_be_switched_off() -> None:
+    plain, adapted = tiny_model(), tiny_model(lora=LORA).eval()
+    names = [name for name, _ in adapted.named_parameters() if is_lora(name)]
+    assert len(names) == 2 * 3 * 2  # A and B, three modules, two layers
+    ids = random_ids(2, 6)
+    assert_close(adapted.infer(ids).loc, plain.infer(ids).loc, 1e-6, "B = 0")
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if is_lora(name):
+                p.normal_()
+    moved = adapted.infer(ids).loc
+    assert float((moved - plain.infer(ids).loc).detach().abs().max()) > 1e-2
+    with adapters_disabled(adapted.transformer):
+        assert torch.equal(adapted.infer(ids).loc, plain.infer(ids).loc)
+    assert torch.equal(adapted.infer(ids).loc, moved)
+
+
+def test_merged_adapters_give_equal_outputs_and_a_plain_folder(tmp_path: Path) -> None:
+    model = worn(lora=LORA)
+    before = outputs(model)
+    model.merge_adapters()
+    for a, b in zip(outputs(model), before, strict=True):
+        assert_close(a, b, 1e-4, "merged")  # W + BA is rounded once
+    assert not any(is_lora(name) for name in model.state_dict())
+    model.save_pretrained(tmp_path)
+    again = CausalQwenForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.lora is None
+    assert all(torch.equal(a, b) for a, b in zip(outputs(again), outputs(model), strict=True))
+
+
+def test_lora_on_modules_that_are_not_there() -> None:
+    with pytest.raises(UserError, match=r"model\.lora\.target_modules.*q_proj"):
+        tiny_model(lora={**LORA, "target_modules": ["c_attn"]})
+
+
+# ---- from a base model's folder ----
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_base(tied=True).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    words = {f"w{i}": i for i in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+
+
+def test_from_base_without_a_tokenizer_takes_the_last_row(base_folder: Path) -> None:
+    model = CausalQwenForCausalLM.from_base(str(base_folder)).eval()
+    assert model.config.num_token_id == VOCAB - 1
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        expected = tiny_base(tied=True)(input_ids=ids).logits
+        assert_close(model(ids, logits_to_keep=6).logits, expected, 1e-6, "logits")
+    assert CausalQwenForCausalLM.from_base(str(base_folder), num_token_id=50).config.num_token_id == 50
+
+
+def test_from_base_with_a_tokenizer_takes_its_first_spare_row(base_folder: Path, tmp_path: Path) -> None:
+    tiny_base().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, 77)
+    assert CausalQwenForCausalLM.from_base(str(tmp_path)).config.num_token_id == 77
+    assert CausalQwenModel(str(tmp_path)).config.num_token_id == 77
+    save_tokenizer(tmp_path, VOCAB)
+    with pytest.raises(UserError, match="a vocabulary with a spare row"):
+        CausalQwenForCausalLM.from_base(str(tmp_path))
+
+
+def test_from_base_calibrated(base_folder: Path) -> None:
+    with pytest.raises(UserError, match="calibration_batches"):
+        CausalQwenForCausalLM.from_base(str(base_folder), start="calibrated")
+    batches = [random_batch(num=VOCAB - 1)]
+    model = CausalQwenForCausalLM.from_base(str(base_folder), start="calibrated", calibration_batches=batches)
+    assert float(model.model.action.threshold.detach()[0]) != 0.0
+
+
+def test_from_base_refuses_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.name_or_path"):
+        CausalQwenForCausalLM.from_base(str(tmp_path / "nothing"))
+
+
+def test_the_seeds_constructor(base_folder: Path) -> None:
+    """S2 5: CausalQwenModel(qwen_model_path, causal_hidden_size), forward -> four tensors."""
+    model = CausalQwenModel(str(base_folder), HIDDEN + 2).eval()
+    shapes = [tuple(t.shape) for t in model(random_ids(2, 5), torch.zeros(2, 5))]
+    assert shapes == [(2, 5, VOCAB), (2, 5, VOCAB), (2, 5), (2, 5)]
+
+
+# ---- the output ----
+
+
+def test_forward_gives_a_documented_output_and_scores_on_demand() -> None:
+    model = worn(number_dims=2)
+    batch = random_batch()
+    out = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    assert out.logits is None
+    assert out.loc_U.shape == out.scale_U.shape == (*batch.input_ids.shape, HIDDEN + 2)
+    loc_s, _, loc_y, scale_y = outputs(model)
+    assert_close(out.loc_Y, loc_y, 1e-6)
+    assert_close(out.scale_Y, scale_y, 1e-6)
+    last = model(batch.input_ids, batch.numeric_values, batch.attention_mask, logits_to_keep=2).logits
+    assert_close(last, loc_s[:, -2:], 1e-5)
+
+
+def test_input_embeddings_are_the_token_table() -> None:
+    model = worn()
+    assert model.get_input_embeddings().weight.shape == (VOCAB, HIDDEN)
+    other = copy.deepcopy(model.get_input_embeddings())
+    model.set_input_embeddings(other)
+    assert model.model.features.embedding.token_embedding is other
+    assert model.config.num_token_id == NUM

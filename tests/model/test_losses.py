@@ -1,0 +1,249 @@
+"""Module 5: the seeds' losses against their formulas in float64, and the fused path against them (S0 5, S2 4)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.numerics import assert_all_close, assert_close, gradients
+from support.tiny import NUM, VOCAB, random_batch, tiny_model
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.model.losses import CausalQwenLoss, LossTerms, OvrClassificationLoss, RegressionLoss, fused_loss
+from cqwen_dist.ops.cauchy import Cauchy
+
+B, T, V = 2, 5, 13
+
+
+def ovr_loss(loc: Tensor, scale: Tensor, c: Tensor, labels: Tensor) -> Tensor:
+    """S0 5.1 formulas 1-5 as they read, in float64: [B,T], 0 where ignored."""
+    p = 0.5 + torch.atan((loc.double() - c.double()) / scale.double()) / math.pi
+    y = torch.nn.functional.one_hot(labels.clamp(min=0), loc.shape[-1]).double()
+    return -(y * p.log() + (1 - y) * (1 - p).log()).sum(-1) * (labels >= 0)
+
+
+@pytest.fixture
+def scores() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    labels = torch.randint(0, V, (B, T))
+    labels[0, 1] = labels[1, 4] = -100
+    return torch.randn(B, T, V) * 3, torch.rand(B, T, V) + 0.05, labels
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.5, torch.linspace(-1, 1, V)])
+def test_ovr_loss_is_the_formula(scores: tuple[Tensor, Tensor, Tensor], threshold: float | Tensor) -> None:
+    loc, scale, labels = scores
+    loss, valid = OvrClassificationLoss(V, threshold)(loc, scale, labels)
+    assert_close(loss, ovr_loss(loc, scale, torch.as_tensor(threshold), labels), 1e-5, "loss [B,T]")
+    assert torch.equal(valid, labels != -100)
+    assert loss[~valid].tolist() == [0.0, 0.0]
+
+
+def test_ovr_loss_threshold_shape_ignore_index_and_learning(scores: tuple[Tensor, Tensor, Tensor]) -> None:
+    loc, scale, labels = scores
+    with pytest.raises(ValueError, match=r"C_ovr must be a number or of shape \(13,\), found \(12,\)"):
+        OvrClassificationLoss(V, torch.zeros(V - 1))
+    fixed = OvrClassificationLoss(V, 100.0)
+    assert not fixed.threshold.requires_grad
+    learnt = OvrClassificationLoss(V, torch.zeros(V), learnable_threshold=True)
+    learnt(loc, scale, labels)[0].sum().backward()
+    c = torch.zeros(V, dtype=torch.float64, requires_grad=True)
+    ovr_loss(loc, scale, c, labels).sum().backward()
+    assert_close(learnt.threshold.grad, c.grad, 1e-5, "dL/dC")
+    other = OvrClassificationLoss(V)(loc, scale, labels.masked_fill(labels == -100, 3), ignore_index=3)[1]
+    assert torch.equal(other, (labels != -100) & (labels != 3))
+
+
+def test_ovr_loss_is_finite_where_the_seeds_form_is_not() -> None:
+    """z = -1e9: 1/2 + atan(z)/pi is 0 in fp32; the loss of the label is log(pi |z|) (DECISIONS' stable formulas)."""
+    loc = torch.tensor([[[-1e9, 1e9]]], requires_grad=True)
+    scale = torch.ones(1, 1, 2)
+    loss, _ = OvrClassificationLoss(2)(loc, scale, torch.tensor([[0]]))
+    assert_close(loss, torch.tensor([[2 * math.log(math.pi * 1e9)]]), 1e-6)
+    loss.sum().backward()
+    assert bool(loc.grad.isfinite().all())
+    assert bool((loc.grad != 0).all())
+
+
+def test_regression_loss_is_the_cauchy_nll_and_does_not_overflow() -> None:
+    loc, scale, value = torch.randn(B, T), torch.rand(B, T) + 0.1, torch.randn(B, T) * 50
+    wide = [t.double() for t in (loc, scale, value)]
+    expected = (math.pi * wide[1]).log() + (1 + ((wide[2] - wide[0]) / wide[1]) ** 2).log()
+    assert_close(RegressionLoss()(loc, scale, value), expected, 1e-6, "NLL")
+    far = RegressionLoss()(torch.zeros(1), torch.tensor([48.0]), torch.tensor([1e25]))
+    assert_close(far, torch.tensor([math.log(math.pi * 48) + 2 * math.log(1e25 / 48)]), 1e-6, "NLL at 1e25")
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_causal_qwen_loss_is_the_formula(scores: tuple[Tensor, Tensor, Tensor], alpha: float) -> None:
+    """S0 5.3: separate denominators, the gate m (alpha + (1 - alpha) P_NUM), the masks."""
+    loc, scale, labels = scores
+    num = 4
+    labels[0, 0] = labels[1, 2] = num
+    labels[1, 3] = num
+    mask = torch.ones(B, T)
+    mask[1, 3:] = 0
+    loc_y, scale_y, values = torch.randn(B, T), torch.rand(B, T) + 0.1, torch.randn(B, T)
+    total, figures = CausalQwenLoss(V, num, 0.7, alpha, 0.5)(loc, scale, loc_y, scale_y, labels, values, mask)
+    cls_mask = (labels >= 0) * mask.double()
+    num_mask = (labels == num) * mask.double()
+    cls = (ovr_loss(loc, scale, torch.tensor(0.7), labels) * cls_mask).sum() / cls_mask.sum()
+    p = 0.5 + torch.atan((loc[..., num].double() - 0.7) / scale[..., num].double()) / math.pi
+    nll = (math.pi * scale_y.double()).log() + (1 + ((values - loc_y).double() / scale_y.double()) ** 2).log()
+    reg = (num_mask * (alpha + (1 - alpha) * p) * nll).sum() / num_mask.sum()
+    assert_close(total, cls + 0.5 * reg, 1e-5, "total")
+    assert figures["cls_loss_mean"] == pytest.approx(float(cls), rel=1e-5)
+    assert figures["reg_loss_effective"] == pytest.approx(float(reg), rel=1e-5)
+
+
+# ---- the fused path against the seeds' modules on a whole model ----
+
+
+def seed_total(model: CausalQwenModel, batch: Batch, **options: object) -> Tensor:
+    """CausalQwenLoss on materialised scores; its threshold replaced by the model's own."""
+    loss = CausalQwenLoss(VOCAB, model.config.num_token_id, **options)  # type: ignore[arg-type]
+    del loss.ovr_loss.threshold
+    loss.ovr_loss.threshold = model.action.threshold
+    outputs = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    return loss(*outputs, batch.labels, model.target.forward(batch.numeric_labels), batch.attention_mask)[0]
+
+
+def fused_total(model: CausalQwenModel, batch: Batch, reg_weight: float = 1.0, **options: object) -> LossTerms:
+    """`fused_loss` on the labelled positions, in one process."""
+    keep = batch.label_mask.flatten().nonzero()[:, 0]
+    z = model.features(batch.input_ids, batch.numeric_values, batch.attention_mask, keep=keep)
+    count, numbers = max(keep.numel(), 1), max(int(batch.numeric_mask.sum()), 1)
+    return fused_loss(
+        model.action,
+        model.abduction(z),
+        batch.labels.flatten()[keep],
+        model.target.forward(batch.numeric_labels.flatten()[keep]),
+        batch.numeric_mask.flatten()[keep],
+        token_weight=1.0 / count,
+        number_weight=reg_weight / numbers,
+        num_token_id=model.config.num_token_id,
+        group=None,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def worn_model() -> CausalQwenModel:
+    """All parameters away from their special starting values; scales of ordinary size."""
+    model = tiny_model(number_dims=3, target={"name": "standardise", "median": 2.0, "scale": 20.0})
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for p in [*model.abduction.parameters(), *model.action.parameters(), model.features.embedding.num_row]:
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("gate_grad", ["stop", "full"])
+@pytest.mark.parametrize(("alpha", "gate"), [(0.0, "alpha"), (0.4, "alpha"), (1.0, "alpha"), (0.0, "hard")])
+def test_fused_loss_equals_the_seeds_modules(alpha: float, gate: str, gate_grad: str) -> None:
+    """Loss and every parameter's gradient, fp32, relative 1e-5 of the tensor's largest entry."""
+    batch, model = random_batch(), worn_model()
+    options = {"alpha": alpha, "gate": gate, "gate_grad": gate_grad, "reg_weight": 0.7}
+    expected = seed_total(model, batch, **options)
+    expected.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    terms = fused_total(model, batch, **options)
+    terms.loss.backward()
+    assert_close(terms.loss, expected, 1e-5, "loss")
+    assert_all_close(gradients(model), wanted, 1e-5)
+
+
+def test_gate_gradient_stop_and_full_differ_only_through_p_num() -> None:
+    batch = random_batch()
+    grads = {}
+    for gate_grad in ("stop", "full"):
+        model = worn_model()
+        fused_total(model, batch, gate_grad=gate_grad).loss.backward()
+        grads[gate_grad] = gradients(model)
+    for name in ("action.reg_weight", "action.reg_bias"):
+        assert_close(grads["stop"][name], grads["full"][name], 1e-6, name)
+    difference = grads["stop"]["action.threshold"] - grads["full"]["action.threshold"]
+    assert float(difference[NUM].abs()) > 1e-3
+    difference[NUM] = 0.0
+    assert float(difference.abs().max()) < 1e-6
+
+
+def test_regression_gradient_is_proportional_to_the_gate() -> None:
+    """S4 4.3.2: with alpha = 0, d reg/d(W_reg, b_reg) is P_NUM times the ungated one, position by position."""
+    model, batch = worn_model(), random_batch(1, 4)
+    position = batch.numeric_mask.flatten().nonzero()[:1, 0]
+    z = model.features(batch.input_ids, batch.numeric_values, keep=position)
+    u = Cauchy(*(t.detach() for t in model.abduction(z)))
+    grads, p_num = [], 0.0
+    for alpha in (0.0, 1.0):
+        terms = fused_loss(
+            model.action,
+            u,
+            torch.tensor([NUM]),
+            torch.tensor([3.0]),
+            torch.tensor([True]),
+            token_weight=0.0,
+            number_weight=1.0,
+            num_token_id=NUM,
+            group=None,
+            alpha=alpha,
+        )
+        grads.append(torch.autograd.grad(terms.loss, model.action.reg_weight)[0])
+        p_num = float(terms.p_num)
+    assert_close(grads[0], grads[1] * p_num, 1e-5)
+
+
+def test_no_number_in_the_batch_is_exactly_zero_finite_and_connected() -> None:
+    model, batch = worn_model(), random_batch(numbers=False)
+    terms = fused_total(model, batch)
+    assert float(terms.reg_sum) == 0.0
+    terms.loss.backward()
+    grads = gradients(model)
+    assert grads["action.reg_weight"].abs().max() == 0.0  # connected, so every rank has a gradient
+    assert grads["action.reg_bias"] == 0.0
+    assert all(bool(g.isfinite().all()) for g in grads.values())
+    total = seed_total(model, batch)
+    assert_close(terms.loss, total, 1e-5, "loss")
+    assert "action.reg_weight" in grads
+
+
+def test_no_labelled_token_is_zero_and_connected() -> None:
+    model, batch = worn_model(), random_batch()
+    empty = Batch(**{**vars(batch), "labels": torch.full_like(batch.labels, -100)})
+    terms = fused_total(model, Batch(**{**vars(empty), "numeric_mask": torch.zeros_like(batch.numeric_mask)}))
+    assert terms.prob_sum.shape == terms.p_num.shape == (0,)
+    terms.loss.backward()
+    assert terms.loss.item() == 0.0
+    grads = gradients(model)
+    assert {"action.cls_weight", "action.reg_weight", "abduction.loc_net.weight"} <= grads.keys()
+    assert all(not g.any() for g in grads.values())
+    assert seed_total(model, empty).item() == 0.0
+
+
+def test_sums_that_travel_with_the_loss() -> None:
+    model, batch = worn_model(), random_batch()
+    terms = fused_total(model, batch)
+    loc, scale, *_ = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    p = Cauchy(loc, scale).sf(model.action.threshold)[batch.label_mask]
+    assert_close(terms.prob_sum, p.sum(-1), 1e-5, "sum P")
+    assert_close(terms.p_num, p[:, NUM], 1e-5, "P_NUM")
+    per_token = OvrClassificationLoss(VOCAB, model.action.threshold.detach())(loc, scale, batch.labels)[0]
+    assert_close(terms.cls_sum, per_token[batch.label_mask].sum(), 1e-5, "cls_sum")
+    for t in (terms.cls_sum, terms.reg_sum, terms.prob_sum, terms.p_num):
+        assert not t.requires_grad
+
+
+def test_bf16_gemms_stay_near_fp32() -> None:
+    """GEMMs in bf16 (8 bits of mantissa), the rest in fp32: loss within 1 %, gradients within 5 % in norm."""
+    batch = random_batch()
+    wanted, found = worn_model(), worn_model()
+    a, b = fused_total(wanted, batch), fused_total(found, batch, gemm_dtype=torch.bfloat16)
+    assert_close(b.loss, a.loss, 1e-2, "loss")
+    a.loss.backward()
+    b.loss.backward()
+    for name in ("action.cls_weight", "abduction.scale_net.bias", "action.threshold", "features.embedding.w_num"):
+        x, y = wanted.get_parameter(name).grad, found.get_parameter(name).grad
+        assert float((x - y).norm() / x.norm()) < 5e-2, name
