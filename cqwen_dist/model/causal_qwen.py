@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +35,10 @@ from cqwen_dist.targets import TargetTransform
 class CausalQwenConfig(PretrainedConfig):
     """The shape of a CausalQwen and the constants that inference needs.
 
-    base: the base model's own config, as a dict. num_token_id: the row used for <NUM>. causal_size: C without the
-    number dimensions (default H). number_dims: m. scalar_threshold: one C for all words. target: the regression's
-    unit (`TargetTransform.to_dict`). lora: adapters present in the backbone (`LoraConfig` as a dict), or None.
+    base: the base model's own config, as a dict. num_token_id: the row used for <NUM>. used_rows: words from here on
+    are spare and never written (default num_token_id + 1). causal_size: C without the number dimensions (default H).
+    number_dims: m. scalar_threshold: one C for all words. target: the regression's unit (`TargetTransform.to_dict`).
+    lora: adapters present in the backbone (`LoraConfig` as a dict), or None.
     """
 
     model_type = "causal_qwen"
@@ -51,13 +54,15 @@ class CausalQwenConfig(PretrainedConfig):
         scalar_threshold: bool = False,
         target: dict[str, Any] | None = None,
         lora: dict[str, Any] | None = None,
+        used_rows: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self.base = dict(base or {"model_type": "qwen2"})
-        base_config = self.base_config
+        base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
+        self.base = json.loads(base_config.to_json_string(use_diff=False))  # as it will read from a file
         self.vocab_size = base_config.vocab_size
         self.hidden_size = base_config.hidden_size
         self.num_token_id = self.vocab_size - 1 if num_token_id is None else num_token_id
+        self.used_rows = self.num_token_id + 1 if used_rows is None else used_rows
         self.causal_size = causal_size or self.hidden_size
         self.number_dims = number_dims
         self.scale_activation = scale_activation
@@ -137,7 +142,7 @@ class CausalQwenModel(nn.Module):
         else:
             config = source
         if base is None:
-            base = AutoModelForCausalLM.from_config(config.base_config)
+            base = AutoModelForCausalLM.from_config(config.base_config, dtype=torch.get_default_dtype())
         self.config = config
         transformer, table = take_transformer(base)
         size, hidden = config.causal_hidden_size, config.hidden_size
@@ -197,6 +202,14 @@ class CausalQwenModel(nn.Module):
         """The unit of Y."""
         return TargetTransform.from_dict(self.config.target)
 
+    def kept_features(self, batch: Batch, keep: Tensor) -> Tensor:
+        """z [N,H] of a training batch's kept positions [N].
+
+        No attention mask: positions that restart keep packed documents apart (see `data.collate`), and right
+        padding is never attended to.
+        """
+        return self.features(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+
     def infer(
         self,
         input_ids: Tensor,
@@ -241,6 +254,7 @@ class CausalQwenForCausalLM(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
+    _keep_in_fp32_modules_strict = {"abduction", "action", "w_num", "num_row"}  # noqa: RUF012  transformers' name
 
     def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
         super().__init__(config)
@@ -256,6 +270,11 @@ class CausalQwenForCausalLM(PreTrainedModel):
             module.reset()
         else:
             super()._init_weights(module)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The backbone's: what a saved config states. The heads are fp32 whatever it is."""
+        return next(self.model.transformer.parameters()).dtype
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.features.embedding.token_embedding
@@ -281,6 +300,8 @@ class CausalQwenForCausalLM(PreTrainedModel):
         base = load_base(name_or_path, options.pop("dtype", torch.float32))
         if num_token_id is None:
             num_token_id = first_spare_row(name_or_path, base.config.vocab_size)
+        used = tokenizer_rows(name_or_path)
+        options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))
         model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options)
         if start == "calibrated":
             if calibration_batches is None:
@@ -338,11 +359,23 @@ class CausalQwenForCausalLM(PreTrainedModel):
         self.model.config.lora = None
 
 
-def first_spare_row(name_or_path: str, vocab_size: int) -> int:
-    """<NUM>'s row of a base: len(tokenizer), or the last row where no tokenizer is found. Raises `UserError`."""
+def tokenizer_rows(name_or_path: str) -> int | None:
+    """Rows that the tokenizer beside a model uses, as `data.tokenizer` counts them; None where there is none."""
+    folder = Path(name_or_path).expanduser()
+    # of a folder without these, transformers makes up an empty tokenizer
+    if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return None
     try:
-        used = len(AutoTokenizer.from_pretrained(name_or_path))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
     except (OSError, ValueError, KeyError):
+        return None
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def first_spare_row(name_or_path: str, vocab_size: int) -> int:
+    """<NUM>'s row of a base: the first its tokenizer leaves, or the last row where it has none. Raises `UserError`."""
+    used = tokenizer_rows(name_or_path)
+    if used is None:
         return vocab_size - 1
     if used >= vocab_size:
         raise UserError("model", f"{used} tokens in a vocabulary of {vocab_size}", "a vocabulary with a spare row")

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_parallel_topk
 
@@ -126,7 +126,7 @@ def calibrate(
     batches: Iterable[Batch],
     *,
     groups: Groups | None = None,
-    features: Callable[..., Tensor] | None = None,
+    features: Callable[[Batch, Tensor], Tensor] | None = None,
     b_noise_init: float | None = None,
     max_tokens: int = 256,
     used_rows: int | None = None,
@@ -134,11 +134,11 @@ def calibrate(
     """Choose (C, gamma) that minimise the mean OvR loss of real text at the start, and set them.
 
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
-    rank are used. features: what computes z (default model.features; the engine under ZeRO). A grid of 5 x 5, then a
-    pattern search. gamma is uniform over words' dimensions, so scale_S = gamma ||W_k||_1. Collective over the world;
+    rank are used. features: (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO).
+    A grid of 5 x 5, then a pattern search. gamma is uniform over words' dimensions, so scale_S = gamma ||W_k||_1. Collective over the world;
     every rank ends with the same values. Raises ValueError where no rank holds a labelled position.
     """
-    z, labels = _labelled_features(model, batches, features or model.features, max_tokens)
+    z, labels = _labelled_features(model, batches, features or model.kept_features, max_tokens)
     vocab = None if groups is None else groups.vocab
     action, words = model.action, model.config.causal_size
     u = model.abduction(z)
@@ -201,7 +201,7 @@ def calibrate(
 
 
 def _labelled_features(
-    model: CausalQwenModel, batches: Iterable[Batch], features: Callable[..., Tensor], max_tokens: int
+    model: CausalQwenModel, batches: Iterable[Batch], features: Callable[[Batch, Tensor], Tensor], max_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """z [N,H] and labels [N] of the first max_tokens labelled positions of this rank (N may be 0)."""
     device = model.action.cls_weight.device
@@ -209,11 +209,10 @@ def _labelled_features(
     labels: list[Tensor] = []
     for batch in batches:
         index = batch.label_mask.flatten().nonzero()[:, 0]
-        b = batch.to(device)
         keep = index.to(device)
-        z = features(b.input_ids, b.numeric_values, b.attention_mask, b.position_ids, keep=keep)
-        kept.append(z)
-        labels.append(b.labels.flatten()[keep])
+        there = batch.to(device)
+        kept.append(features(there, keep))
+        labels.append(there.labels.flatten()[keep])
         if sum(part.numel() for part in labels) >= max_tokens:
             break
     if not kept:
@@ -242,8 +241,8 @@ def _logit_range(model: CausalQwenModel, loc: Tensor, groups: Groups | None) -> 
     norms = action.cls_weight.abs().sum(1)
     norm = norms.sum() / action.vocab_size
     if groups is not None:
-        dist.all_reduce(mean_row, group=groups.vocab)
-        dist.all_reduce(norm, group=groups.vocab)
+        sum_over(mean_row, groups.vocab)
+        sum_over(norm, groups.vocab)
     mean = _sum((loc @ mean_row).sum(), groups) / count
     spread = _sum(top.sum(), groups) / count - mean
     return mean, max(spread, 1e-3), max(float(norm), 1e-6)
@@ -272,5 +271,5 @@ def _sum(value: Tensor, groups: Groups | None) -> float:
     """A scalar summed over the world."""
     total = value.detach().double().clone()
     if groups is not None:
-        dist.all_reduce(total, group=groups.world)
+        sum_over(total, groups.world)
     return float(total)

@@ -145,8 +145,8 @@ def fused_loss(
     """The loss of N kept tokens, no [N,V] ever formed.
 
     u: Cauchy [N,C] of this rank's tokens; labels [N] int64; targets [N] fp32, the labels' values in the target unit
-    (0's where text); num_mask [N] bool, positions whose value is learnt. token_weight, number_weight: the reciprocals of the global
-    counts, times whatever the engine divides by. N may be 0. class_weights [rows]: of this rank's words.
+    (0's where text); num_mask [N] bool, positions whose value is learnt. token_weight, number_weight: reciprocals of
+    the global counts, times whatever the engine divides by. N may be 0. class_weights [rows]: of this rank's words.
     Collective over `group`, forward and backward.
     """
     u_prime = action.add_noise(u)

@@ -1,0 +1,146 @@
+"""What makes a folder a checkpoint: a manifest that names every file with its size and checksum (no torch).
+
+The manifest is written last. A folder without one, or that disagrees with it, is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"  # in the run folder: the path of the newest checkpoint, moved after it is whole
+PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors")
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _digest(file: Any) -> Any:
+    digest = hashlib.sha256()  # Python 3.10
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old one or the new one, whole, also after a power loss."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what matters for reading a run again, as installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory's repository, or None."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True, cwd=Path.cwd()
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint, or None where there is none that can be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+
+
+def verify(folder: Path, checksums: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, one line each; an empty list if it is good."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return [f"{folder / MANIFEST}: missing or not readable"]
+    problems = []
+    for name, record in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path}: missing")
+        elif path.stat().st_size != record["size"]:
+            problems.append(f"{path}: {path.stat().st_size} bytes, {record['size']} in the manifest")
+        elif checksums and file_record(path)["sha256"] != record["sha256"]:
+            problems.append(f"{path}: checksum differs from the manifest")
+    return problems
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives."""
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints with a readable manifest, oldest first."""
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    return [folder for folder in folders if read_manifest(folder) is not None]
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint a resumed run goes on from, verified; None where there is none yet.
+
+    Raises `UserError` where `latest` names one that is damaged: which file, and the newest good one before it.
+    """
+    pointer = run_dir / LATEST
+    if not pointer.is_file():
+        return None
+    folder = run_dir / pointer.read_text(encoding="utf-8").strip()
+    problems = verify(folder)
+    if problems:
+        good = [f for f in list_checkpoints(run_dir) if f != folder and not verify(f)]
+        advice = f"write {good[-1].relative_to(run_dir)} into {pointer}" if good else "no other checkpoint is good"
+        raise UserError("checkpoint", problems[0], f"a whole checkpoint ({advice})")
+    return folder
+
+
+def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
+    """(run folder, checkpoint folder) of a run folder or a checkpoint folder. Raises `UserError`."""
+    path = Path(path)
+    if read_manifest(path) is not None:
+        problems = verify(path)
+        if problems:
+            raise UserError("checkpoint", problems[0], "a whole checkpoint")
+        return path.parent.parent, path
+    if (path / LATEST).is_file():
+        folder = latest_checkpoint(path)
+        assert folder is not None
+        return path, folder
+    raise UserError("checkpoint", str(path), "a run folder with `latest`, or a checkpoint folder with manifest.json")

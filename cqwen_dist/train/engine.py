@@ -1,0 +1,197 @@
+"""One optimizer step of everything that trains: features under DeepSpeed ZeRO, heads beside it.
+
+    DeepSpeed engine      frozen backbone, LoRA, w_num, <NUM>'s row    ZeRO 1-3, fp32 or bf16
+    HeadOptimizer         abduction, action                            fp32, rows over the vocabulary group
+
+The engine returns z of the kept tokens; the heads turn it into the loss; `engine.backward` differentiates through
+both. No engine is rebuilt when a stage changes: parameters of sleeping groups need no gradient and have lr 0. While
+no feature group is awake, z is computed without a graph and DeepSpeed takes no step at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.train import zero_state
+from cqwen_dist.train.groups import feature_members, head_members
+from cqwen_dist.train.optim import HeadOptimizer
+from cqwen_dist.train.stages import StagePlan
+
+
+class NonFiniteStep(RuntimeError):
+    """The gradient is not finite: the step was refused on every rank, no parameter was changed."""
+
+
+def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration, derived from ours by this one function."""
+    stage = config.parallel.zero_stage
+    if stage == 0:
+        raise UserError("parallel.zero_stage", 0, "1, 2 or 3")
+    bf16 = config.train.precision == "bf16"
+    result: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        # Accumulation is ours: a step may hold fewer micro-batches at the end of an epoch, so the boundary is set
+        # by hand and the loss is scaled by global counts.
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": config.train.micro_batch_size * world_size,
+        "gradient_clipping": config.train.max_grad_norm,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if bf16 and stage >= 2:
+        result["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.parallel.offload == "optimizer":
+        result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return result
+
+
+class Engine:
+    """Forward, backward and step of the whole model under one gradient norm."""
+
+    def __init__(self, model: CausalQwenModel, config: Config, runtime: Runtime, groups: Groups) -> None:
+        self.config, self.runtime, self.groups = config, runtime, groups
+        self.bf16 = config.train.precision == "bf16"
+        self.model = model.to(runtime.device)
+        model.features.requires_grad_(False)
+        heads = nn.ModuleDict({"abduction": model.abduction, "action": model.action})
+        heads.requires_grad_(False)
+        members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
+        self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay)
+        self.feature_members = feature_members(model.features)
+        self.feature_groups = sorted({m.group for m in self.feature_members})
+        self.names = {m.parameter: m.name for m in self.feature_members}
+        self.engine = self._start_deepspeed()
+        self.features_awake = False
+        self._head_norm_sq = torch.zeros((), device=runtime.device)
+        self._norm = torch.zeros((), device=runtime.device)
+
+    def _start_deepspeed(self) -> Any:
+        parameter_groups = []
+        for name in self.feature_groups:
+            members = [m for m in self.feature_members if m.group == name]
+            for m in members:
+                m.parameter.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
+            decay = self.config.train.weight_decay if name == "lora" else 0.0
+            parameter_groups.append({"params": [m.parameter for m in members], "lr": 0.0, "weight_decay": decay})
+        # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo serves.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
+        engine, *_ = deepspeed.initialize(
+            model=self.model.features,
+            optimizer=optimizer,
+            config=deepspeed_config(self.config, self.groups.world_size),
+            dist_init_required=False,
+        )
+        clip = getattr(engine.optimizer, "unscale_and_clip_grads", None)
+        if clip is None:
+            raise UserError(
+                "parallel.zero_stage",
+                self.config.parallel.zero_stage,
+                f"another stage: DeepSpeed's {type(engine.optimizer).__name__} has no place to join the heads' norm",
+            )
+
+        def clip_jointly(gradients: Any, total_norm: Any) -> Any:
+            """DeepSpeed's clip with the norm over features and heads."""
+            feature_norm = torch.as_tensor(total_norm, device=self.runtime.device).float()
+            # DeepSpeed reports a norm that is not finite as -1
+            feature_norm = torch.where(feature_norm < 0, torch.nan, feature_norm)
+            self._norm = (feature_norm.square() + self._head_norm_sq).sqrt()
+            _refuse_non_finite(self._norm)
+            return clip(gradients, self._norm)
+
+        engine.optimizer.unscale_and_clip_grads = clip_jointly
+        return engine
+
+    # ---------------------------------------------------------------------------------------- stages
+
+    def enter_stage(self, plan: StagePlan, woken: frozenset[str]) -> None:
+        """Set who is awake; `woken` begins with zero moments."""
+        awake = plan.stage.groups
+        self.heads.enter_stage(plan, woken)
+        for m in self.feature_members:
+            m.parameter.requires_grad_(m.group in awake)
+        self.features_awake = any(name in awake for name in self.feature_groups)
+        fresh = {i for i, name in enumerate(self.feature_groups) if name in woken}
+        zero_state.reset_moments(self.engine, fresh)
+
+    def set_lr(self, plan: StagePlan, step: int) -> None:
+        self.heads.set_lr(plan, step)
+        for name, group in zip(self.feature_groups, self.engine.optimizer.param_groups, strict=True):
+            group["lr"] = plan.lr(name, False, step)
+
+    # -------------------------------------------------------------------------------------- one step
+
+    def forward(self, batch: Batch, keep: Tensor) -> Tensor:
+        """z [N,H] of the kept positions; with a graph while a feature group is awake and gradients are on."""
+        graph = self.features_awake and torch.is_grad_enabled()
+        self.engine.train(graph)
+        with torch.set_grad_enabled(graph):
+            run = self.engine if graph else self.engine.module
+            return run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
+        if self.features_awake:
+            self.engine.set_gradient_accumulation_boundary(last)
+            self.engine.backward(loss, scale_wrt_gas=False)
+        else:
+            loss.backward()
+
+    def step(self) -> Tensor:
+        """Clip by the joint norm and step; returns that norm, [] fp32.
+
+        Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite.
+        """
+        self._head_norm_sq = self.heads.reduce_gradients()
+        _refuse_non_finite(self._head_norm_sq)
+        if self.features_awake:
+            self.engine.step()
+            if not self.engine.was_step_applied():
+                raise NonFiniteStep("DeepSpeed skipped the step: a gradient is not finite")
+        else:
+            self._norm = self._head_norm_sq.sqrt()
+        limit = self.config.train.max_grad_norm
+        self.heads.step((limit / (self._norm + 1e-6)).clamp(max=1.0))
+        return self._norm
+
+    # ------------------------------------------------------------------------------------ checkpoint
+
+    def feature_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+        """(parameters, moments, Adam steps by group) of the features, whole, fp32, CPU. Collective."""
+        parameters, moments = zero_state.read_state(self.engine, self.names)
+        steps = zero_state.read_steps(self.engine)
+        return parameters, moments, {self.feature_groups[i]: n for i, n in steps.items()}
+
+    def load_feature_state(
+        self, parameters: dict[str, Tensor], moments: dict[str, Tensor], steps: dict[str, int]
+    ) -> None:
+        """Put back what `feature_state` gave."""
+        zero_state.write_state(self.engine, self.names, parameters, moments)
+        zero_state.write_steps(self.engine, {self.feature_groups.index(name): n for name, n in steps.items()})
+
+    def describe(self) -> str:
+        """DeepSpeed's configuration as JSON, for the run's environment file."""
+        return json.dumps(deepspeed_config(self.config, self.groups.world_size))
+
+
+def _refuse_non_finite(value: Tensor) -> None:
+    """One host synchronisation a step: without it a NaN would be in the parameters before anyone knew."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise NonFiniteStep(f"the gradient norm is {number}")

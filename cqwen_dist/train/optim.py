@@ -1,0 +1,105 @@
+"""The heads' optimizer: fp32 parameters outside DeepSpeed, rows spread over the vocabulary group.
+
+Gradient convention (the one `train.engine` keeps): every rank differentiates its vocabulary group's whole word loss
+plus its own numbers' loss, each token weighted by world / global count. Then for
+    replicated parameters   gradient = sum over the world / world
+    rows of the vocabulary  gradient = sum over the replica group / world
+which is the gradient of the global mean, and what DeepSpeed's average does to the parameters it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.train.groups import Member
+from cqwen_dist.train.stages import StagePlan
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class HeadOptimizer:
+    """AdamW over the heads' members; a sleeping group costs and moves nothing."""
+
+    def __init__(self, members: list[Member], groups: Groups, betas: tuple[float, float], weight_decay: float) -> None:
+        self.members = members
+        self.groups = groups
+        self.adamw = torch.optim.AdamW(
+            [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
+            betas=betas,
+            foreach=False,
+        )
+
+    def enter_stage(self, plan: StagePlan, woken: frozenset[str]) -> None:
+        """Wake and put to sleep; a group in `woken` begins with zero moments and Adam step 0."""
+        for member in self.members:
+            member.parameter.requires_grad_(member.group in plan.stage.groups)
+            member.parameter.grad = None
+            if member.group in woken:
+                self.adamw.state.pop(member.parameter, None)
+
+    def set_lr(self, plan: StagePlan, step: int) -> None:
+        for member, group in zip(self.members, self.adamw.param_groups, strict=True):
+            group["lr"] = plan.lr(member.group, member.is_scale, step)
+
+    def reduce_gradients(self) -> Tensor:
+        """Make every gradient the global one (collective); returns their squared norm, [] fp32, equal everywhere."""
+        world = self.groups.world_size
+        replicated = [m.parameter for m in self.members if m.spread == "replicated" and m.parameter.requires_grad]
+        rows = [m.parameter for m in self.members if m.spread == "rows" and m.parameter.requires_grad]
+        for parameter in (*replicated, *rows):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if world > 1:
+            if replicated:
+                flat = torch.cat([_grad(p).flatten() for p in replicated])
+                sum_over(flat, self.groups.world)
+                flat.div_(world)
+                for p, part in zip(replicated, flat.split([p.numel() for p in replicated]), strict=True):
+                    _grad(p).copy_(part.view_as(p))
+            for p in rows:
+                sum_over(_grad(p), self.groups.replica).div_(world)
+        device = self.members[0].parameter.device
+        norm_sq = torch.zeros(2, device=device)
+        for i, parameters in enumerate((replicated, rows)):
+            for p in parameters:
+                norm_sq[i] += _grad(p).square().sum()
+        return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
+
+    def step(self, coefficient: Tensor) -> None:
+        """Scale every gradient by the clip coefficient [] and step."""
+        for member in self.members:
+            if member.parameter.grad is not None:
+                member.parameter.grad.mul_(coefficient)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------------------------------ checkpoint
+
+    def moments(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Moments `<name>.exp_avg`, ... of every member that has them, and Adam's step by name."""
+        tensors, steps = {}, {}
+        for member in self.members:
+            state = self.adamw.state.get(member.parameter)
+            if state:
+                steps[member.name] = int(state["step"])
+                tensors.update({f"{member.name}.{key}": state[key] for key in MOMENTS})
+        return tensors, steps
+
+    def load_moments(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
+        """Put back what `moments` gave (this rank's rows of it)."""
+        for member in self.members:
+            if member.name in steps:
+                state: dict[str, Any] = {"step": torch.tensor(float(steps[member.name]))}
+                for key in MOMENTS:
+                    state[key] = tensors[f"{member.name}.{key}"].to(member.parameter).clone()
+                self.adamw.state[member.parameter] = state
+
+
+def _grad(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,58 @@
+"""A run's folder: opened anew or gone on with, never mixed up."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cqwen_dist.checkpoint.manifest import git_commit, versions, write_atomically
+from cqwen_dist.config import Config, UserError, changed_keys, load_config
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+START = "start.json"
+
+
+def open_run(config: Config) -> Path:
+    """Make the run's folder, or check that it is this run's: same config but for the keys that may change.
+
+    Raises `UserError` by key where it is not, or where the folder cannot be written.
+    """
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = folder / CONFIG
+        if known.is_file():
+            for key, old, new in changed_keys(load_config(known), config):
+                raise UserError(
+                    key, new, f"{old!r}, with which the run in {folder} began (or another run.dir)", str(known)
+                )
+        write_atomically(known, config.to_yaml())
+    except OSError as error:
+        raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None
+    return folder
+
+
+def write_environment(folder: Path, world_size: int, details: dict[str, Any]) -> None:
+    """What the run ran on: packages, machine, commit, ranks."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    environment = {
+        "python": sys.version.split()[0],
+        "packages": versions(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "ranks": world_size,
+        "commit": git_commit(),
+        "command": sys.argv,
+        **details,
+    }
+    write_atomically(folder / ENVIRONMENT, json.dumps(environment, indent=1))
