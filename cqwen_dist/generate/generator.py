@@ -104,8 +104,8 @@ def generate(
         of the other three, a seed or a generator is given, and else to False, as Hugging Face's.
     decode_rule: how the other modes rank words, by P ("ovr") or by loc_S ("loc"); default: the mode's own.
     generator, seed: of every draw (one of the two; default torch's global state). Each row draws for itself.
-    used_rows: words from here on are never written, but for `compatible` (default num_token_id + 1: <NUM> is the
-        first row that the tokenizer does not use, and those behind it are spare).
+    used_rows: words from here on are never written, but for `compatible` (default: the config's; behind <NUM>, the
+        first row that the tokenizer does not use, are spare ones).
     on_token: called after every step with its (ids [B] int64, values [B] float64).
 
     Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for an unknown mode,
@@ -119,7 +119,7 @@ def generate(
     base, num_token_id = model.config.base_config, int(model.config.num_token_id)
     sampling = any(option is not None for option in (temperature, top_k, top_p, seed, generator))
     options = Options(
-        used_rows=num_token_id + 1 if used_rows is None else used_rows,
+        used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
         rank_by=decode_rule or chosen.rank_by,
         do_sample=sampling if do_sample is None else do_sample,
         temperature=1.0 if temperature is None else temperature,

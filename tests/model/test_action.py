@@ -77,5 +77,5 @@ def test_start_is_xavier_and_biases_zero() -> None:
     assert float(net.reg_weight.detach().abs().max()) <= bound
     assert float(net.reg_weight.detach().std()) == pytest.approx(bound / 3**0.5, rel=0.1)
     assert not net.cls_bias.any()
-    assert float(net.reg_bias) == 0.0
+    assert net.reg_bias.item() == 0.0
     assert ActionNetwork(4, 3, scalar_threshold=True).threshold.shape == ()

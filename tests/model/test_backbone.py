@@ -56,7 +56,7 @@ def test_errors_name_what_is_wrong(tmp_path) -> None:
     with pytest.raises(UserError, match=r"model\.name_or_path.*config\.json"):
         load_base(str(tmp_path), torch.float32)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(UserError, match="model_type.*qwen2 or qwen3"):
+    with pytest.raises(UserError, match=r"model_type.*qwen2 or qwen3"):
         load_base(str(tmp_path), torch.float32)
     with pytest.raises(UserError, match=r"model\.architecture\.hidden_sise"):
         build_base({"model_type": "qwen2", "hidden_sise": 8}, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -9,14 +10,14 @@ from torch import Tensor
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """max |found - expected| / max |expected|, in float64: 0 for two empty or two zero tensors, inf where one is nan."""
+    """max |found - expected| / max |expected|, in float64: 0 for two empty or zero tensors, inf where one is nan."""
     if found.shape != expected.shape:
         raise AssertionError(f"shapes differ: {tuple(found.shape)} and {tuple(expected.shape)}")
     a, b = found.detach().double(), expected.detach().double()
     if not a.numel():
         return 0.0
     error = float((a - b).abs().max())
-    if not error == error:  # nan
+    if math.isnan(error):
         return float("inf")
     size = float(b.abs().max())
     return error / size if size else (0.0 if error == 0.0 else float("inf"))
