@@ -17,8 +17,9 @@ from cqwen_dist.ops.ovr_chunked import ovr_chunked
 from cqwen_dist.ops.ovr_heads import ovr_prob_at, ovr_prob_sum, ovr_topk
 from cqwen_dist.ops.ovr_inputs import OvrInputs, OvrSums, check_head, check_labels, rows_in_use
 from cqwen_dist.ops.ovr_reference import ovr_reference
+from cqwen_dist.ops.ovr_sampling import NegativeSampling, sample_negatives
 
-__all__ = ["OvrOutput", "linear_ovr", "ovr_prob_at", "ovr_prob_sum", "ovr_topk"]
+__all__ = ["NegativeSampling", "OvrOutput", "linear_ovr", "ovr_prob_at", "ovr_prob_sum", "ovr_topk"]
 
 IMPLEMENTATIONS: dict[str, Callable[[OvrInputs], OvrSums]] = {"reference": ovr_reference, "chunked": ovr_chunked}
 
@@ -48,6 +49,7 @@ def linear_ovr(
     vocab_reduction: Literal["sum", "mean"] = "sum",
     vocab_size: int | None = None,
     used_rows: int | None = None,
+    sampling: NegativeSampling | None = None,
 ) -> OvrOutput:
     """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
 
@@ -62,7 +64,8 @@ def linear_ovr(
         own v is not the whole) or ``used_rows`` if less.
     used_rows: words >= used_rows of the whole vocabulary (the reserved rows) are left out of the sum.
     impl: "auto", "chunked", "reference" (materialises [N, v]).
-    want_prob_sum: also return sum_k P_ik over the slice (used rows).
+    want_prob_sum: also return sum_k P_ik over the slice's words in use, from the same visit.
+    sampling: draw the negatives; loss, per_token and gradients become unbiased estimates (``ovr_sampling``).
 
     Gradients go to loc_u, scale_u, weight, bias, threshold where required, in each one's dtype.
     Raises ValueError for shapes that do not fit, labels out of range (looked at on CPU only: on a GPU it would
@@ -101,6 +104,8 @@ def linear_ovr(
         rows,
         want_prob_sum,
     )
+    if sampling is not None:
+        inputs = sample_negatives(inputs, sampling, vocab_start)
     with torch.autocast(loc_u.device.type, enabled=False):
         loss, per_token, prob_sum = IMPLEMENTATIONS["chunked" if impl == "auto" else impl](inputs)
     return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)

@@ -15,10 +15,12 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import prob_above
 from cqwen_dist.ops.ovr_inputs import check_head, rows_in_use
 
+CHUNK_BYTES = 8 << 20  # of one fp32 [N, n]; a few of them are alive at once
+
 
 def chunk_rows(tokens: int, rows: int) -> int:
-    """Words per chunk, for a few fp32 [tokens, n] of 8 MiB each."""
-    return max(1, min(rows, max(64, (8 << 20) // (4 * max(1, tokens)))))
+    """Words n per chunk: an fp32 [tokens, n] of about CHUNK_BYTES, at least 64 words."""
+    return max(1, min(rows, max(64, CHUNK_BYTES // (4 * max(1, tokens)))))
 
 
 def _scores(
@@ -104,9 +106,13 @@ def ovr_prob_at(
     """P of the words ``word_ids`` [m] int64 (whole vocabulary, all inside the slice) at every token: [N, m].
 
     fp32 (fp64 for fp64), differentiable in all five inputs. For few words, such as <NUM>.
+    Raises ValueError for shapes that do not fit and, on CPU, for a word outside the slice.
     """
     threshold = check_head(loc_u, scale_u, weight, bias, threshold)
     at = word_ids - vocab_start
+    if at.device.type == "cpu" and bool(((at < 0) | (at >= weight.shape[0])).any()):
+        stop = vocab_start + weight.shape[0]
+        raise ValueError(f"word_ids must be in [{vocab_start}, {stop}), found {word_ids.tolist()}")
     b = None if bias is None else bias[at]
     _, scale, gap = _scores(loc_u, scale_u, weight[at], b, threshold[at] if threshold.ndim else threshold)
     return prob_above(scale, gap)

@@ -1,0 +1,251 @@
+"""``cqwen bench loss``: what the one-vs-rest loss costs, beside its floor and beside other heads.
+
+Contenders, each one forward and backward with gradients of all its inputs:
+
+this        ``linear_ovr``
+floor       the six matrix products alone, in this's own tiles: no implementation of this loss can be faster
+seed        the seeds' formula as written (S0 5.1: arctan, one-hot, eps = 1e-7), materialised, by autograd
+stable      the stable formulas, materialised, by autograd
+softmax     an ordinary head, materialised: one product and cross entropy
+liger, cce  an ordinary head by Liger-Kernel and by ml-cross-entropy, where installed (CUDA)
+
+All are timed in turn, round by round; a ratio is taken within a round.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
+
+from cqwen_dist.bench.memory import peak_growth_bytes
+from cqwen_dist.ops.ovr import linear_ovr
+from cqwen_dist.ops.ovr_chunked import tile_shape
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
+MIB = 1 << 20
+
+
+class Problem(NamedTuple):
+    """One benchmark's inputs: loc_u, scale_u [N, H], weight [V, H] in the dtype; threshold [V] fp32; labels [N]."""
+
+    loc_u: Tensor
+    scale_u: Tensor
+    weight: Tensor
+    threshold: Tensor
+    labels: Tensor
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self[:4]
+
+
+def run(
+    tokens: int = 512,
+    hidden: int = 896,
+    vocab: int = 151_936,
+    dtype: str = "float32",
+    device: str = "cpu",
+    impl: str = "auto",
+    rounds: int = 5,
+    only: list[str] | None = None,
+    plain_limit_gib: float = 8.0,
+) -> dict[str, Any]:
+    """Time and peak extra memory of every contender (all, or ``only`` those named; floor always).
+
+    impl goes to ``linear_ovr``. A materialising contender that would hold more than plain_limit_gib is skipped and
+    named. Returns a JSON-ready dict: the shape, ``rows`` (name, seconds median/min/max, ratio to the floor
+    median/min/max, extra_mib beyond inputs and gradients or None, tokens_per_second) and ``skipped`` (name: reason).
+    Raises ValueError for an unknown dtype, device or contender.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {dtype!r}")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device must be cpu, or cuda where there is one, found {device!r}")
+    makers = contenders(impl)
+    names = list(makers) if only is None else ["floor", *(n for n in only if n != "floor")]
+    unknown = [n for n in names if n not in makers]
+    if unknown:
+        raise ValueError(f"contenders are {sorted(makers)}, found {unknown}")
+
+    place = torch.device(device)
+    problem = _problem(tokens, hidden, vocab, DTYPES[dtype], place)
+    skipped: dict[str, str] = {}
+    steps: dict[str, Callable[[], object]] = {}
+    for name in names:
+        gib = PLAIN_COPIES.get(name, 0) * tokens * vocab * 4 / 2**30
+        if gib > plain_limit_gib:
+            skipped[name] = f"about {gib:.1f} GiB of [N, V] tensors"
+            continue
+        try:
+            steps[name] = makers[name](problem)
+        except (ImportError, NotImplementedError) as error:
+            skipped[name] = str(error)
+
+    extra = {name: _extra_mib(step, problem, place) for name, step in steps.items()}  # also the warm-up
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            seconds[name].append(_timed(step, problem, place))
+
+    rows = []
+    for name, times in seconds.items():
+        ratios = [t / f for t, f in zip(times, seconds["floor"], strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "seconds": _spread(times),
+                "ratio_to_floor": _spread(ratios),
+                "extra_mib": extra[name],
+                "tokens_per_second": tokens / statistics.median(times),
+            }
+        )
+    return {
+        "tokens": tokens,
+        "hidden": hidden,
+        "vocab": vocab,
+        "dtype": dtype,
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "impl": impl,
+        "torch": torch.__version__,
+        "rounds": rounds,
+        "floor_tflops": 12 * tokens * hidden * vocab / statistics.median(seconds["floor"]) / 1e12,
+        "rows": rows,
+        "skipped": skipped,
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """``run``'s result for a terminal."""
+    shape = f"N={result['tokens']:,} H={result['hidden']:,} V={result['vocab']:,} {result['dtype']}"
+    out = Table(title=f"OvR loss, forward + backward, {shape}, {result['device']}, {result['rounds']} rounds")
+    for column in ("contender", "seconds (min-max)", "x floor (min-max)", "extra memory", "tokens/s"):
+        out.add_column(column, justify="left" if column == "contender" else "right")
+    for row in result["rows"]:
+        s, r, mib = row["seconds"], row["ratio_to_floor"], row["extra_mib"]
+        out.add_row(
+            row["name"],
+            f"{s['median']:.4g} ({s['min']:.4g}-{s['max']:.4g})",
+            f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})",
+            "not known" if mib is None else f"{mib:,.0f} MiB",
+            f"{row['tokens_per_second']:,.0f}",
+        )
+    for name, why in result["skipped"].items():
+        out.add_row(name, "skipped", why, "", "")
+    return out
+
+
+def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]]:
+    """Name -> maker: from the problem to one step, forward and backward. ImportError where it is not installed."""
+    return {
+        "floor": _floor,
+        "this": lambda p: lambda: linear_ovr(*_args(p), impl=impl).loss.backward(),
+        "seed": lambda p: lambda: _seed_formula(p).backward(),
+        "stable": lambda p: lambda: linear_ovr(*_args(p), impl="reference").loss.backward(),
+        "softmax": lambda p: lambda: F.cross_entropy((p.loc_u @ p.weight.T).float(), p.labels).backward(),
+        "liger": _liger,
+        "cce": _cce,
+    }
+
+
+def _args(p: Problem) -> tuple[Tensor, Tensor, Tensor, None, Tensor, Tensor]:
+    return p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels
+
+
+def _floor(p: Problem) -> Callable[[], object]:
+    """Two products forward, four of gradients, by tiles, into buffers of the sizes they need; nothing else."""
+    x, g, w = (leaf.detach() for leaf in p[:3])
+    t, n = tile_shape(x.shape[0], w.shape[0], x.device.type, 4)
+
+    def step() -> None:
+        d_x, d_g, d_w = torch.zeros_like(x), torch.zeros_like(g), torch.empty_like(w)
+        spare = w.new_empty(n, w.shape[1])
+        for block in range(0, w.shape[0], n):
+            words = w[block : block + n]
+            for start in range(0, x.shape[0], t):
+                some = slice(start, start + t)
+                a, b = x[some] @ words.T, g[some] @ words.T
+                d_x[some].addmm_(a, words)
+                d_g[some].addmm_(b, words)
+                beta = float(start > 0)
+                d_w[block : block + n].addmm_(a.T, x[some], beta=beta)
+                spare[: words.shape[0]].addmm_(b.T, g[some], beta=beta)
+        p.loc_u.grad, p.scale_u.grad, p.weight.grad = d_x, d_g, d_w
+
+    return step
+
+
+def _seed_formula(p: Problem) -> Tensor:
+    """S0 5.1 as written: P = 1/2 + arctan((loc - C)/scale)/pi, eps = 1e-7, a one-hot of the labels; summed."""
+    eps = 1e-7
+    loc = (p.loc_u @ p.weight.T).float()
+    scale = (p.scale_u @ p.weight.abs().T).float()
+    prob = 0.5 + torch.atan((loc - p.threshold) / scale) / math.pi
+    one_hot = torch.zeros_like(prob).scatter_(1, p.labels[:, None], 1.0)
+    return -(one_hot * torch.log(prob + eps) + (1.0 - one_hot) * torch.log(1.0 - prob + eps)).sum()
+
+
+def _liger(p: Problem) -> Callable[[], object]:
+    from liger_kernel.transformers.fused_linear_cross_entropy import (  # an extra; see the package's `bench`
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    if not p.weight.is_cuda:
+        raise NotImplementedError("needs CUDA")
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda: loss(p.weight, p.loc_u, p.labels).backward()
+
+
+def _cce(p: Problem) -> Callable[[], object]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    if not p.weight.is_cuda:
+        raise NotImplementedError("needs CUDA")
+    return lambda: linear_cross_entropy(p.loc_u, p.weight, p.labels).backward()
+
+
+def _problem(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random inputs of a trained head's size: rows of std 0.0156, C = 15, scale_U = 1e-3."""
+    make = torch.Generator(device).manual_seed(0)
+    loc_u = torch.randn(tokens, hidden, device=device, generator=make).to(dtype)
+    weight = torch.empty(vocab, hidden, dtype=dtype, device=device).normal_(std=0.0156, generator=make)
+    scale_u = torch.full_like(loc_u, 1e-3)
+    threshold = torch.full((vocab,), 15.0, device=device)
+    labels = torch.randint(vocab, (tokens,), device=device, generator=make)
+    problem = Problem(loc_u, scale_u, weight, threshold, labels)
+    for leaf in problem.leaves():
+        leaf.requires_grad_()
+    return problem
+
+
+def _timed(step: Callable[[], object], p: Problem, device: torch.device) -> float:
+    """Seconds of one step that starts without gradients."""
+    for leaf in p.leaves():
+        leaf.grad = None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _extra_mib(step: Callable[[], object], p: Problem, device: torch.device) -> float | None:
+    """Peak growth of one step, less the gradients that stay."""
+    for leaf in p.leaves():
+        leaf.grad = None
+    growth = peak_growth_bytes(step, device)
+    kept = sum(leaf.grad.nbytes for leaf in p.leaves() if leaf.grad is not None)
+    return None if growth is None else (growth - kept) / MIB
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}

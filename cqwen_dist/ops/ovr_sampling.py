@@ -1,0 +1,74 @@
+"""Negative sampling that leaves the OvR loss and its gradients unbiased.
+
+The loss is a plain sum over words, so a random few of the negatives, each divided by its chance, have the whole sum
+as their mean: value and gradients. (A softmax has no such estimate: its words meet inside a logarithm.) What stays
+exact: every word that is a label of some token in the batch, and the words named in ``always`` (such as <NUM>), each
+against all tokens.
+
+The negatives are drawn in strata of equal mass along the vocabulary, one from each. Byte-pair vocabularies are
+ordered by merge, hence about by frequency, so strata of neighbours are alike and vary less than free draws; each rank
+of a sharded vocabulary draws from its own rows, which stratifies by shard.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.ovr_inputs import OvrInputs
+
+
+class NegativeSampling(NamedTuple):
+    """draws: negatives drawn per call and slice, >= 1.
+
+    mass: [v] > 0, how often a word is drawn, relative (e.g. its frequency, smoothed); None: all alike.
+    always: [a] int64, words of the whole vocabulary that are never left to chance. generator: of the device.
+    """
+
+    draws: int
+    mass: Tensor | None = None
+    always: Tensor | None = None
+    generator: torch.Generator | None = None
+
+
+def sample_negatives(inputs: OvrInputs, sampling: NegativeSampling, vocab_start: int) -> OvrInputs:
+    """The problem with the drawn words alone, their class weights carrying 1 / (expected number of draws).
+
+    The weight's rows are selected differentiably: its gradient is dense, zero where a word was not drawn. Where the
+    draw would save nothing, the problem comes back as it is. On a GPU the distinct labels are counted, which waits
+    for the stream once. Raises ValueError for draws < 1, a mass of the wrong shape and a wanted prob_sum.
+    """
+    rows, device = inputs.rows, inputs.weight.device
+    if sampling.draws < 1 or (sampling.mass is not None and sampling.mass.shape != inputs.weight.shape[:1]):
+        found = None if sampling.mass is None else tuple(sampling.mass.shape)
+        raise ValueError(f"draws >= 1 and mass of shape ({inputs.weight.shape[0]},), found {sampling.draws}, {found}")
+    if inputs.want_prob_sum:
+        raise ValueError("sum of P is not known from sampled negatives: ask for it without sampling")
+    exact = inputs.target
+    if sampling.always is not None:
+        exact = torch.cat([exact, sampling.always.to(device) - vocab_start])
+    exact = torch.unique(exact[(exact >= 0) & (exact < rows)])
+    if exact.numel() + sampling.draws >= rows:
+        return inputs
+
+    mass = torch.ones(rows, device=device) if sampling.mass is None else sampling.mass[:rows].to(device)
+    mass = mass.double().index_fill(0, exact, 0.0)
+    ends = mass.cumsum(0)
+    within = torch.rand(sampling.draws, dtype=torch.float64, device=device, generator=sampling.generator)
+    strata = (torch.arange(sampling.draws, device=device) + within) / sampling.draws
+    drawn = torch.searchsorted(ends, strata * (ends[-1] * (1.0 - 1e-12)), right=True)
+    words = torch.cat([exact, drawn])
+
+    chance = torch.cat([mass.new_ones(exact.shape[0]), mass[drawn] * (sampling.draws / ends[-1])])
+    class_weights = 1.0 / chance if inputs.class_weights is None else inputs.class_weights[words] / chance
+    at = torch.searchsorted(exact, inputs.target.clamp(min=0)) if exact.numel() else inputs.target
+    return inputs._replace(
+        weight=inputs.weight.index_select(0, words),
+        bias=None if inputs.bias is None else inputs.bias.index_select(0, words),
+        threshold=inputs.threshold.index_select(0, words) if inputs.threshold.ndim else inputs.threshold,
+        target=torch.where(inputs.target >= 0, at, -1),
+        class_weights=class_weights.to(inputs.real),
+        rows=words.shape[0],
+    )

@@ -1,0 +1,151 @@
+"""The Cauchy law against scipy, numeric integration, sampling and finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.stats
+import torch
+
+from cqwen_dist.ops.cauchy import Cauchy, log_prob_above
+
+Z = torch.cat([-torch.logspace(9, -9, 200), torch.zeros(1), torch.logspace(-9, 9, 200)]).double()
+SCALES = [1e-9, 1e-6, 1e-3, 1.0, 10.0, 1e3]
+
+
+def pair(c=5, n=3, seed=0):
+    make = torch.Generator().manual_seed(seed)
+    loc = torch.randn(n, c, dtype=torch.float64, generator=make)
+    scale = torch.rand(n, c, dtype=torch.float64, generator=make) + 0.1
+    return loc.requires_grad_(), scale.requires_grad_()
+
+
+def exact_log_above(z: np.ndarray) -> np.ndarray:
+    """log P(X > c) in float64 at c = loc + z scale, from scipy, whose tails are stable."""
+    return np.where(z > 0, scipy.stats.cauchy.logsf(z), np.log1p(-scipy.stats.cauchy.sf(-z)))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_fp32_logarithms_keep_their_relative_precision(scale):
+    s = torch.full_like(Z, scale).float()
+    loc = (-Z * scale).float()
+    z = (-loc.double() / s.double()).numpy()  # as fp32 has it
+    law = Cauchy(loc, s)
+    for got, exact in ((law.log_sf(0.0), exact_log_above(z)), (law.log_cdf(0.0), exact_log_above(-z))):
+        np.testing.assert_allclose(got.double().numpy(), exact, rtol=1e-6)
+    np.testing.assert_allclose(law.sf(0.0).double().numpy(), np.exp(exact_log_above(z)), rtol=2e-6)
+    np.testing.assert_allclose(law.cdf(0.0).double().numpy(), np.exp(exact_log_above(-z)), rtol=2e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_fp32_gradients_are_the_closed_form(scale):
+    s = torch.full_like(Z, scale).float().requires_grad_()
+    d = (Z * scale).float().requires_grad_()
+    log_prob_above(s, d).sum().backward()
+    s64, d64 = s.detach().double(), d.detach().double()
+    q, above = s64**2 + d64**2, torch.atan2(s64, d64)  # pi P
+    torch.testing.assert_close(d.grad.double(), -s64 / (q * above), rtol=2e-6, atol=0)
+    torch.testing.assert_close(s.grad.double(), d64 / (q * above), rtol=2e-6, atol=0)
+
+
+def test_the_seed_formula_is_wrong_where_this_is_not():
+    z = torch.tensor(-48363.0)  # the optimum of a uniform guess over 151,936 words (P = 1/V)
+    seed = 0.5 + torch.atan(z) / math.pi
+    exact = scipy.stats.cauchy.sf(48363.0)
+    assert abs(seed.item() / exact - 1) > 1e-3
+    assert abs(Cauchy(z, torch.tensor(1.0)).sf(0.0).item() / exact - 1) < 1e-6
+
+
+def test_scale_zero_is_a_point_mass():
+    law = Cauchy(torch.tensor([-1.0, 0.0, 1.0]), torch.zeros(3))
+    assert law.sf(0.0).tolist() == [0.0, 0.5, 1.0]
+    assert law.cdf(0.0).tolist() == [1.0, 0.5, 0.0]
+    assert law.log_sf(0.0).tolist() == [-math.inf, pytest.approx(-math.log(2)), 0.0]
+    loc = torch.tensor([0.5, 1.0], requires_grad=True)
+    scale = torch.zeros(2, requires_grad=True)
+    Cauchy(loc, scale).log_sf(0.0).sum().backward()
+    assert loc.grad.tolist() == [0.0, 0.0]
+    torch.testing.assert_close(scale.grad, torch.tensor([-2.0, -1.0]) / math.pi)  # -1/(pi |d|)
+
+
+@pytest.mark.parametrize("name", ["log_sf", "log_cdf", "sf", "cdf", "pdf", "nll"])
+def test_gradcheck(name):
+    loc, scale = pair()
+    x = torch.linspace(-2, 2, 5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda m, g: getattr(Cauchy(m, g), name)(x), (loc, scale))
+
+
+def test_gradcheck_affine_kl_quantile_sample():
+    loc, scale = pair()
+    weight = torch.randn(4, 5, dtype=torch.float64).requires_grad_()
+    bias = torch.randn(4, dtype=torch.float64).requires_grad_()
+    p = torch.tensor([0.01, 0.2, 0.5, 0.7, 0.97], dtype=torch.float64).requires_grad_()
+    other = Cauchy(*(t.detach() for t in pair(seed=1)))
+    assert torch.autograd.gradcheck(lambda m, g, w, b: Cauchy(m, g).affine(w, b), (loc, scale, weight, bias))
+    assert torch.autograd.gradcheck(lambda m, g, w: Cauchy(m, g).affine(w), (loc, scale, weight[0].detach()))
+    assert torch.autograd.gradcheck(lambda m, g: Cauchy(m, g).kl(other), (loc, scale))
+    assert torch.autograd.gradcheck(lambda m, g, p: Cauchy(m, g).quantile(p), (loc, scale, p))
+
+
+def test_density_and_nll():
+    law = Cauchy(torch.tensor(1.5, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64))
+    x = torch.linspace(-50, 50, 101, dtype=torch.float64)
+    np.testing.assert_allclose(law.pdf(x).numpy(), scipy.stats.cauchy.pdf(x.numpy(), 1.5, 0.3), rtol=1e-12)
+    np.testing.assert_allclose(law.nll(x).numpy(), -scipy.stats.cauchy.logpdf(x.numpy(), 1.5, 0.3), rtol=1e-12)
+
+
+def test_nll_does_not_overflow():
+    loc = torch.zeros(1, requires_grad=True)
+    scale = torch.full((1,), 48.0, requires_grad=True)
+    nll = Cauchy(loc, scale).nll(torch.tensor([1e25]))
+    nll.sum().backward()
+    exact = math.log(math.pi * 48) + 2 * math.log(1e25 / 48)
+    assert nll.item() == pytest.approx(exact, rel=1e-6)
+    assert scale.grad.item() == pytest.approx(-1 / 48)
+    assert torch.isfinite(loc.grad).all()
+
+
+def test_quantile_inverts_cdf_and_is_precise_at_the_ends():
+    law = Cauchy(torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64))
+    p = torch.cat([torch.logspace(-12, -0.4, 50), 1 - torch.logspace(-9, -0.4, 50), torch.tensor([0.5])]).double()
+    torch.testing.assert_close(law.cdf(law.quantile(p)), p, rtol=1e-9, atol=0)
+    assert law.quantile(0.5).item() == 2.0
+    assert law.quantile(0.95).item() == pytest.approx(2.0 + 0.5 * 6.313752, rel=1e-6)
+    unit = Cauchy(torch.zeros(()), torch.ones(()))
+    assert unit.quantile(1e-7).item() == pytest.approx(-1 / (math.pi * 1e-7), rel=1e-5)
+
+
+def test_sample_is_finite_at_the_ends_and_follows_the_law():
+    unit = Cauchy(torch.zeros(2), torch.ones(2))
+    assert torch.isfinite(unit.sample(torch.tensor([0.0, 1.0]))).all()
+    make = torch.Generator().manual_seed(0)
+    law = Cauchy(torch.tensor(-1.0), torch.tensor(2.0))
+    draws = law.sample(torch.rand(100_000, generator=make))
+    assert scipy.stats.kstest(draws.numpy(), scipy.stats.cauchy(-1, 2).cdf).pvalue > 0.01
+
+
+def test_affine_map_is_the_law_of_the_weighted_sum():
+    """sum w_j X_j + b ~ Cauchy(sum w_j mu_j + b, sum |w_j| gamma_j), checked by drawing X (S3 2.4)."""
+    make = torch.Generator().manual_seed(3)
+    loc, scale = torch.randn(6, generator=make), torch.rand(6, generator=make)
+    weight, bias = torch.randn(3, 6, generator=make), torch.randn(3, generator=make)
+    draws = Cauchy(loc, scale).sample(torch.rand(50_000, 6, generator=make)) @ weight.T + bias
+    law = Cauchy(loc, scale).affine(weight, bias)
+    for k in range(3):
+        exact = scipy.stats.cauchy(law.loc[k].item(), law.scale[k].item())
+        assert scipy.stats.kstest(draws[:, k].numpy(), exact.cdf).pvalue > 0.01
+    single = Cauchy(loc, scale).affine(weight[1], bias[1])
+    torch.testing.assert_close(torch.stack(single), torch.stack([law.loc[1], law.scale[1]]))
+
+
+def test_kl_is_the_integral_symmetric_and_zero_at_home():
+    a = Cauchy(torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64))
+    b = Cauchy(torch.tensor(-1.0, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64))
+    p, q = scipy.stats.cauchy(0.3, 0.7), scipy.stats.cauchy(-1.0, 2.0)
+    integral, _ = scipy.integrate.quad(lambda x: p.pdf(x) * (p.logpdf(x) - q.logpdf(x)), -np.inf, np.inf)
+    assert a.kl(b).item() == pytest.approx(integral, rel=1e-6)
+    assert a.kl(b).item() == pytest.approx(b.kl(a).item(), rel=1e-12)
+    assert a.kl(a).item() == 0.0
+    near = Cauchy(a.loc + 1e-6, a.scale)
+    assert a.kl(near).item() == pytest.approx((1e-6 / 0.7) ** 2 / 4, rel=1e-6)

@@ -1,0 +1,298 @@
+"""The OvR loss against float64, finite differences and its own materialised form.
+
+A fast path passes if its error is at most twice the materialised stable formula's in the same dtype, plus 1e-6.
+"""
+
+import math
+
+import pytest
+import torch
+
+from cqwen_dist.ops import ovr_chunked
+from cqwen_dist.ops.ovr import linear_ovr
+
+FAST = ["chunked"]
+SHAPES = [(1, 1, 1), (1, 123, 507), (252, 123, 1), (252, 32, 507), (7, 64, 3001)]  # N, C, V
+
+
+def problem(n, c, v, *, gamma=1.0, threshold=0.0, seed=0, dtype=torch.float32, row_std=0.2, ignored=True):
+    """(loc_u, scale_u, weight, bias, threshold), leaves, and labels with some ignored."""
+    make = torch.Generator().manual_seed(seed)
+    loc_u = torch.randn(n, c, generator=make) * 3
+    scale_u = gamma * (0.5 + torch.rand(n, c, generator=make))
+    weight = torch.randn(v, c, generator=make) * row_std
+    bias = torch.randn(v, generator=make) * 0.1
+    thresholds = threshold + torch.randn(v, generator=make) * 0.1
+    labels = torch.randint(v, (n,), generator=make)
+    if ignored:
+        labels[::5] = -100
+        labels[0] = v - 1
+    leaves = [t.to(dtype) for t in (loc_u, scale_u, weight)] + [bias, thresholds]
+    return [leaf.requires_grad_() for leaf in leaves], labels
+
+
+def gradients(leaves, labels, dtype=None, **options):
+    """(loss, gradients, per_token, prob_sum); in float64 by the reference if dtype says so."""
+    at = [leaf.detach().to(dtype or leaf.dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
+    if dtype is not None:
+        for name in ("token_weights", "class_weights"):
+            if options.get(name) is not None:
+                options[name] = options[name].to(dtype)
+    out = linear_ovr(*at, labels, **options)
+    wanted = [leaf for leaf in at if leaf.requires_grad]
+    return out.loss.detach(), torch.autograd.grad(out.loss, wanted), out.per_token, out.prob_sum
+
+
+def relative_error(found, exact):
+    """Largest error, in units of the largest exact value (a finite one; at least 1e-30)."""
+    size = exact.abs().max().clamp(min=1e-30) if exact.numel() else 1.0
+    return float(((found.double() - exact).abs() / size).max()) if exact.numel() else 0.0
+
+
+def assert_as_exact_as_the_materialised(leaves, labels, impl, **options):
+    exact = gradients(leaves, labels, torch.float64, impl="reference", **options)
+    plain = gradients(leaves, labels, impl="reference", **options)
+    fast = gradients(leaves, labels, impl=impl, **options)
+    names = ["loss", *(f"gradient {i}" for i in range(len(exact[1]))), "per_token"]
+    for name, e, p, f in zip(
+        names,
+        (exact[0], *exact[1], exact[2]),
+        (plain[0], *plain[1], plain[2]),
+        (fast[0], *fast[1], fast[2]),
+        strict=True,
+    ):
+        assert torch.isfinite(f).all() or not torch.isfinite(e).all(), name
+        assert relative_error(f, e) <= 2 * relative_error(p, e) + 1e-6, name
+    if exact[3] is not None:
+        assert relative_error(fast[3], exact[3]) <= 2 * relative_error(plain[3], exact[3]) + 1e-6
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("threshold", [0.0, 15.0, 100.0, 1e4])
+@pytest.mark.parametrize("gamma", [1e-6, 1e-3, 1.0, 10.0])
+def test_error_against_float64(impl, threshold, gamma):
+    leaves, labels = problem(9, 33, 700, gamma=gamma, threshold=threshold)
+    assert_as_exact_as_the_materialised(leaves, labels, impl, want_prob_sum=True)
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_odd_shapes_and_dtypes(impl, shape, dtype):
+    leaves, labels = problem(*shape, gamma=0.1, dtype=dtype)
+    assert_as_exact_as_the_materialised(leaves, labels, impl, want_prob_sum=True)
+    out = linear_ovr(*leaves, labels, impl=impl)
+    out.loss.backward()
+    assert [leaf.grad.dtype for leaf in leaves] == [leaf.dtype for leaf in leaves]
+    assert out.loss.dtype == out.per_token.dtype == torch.float32
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_every_option_together(impl):
+    leaves, labels = problem(11, 20, 300, gamma=0.05, threshold=2.0)
+    labels = labels.clamp(max=279)
+    make = torch.Generator().manual_seed(1)
+    options = {
+        "token_weights": torch.rand(11, generator=make),
+        "class_weights": torch.rand(300, generator=make),
+        "used_rows": 280,
+        "vocab_reduction": "mean",
+        "want_prob_sum": True,
+    }
+    assert_as_exact_as_the_materialised(leaves, labels, impl, **options)
+    assert_as_exact_as_the_materialised(
+        [*leaves[:4], leaves[4].detach().mean().requires_grad_()], labels, impl, **options
+    )
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("label", [0, 1], ids=["at the label", "elsewhere"])
+def test_z_over_the_whole_range(impl, label):
+    """z = (loc - C)/scale from -1e9 to 1e9; W = 1 and C = 0, so loc_u and scale_u are S. Entry by entry."""
+    z = torch.cat([-torch.logspace(9, -9, 60), torch.zeros(1), torch.logspace(-9, 9, 60)])
+    for gamma in (1e-6, 1e-3, 1.0, 10.0):
+        leaves = [(z * gamma)[:, None], torch.full((121, 1), gamma), torch.ones(1, 1), torch.zeros(1), torch.zeros(1)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        labels = torch.full((121,), label)
+        exact = gradients(leaves, labels, torch.float64, impl="reference")
+        fast = gradients(leaves, labels, impl=impl)
+        torch.testing.assert_close(fast[2].double(), exact[2], rtol=1e-6, atol=0)
+        for i in range(2):
+            torch.testing.assert_close(fast[1][i].double(), exact[1][i], rtol=3e-6, atol=1e-30)
+
+
+def test_the_seed_formula_is_off_at_high_thresholds_and_this_is_not():
+    (loc_u, scale_u, weight, _, _), labels = problem(4, 64, 5000, gamma=0.01, threshold=1e4, ignored=False)
+    exact = linear_ovr(*(t.double() for t in (loc_u, scale_u, weight)), None, 1e4, labels, impl="reference").loss
+    p = 0.5 + torch.atan((loc_u @ weight.T - 1e4) / (scale_u @ weight.abs().T)) / math.pi
+    y = torch.zeros_like(p).scatter_(1, labels[:, None], 1.0)
+    seed = -(y * torch.log(p + 1e-7) + (1 - y) * torch.log(1 - p + 1e-7)).sum()
+    ours = linear_ovr(loc_u, scale_u, weight, None, 1e4, labels).loss
+    assert abs(seed.item() / exact.item() - 1) > 5e-4
+    assert abs(ours.item() / exact.item() - 1) < 1e-6
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_finite_differences(impl):
+    leaves, labels = problem(3, 4, 11, gamma=0.5)
+    leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    weights = torch.rand(3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda *inputs: linear_ovr(*inputs, labels, token_weights=weights, impl=impl).loss * 3.0, leaves
+    )
+
+
+def test_slices_add_up_and_a_slice_may_hold_no_label(monkeypatch):
+    monkeypatch.setitem(ovr_chunked.TILE_BYTES, "cpu", 4096)  # several tiles a slice
+    leaves, labels = problem(6, 16, 500, gamma=0.1)
+    labels = labels.clamp(max=399)
+    whole = gradients(leaves, labels, want_prob_sum=True)
+    parts, grads = [], [torch.zeros_like(leaf) for leaf in leaves]
+    for v0, v1 in ((0, 123), (123, 400), (400, 500), (500, 500)):
+        cut = [leaves[0], leaves[1], *(leaf.detach()[v0:v1].requires_grad_() for leaf in leaves[2:])]
+        parts.append(gradients(cut, labels, vocab_start=v0, want_prob_sum=True))
+        for total, part, rows in zip(grads, parts[-1][1], [slice(None)] * 2 + [slice(v0, v1)] * 3, strict=True):
+            total[rows] += part
+    for k in (0, 2, 3):
+        torch.testing.assert_close(sum(p[k] for p in parts), whole[k], rtol=1e-5, atol=1e-5)
+    for found, expected in zip(grads, whole[1], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_of_tokens_and_words_change_nothing(monkeypatch):
+    leaves, labels = problem(50, 16, 500, gamma=0.1)
+    whole = gradients(leaves, labels, want_prob_sum=True)
+    monkeypatch.setitem(ovr_chunked.TILE_TOKENS, "cpu", 7)
+    monkeypatch.setitem(ovr_chunked.TILE_BYTES, "cpu", 7 * 4 * 33)
+    assert ovr_chunked.tile_shape(50, 500, "cpu", 4) == (7, 33)
+    tiled = gradients(leaves, labels, want_prob_sum=True)
+    for k in (0, 2, 3):
+        torch.testing.assert_close(tiled[k], whole[k], rtol=1e-5, atol=1e-6)
+    for found, expected in zip(tiled[1], whole[1], strict=True):
+        assert relative_error(found, expected.double()) < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+def test_ignored_tokens_take_no_part(impl):
+    leaves, labels = problem(10, 8, 40)
+    labels = torch.full_like(labels, -1)
+    labels[3] = 5
+    _, grads, per_token, _ = gradients(leaves, labels, ignore_index=-1, impl=impl)
+    rest = torch.arange(10) != 3
+    assert per_token[3] > 0
+    assert per_token[rest].abs().max() == 0
+    assert grads[0][rest].abs().max() == grads[1][rest].abs().max() == 0
+    alone = gradients(
+        [leaves[0][3:4].detach().requires_grad_(), leaves[1][3:4].detach().requires_grad_(), *leaves[2:]],
+        labels[3:4],
+        impl=impl,
+    )
+    torch.testing.assert_close(grads[2], alone[1][2])
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+@pytest.mark.parametrize(("n", "v"), [(0, 10), (4, 0), (0, 0)])
+def test_nothing_to_do(impl, n, v):
+    leaves = [torch.ones(n, 3), torch.ones(n, 3), torch.ones(v, 3), torch.zeros(v), torch.tensor(0.0)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    labels = torch.zeros(n, dtype=torch.int64)
+    loss, grads, per_token, _ = gradients(leaves, labels, vocab_start=5, impl=impl)
+    assert loss == 0
+    assert per_token.shape == (n,)
+    assert all((g == 0).all() for g in grads)
+
+
+def test_scale_zero():
+    """P is 0, 1/2 or 1: a right certainty costs nothing, a coin flip log 2, a wrong one more than 80 (exactly: inf)."""
+    loc = torch.tensor([[2.0], [-2.0], [0.0]], requires_grad=True)
+    scale = torch.zeros(3, 1, requires_grad=True)
+    weight = torch.ones(1, 1)
+    elsewhere = torch.full((3,), 7)
+    negative = linear_ovr(loc, scale, weight, None, 0.0, elsewhere)
+    assert negative.per_token[0] > 80
+    assert negative.per_token[1] < 1e-37
+    assert negative.per_token[2] == pytest.approx(math.log(2))
+    torch.autograd.backward(negative.loss)
+    assert torch.isfinite(loc.grad).all()
+    assert torch.isfinite(scale.grad).all()
+    assert scale.grad[1].item() == pytest.approx(1 / (2 * math.pi))
+    positive = linear_ovr(loc, scale, weight, None, 0.0, torch.zeros(3, dtype=torch.int64))
+    assert positive.per_token[0] < 1e-37
+    assert positive.per_token[1] > 80
+
+
+def test_zero_rows_and_coincident_thresholds_give_no_nan():
+    """A zero weight row has scale 0; with b = C it sits exactly on the threshold."""
+    leaves, labels = problem(4, 6, 9, gamma=1e-3)
+    with torch.no_grad():
+        leaves[2][3] = 0.0
+        leaves[2][4] = 0.0
+        leaves[3][3] = leaves[4][3]
+    labels[labels == 3] = 5
+    labels[labels == 4] = 5
+    leaves[3].data[4], leaves[4].data[4] = 0.0, 1.0
+    loss, grads, _, _ = gradients(leaves, labels)
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+def test_only_needed_gradients_are_made_and_inference_makes_none(monkeypatch):
+    leaves, labels = problem(5, 8, 30)
+    full = gradients(leaves, labels)[1]
+    seen = []
+    real_visit = ovr_chunked.visit
+    monkeypatch.setattr(ovr_chunked, "visit", lambda i, need, m: seen.append(need) or real_visit(i, need, m))
+    for frozen in range(5):
+        for k, leaf in enumerate(leaves):
+            leaf.requires_grad_(k != frozen)
+        some = gradients(leaves, labels)[1]
+        assert seen[-1] == tuple(k != frozen for k in range(5))
+        for found, expected in zip(some, [g for k, g in enumerate(full) if k != frozen], strict=True):
+            torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        linear_ovr(*leaves, labels)
+    assert seen[-1] == (False,) * 5
+
+
+def test_backward_hands_the_weight_gradient_over_and_can_be_walked_again():
+    leaves, labels = problem(5, 8, 30)
+    out = linear_ovr(*leaves, labels)
+    out.loss.mul(2.0).backward(retain_graph=True)
+    first = [leaf.grad.clone() for leaf in leaves]
+    out.loss.backward()
+    for leaf, once in zip(leaves, first, strict=True):
+        torch.testing.assert_close(leaf.grad, 1.5 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.loss.backward()
+
+
+def test_outputs_are_detached_and_autocast_changes_nothing():
+    leaves, labels = problem(5, 8, 30)
+    out = linear_ovr(*leaves, labels, want_prob_sum=True)
+    assert not out.per_token.requires_grad
+    assert not out.prob_sum.requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(linear_ovr(*leaves, labels).loss, out.loss, rtol=0, atol=0)
+
+
+def test_bad_input_is_refused():
+    leaves, labels = problem(5, 8, 30)
+    loc_u, scale_u, weight, bias, threshold = leaves
+    for error, args, options in (
+        (ValueError, (loc_u, scale_u[:4], weight, bias, threshold, labels), {}),
+        (ValueError, (loc_u, scale_u, weight[:, :7], bias, threshold, labels), {}),
+        (ValueError, (loc_u, scale_u, weight, bias[:3], threshold, labels), {}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold[:3], labels), {}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels[:3]), {}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels.float()), {}),
+        (TypeError, (loc_u, scale_u, weight.bfloat16(), bias, threshold, labels), {}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"impl": "magic"}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"vocab_reduction": "max"}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"token_weights": torch.ones(4)}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"class_weights": torch.ones(4)}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"used_rows": 2}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"vocab_size": 3}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels - 40), {}),
+    ):
+        with pytest.raises(error):
+            linear_ovr(*args, **options)

@@ -1,0 +1,40 @@
+"""The regression loss and its gates: formulas and limits."""
+
+import math
+
+import pytest
+import torch
+
+from cqwen_dist.ops.regression import GATES, cauchy_nll
+
+MASK = torch.tensor([True, False, True])
+P = torch.tensor([0.9, 0.4, 0.2])
+
+
+def test_nll_reads_as_the_formula():
+    loc, scale, value = (torch.rand(7, dtype=torch.float64) + 0.5 for _ in range(3))
+    formula = torch.log(math.pi * scale) + torch.log(1 + ((value - loc) / scale) ** 2)
+    torch.testing.assert_close(cauchy_nll(loc, scale, value), formula)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_gates_read_as_their_formulas(alpha):
+    m = MASK.float()
+    torch.testing.assert_close(GATES["alpha"](MASK, P, alpha), m * (alpha + (1 - alpha) * P))
+    torch.testing.assert_close(GATES["soft"](MASK, P, alpha), (alpha + (1 - alpha) * m) * P)
+    torch.testing.assert_close(GATES["hard"](MASK, P, alpha), m * P)
+
+
+def test_limits():
+    assert GATES["alpha"](MASK, P, 1.0).tolist() == [1.0, 0.0, 1.0]  # plain masked loss
+    torch.testing.assert_close(GATES["alpha"](MASK, P, 0.0), GATES["hard"](MASK, P, 0.5))
+    torch.testing.assert_close(GATES["soft"](MASK, P, 0.0), GATES["hard"](MASK, P, 0.0))
+    assert GATES["alpha"](torch.zeros(3, dtype=torch.bool), P, 0.3).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_regression_gradient_scales_with_p_num_and_only_at_numbers():
+    loc = torch.zeros(3, requires_grad=True)
+    nll = cauchy_nll(loc, torch.ones(3), torch.full((3,), 2.0))
+    (GATES["alpha"](MASK, P, 0.0) * nll).sum().backward()
+    plain = -2 * 2.0 / (1 + 4.0)
+    torch.testing.assert_close(loc.grad, plain * P * MASK)
