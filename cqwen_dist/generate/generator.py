@@ -115,7 +115,7 @@ def generate(
     chosen = find_mode(mode)
     action: Action = model.action
     _check_prompt(model, input_ids, numeric_values, attention_mask)
-    _check_options(max_new_tokens, temperature, top_p, top_k, decode_rule)
+    _check_options(max_new_tokens, temperature, top_p, top_k, decode_rule, used_rows)
     base, num_token_id = model.config.base_config, int(model.config.num_token_id)
     sampling = any(option is not None for option in (temperature, top_k, top_p, seed, generator))
     options = Options(
@@ -228,7 +228,12 @@ def _check_prompt(model: Model, ids: Tensor, values: Tensor | None, mask: Tensor
 
 
 def _check_options(
-    max_new_tokens: int, temperature: float | None, top_p: float | None, top_k: int | None, decode_rule: str | None
+    max_new_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    decode_rule: str | None,
+    used_rows: int | None,
 ) -> None:
     """Raises as `generate` says."""
     if max_new_tokens < 0:
@@ -241,3 +246,5 @@ def _check_options(
         raise UserError("top_k", top_k, "0 (all words) or more")
     if decode_rule not in (None, "ovr", "loc"):
         raise UserError("decode_rule", decode_rule, "ovr, loc")
+    if used_rows is not None and used_rows < 1:
+        raise UserError("used_rows", used_rows, "1 or more")

@@ -1,0 +1,297 @@
+"""The loop: left padding, cache, ends, numbers fed back, and equality with Hugging Face where it is promised."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.numerics import assert_close
+from support.tiny import CONTEXT, NUM, VOCAB, random_ids, tiny_base, tiny_causal_lm, tiny_model
+from torch import Tensor
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.generator import GeneratedNumbers, generate
+from cqwen_dist.generate.modes import MODES
+from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.targets import TargetTransform
+
+TARGET = {"name": "standardise", "median": 150.0, "scale": 40.0}
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalQwenModel:
+    """Writes <NUM> now and then: its threshold is low. Scales are small, so that words differ."""
+    net = tiny_model(number_dims=2, target=TARGET)
+    with torch.no_grad():
+        net.abduction.set_scale(0.05)
+        net.action.b_noise.fill_(0.05)
+        net.action.threshold.fill_(1.0)
+        net.action.threshold[NUM] = -0.5
+    return net
+
+
+@pytest.fixture(scope="module")
+def prompts() -> tuple[Tensor, Tensor, Tensor]:
+    """ids, values, mask [3,8]: prompts of 8, 3 and 1 tokens, padded on the left; numbers in all of them."""
+    ids, values, mask = random_ids(3, 8, seed=5), torch.zeros(3, 8, dtype=torch.float64), torch.ones(3, 8)
+    for row, length in enumerate((8, 3, 1)):
+        mask[row, : 8 - length] = 0
+        ids[row, : 8 - length] = 0
+    ids[0, 2] = ids[1, 6] = ids[2, 7] = NUM
+    values[0, 2], values[1, 6], values[2, 7] = 99.9, -7.0, 1e9
+    return ids, values, mask
+
+
+def run(model: CausalQwenModel, prompts: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, GeneratedNumbers]:
+    ids, values, mask = prompts
+    return generate(model, ids, values, attention_mask=mask, **{"max_new_tokens": 12, **options})
+
+
+@pytest.mark.parametrize("mode", ["standard", "compatible"])
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_left_padded_batch_equals_single_runs(model, prompts, mode: str, use_cache: bool) -> None:
+    ids, values, mask = prompts
+    batch, numbers = run(model, prompts, mode=mode, use_cache=use_cache)
+    assert batch.shape == (3, 20)
+    for row in range(3):
+        real = mask[row].bool()
+        alone, own = generate(
+            model, ids[row : row + 1, real], values[row : row + 1, real], mode=mode, max_new_tokens=12
+        )
+        assert torch.equal(batch[row, 8:], alone[0, int(real.sum()) :])
+        assert_close(numbers.values[row, 8:], own.values[0, int(real.sum()) :], 1e-5, "values")
+    if mode == "standard":
+        assert bool(numbers.generated.any())
+        assert not bool(numbers.generated[:, 8:].all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cached_equals_uncached_and_a_seed_repeats(model, prompts, mode: str) -> None:
+    a, x = run(model, prompts, mode=mode, seed=3)
+    b, y = run(model, prompts, mode=mode, seed=3, use_cache=False)
+    c, _ = run(model, prompts, mode=mode, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(a, b)
+    assert torch.equal(a, c)
+    assert_close(x.values, y.values, 1e-3, "values")
+    torch.manual_seed(3)
+    d, _ = run(model, prompts, mode=mode, do_sample=True)
+    assert torch.equal(a, d)  # torch's global state is the default
+    others = [run(model, prompts, mode=mode, seed=s)[0] for s in range(4, 8)]
+    assert (mode == "standard") == all(torch.equal(a, other) for other in others)
+
+
+def test_every_step_is_the_models_decision_on_what_stands_there(model, prompts) -> None:
+    """The whole result fed at once: each new word is argmax P there, each number loc_Y in the raw unit, fed back."""
+    ids, numbers = run(model, prompts)
+    mask = torch.cat([prompts[2].bool(), torch.ones(3, 12, dtype=torch.bool)], 1)
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        u = model.action.add_noise(model.infer(ids, numbers.values, mask, position_ids=positions))
+        p = model.action.scores(u).sf(model.action.threshold)[..., : NUM + 1]
+        y = model.action.value(u)
+    assert torch.equal(p[:, 7:-1].argmax(-1), ids[:, 8:])
+    new = numbers.generated[:, 8:]
+    assert bool(new.any())
+    assert torch.equal(new, ids[:, 8:] == NUM)
+    assert_close(numbers.values[:, 8:][new], (y.loc[:, 7:-1][new].double() * 40 + 150), 1e-5, "raw value")
+    assert_close(numbers.scale[:, 8:][new], y.scale[:, 7:-1][new], 1e-5, "scale_Y")
+    assert_close(numbers.p_num[:, 8:][new], p[:, 7:-1, NUM][new], 1e-4, "P_NUM")
+    assert numbers.values.dtype == torch.float64
+    assert not numbers.values[ids != NUM].any()
+    assert torch.equal(numbers.values[:, :8], prompts[1])
+    assert not numbers.generated[:, :8].any()
+
+
+def test_a_prompts_number_matters(model, prompts) -> None:
+    ids, values, mask = prompts
+    zero, _ = run(model, (ids, torch.zeros_like(values), mask))
+    assert not torch.equal(zero, run(model, prompts)[0])
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}]
+)
+def test_compatible_is_hugging_faces_generate(kind: str, tied: bool, sampling: dict[str, Any]) -> None:
+    """The same plain ids, the same seed: token for token, also through a left-padded batch with an eos.
+
+    A generated <NUM> goes back in with its value, which the base does not know: here w_num is 0.
+    """
+    base = tiny_base(kind, tied=tied, eos_token_id=17, pad_token_id=3)
+    model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=NUM, w_num_scale=0.0)
+    ids = random_ids(4, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = mask[2, :6] = 0
+    theirs = {"top_k": 0, **sampling} if sampling else {"do_sample": False}
+    torch.manual_seed(11)
+    expected = base.generate(ids, attention_mask=mask, max_new_tokens=20, **theirs)
+    torch.manual_seed(11)
+    found, _ = generate(model.eval(), ids, attention_mask=mask, mode="compatible", max_new_tokens=20, **sampling)
+    assert torch.equal(found, expected)
+
+
+def test_a_row_ends_at_eos_and_is_padded(model, prompts) -> None:
+    free, _ = run(model, prompts)
+    eos = int(free[0, 10])
+    ids, numbers = run(model, prompts, eos_token_id=[eos, VOCAB + 5], pad_token_id=9)
+    for row in range(3):
+        new, plain = ids[row, 8:].tolist(), free[row, 8:].tolist()
+        stop = plain.index(eos) + 1 if eos in plain else len(plain)
+        assert new[:stop] == plain[:stop]
+        assert new[stop:] == [9] * (len(new) - stop)
+        assert not numbers.generated[row, 8 + stop :].any()
+        assert not numbers.values[row, 8 + stop :].any()
+    alone, _ = generate(model, prompts[0][:1], prompts[1][:1], max_new_tokens=12, eos_token_id=eos)
+    assert alone.shape[1] == 8 + free[0, 8:].tolist().index(eos) + 1  # stops when every row has ended
+
+
+def test_the_base_s_own_eos_is_the_default() -> None:
+    base = tiny_base(eos_token_id=list(range(VOCAB)), pad_token_id=4)
+    model = CausalQwenModel.from_base_model(base, start="seed", num_token_id=NUM).eval()
+    assert generate(model, random_ids(2, 3))[0].shape == (2, 4)
+    assert generate(model, random_ids(2, 3), eos_token_id=[], max_new_tokens=5)[0].shape == (2, 8)
+
+
+def test_spare_rows_are_never_written_but_in_compatible(model) -> None:
+    spare = copy.deepcopy(model)
+    with torch.no_grad():
+        spare.action.cls_bias[NUM + 3] = 1e4  # a spare row that would always win
+    ids = random_ids(2, 4)
+    for mode in MODES:
+        new = generate(spare, ids, mode=mode, max_new_tokens=4, seed=0)[0][:, 4:]
+        assert bool((new == NUM + 3).all()) == (mode == "compatible"), mode
+    assert bool((generate(spare, ids, max_new_tokens=2, used_rows=VOCAB)[0][:, 4:] == NUM + 3).all())
+
+
+def test_num_as_the_first_token(model) -> None:
+    ids, values = torch.tensor([[NUM]]), torch.tensor([[42.0]])
+    a, numbers = generate(model, ids, values, max_new_tokens=3)
+    assert a.shape == (1, 4)
+    assert float(numbers.values[0, 0]) == 42.0
+
+
+def test_interval_is_the_cauchys_own_through_the_target() -> None:
+    target = TargetTransform("signed_log")
+    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    numbers = GeneratedNumbers(zeros, torch.tensor([[True, False]]), zeros + 3.0, zeros + 0.1, zeros, target)
+    low, high = numbers.interval(0.5)  # quartiles: loc -+ scale
+    assert_close(low[:, 0], torch.tensor([2.9], dtype=torch.float64).expm1(), 1e-12)
+    assert_close(high[:, 0], torch.tensor([3.1], dtype=torch.float64).expm1(), 1e-12)
+    assert bool(low[:, 1].isnan())
+    wide = numbers.interval(0.9)[1][0, 0].log1p() - 3.0
+    assert float(wide) == pytest.approx(0.6314, abs=1e-3)
+    for level in (0.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="level"):
+            numbers.interval(level)
+
+
+def test_on_token_streams_the_columns(model, prompts) -> None:
+    seen: list[tuple[Tensor, Tensor]] = []
+    ids, numbers = run(model, prompts, on_token=lambda i, v: seen.append((i.clone(), v.clone())))
+    assert torch.equal(torch.stack([i for i, _ in seen], 1), ids[:, 8:])
+    assert torch.equal(torch.stack([v for _, v in seen], 1), numbers.values[:, 8:])
+
+
+def test_the_context_ends_a_generation(model) -> None:
+    ids, numbers = generate(model, random_ids(1, CONTEXT - 2), max_new_tokens=50)
+    assert ids.shape == numbers.values.shape == (1, CONTEXT)
+    full, _ = generate(model, random_ids(1, CONTEXT), max_new_tokens=50)
+    assert full.shape == (1, CONTEXT)
+    assert generate(model, random_ids(1, 4), max_new_tokens=0)[0].shape == (1, 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale", ["b_noise 0", "scale at the floor", "huge"])
+def test_extreme_scales_are_defined(mode: str, scale: str, prompts) -> None:
+    net = tiny_model(target=TARGET)
+    with torch.no_grad():
+        if scale == "b_noise 0":
+            net.action.b_noise.zero_()
+        elif scale == "scale at the floor":
+            net.action.b_noise.zero_()
+            net.abduction.scale_net.bias.fill_(-200.0)
+        else:
+            net.action.b_noise.fill_(1e6)
+            net.abduction.scale_net.bias.fill_(1e6)
+        net.action.threshold[NUM] = -50.0
+    ids, numbers = run(net, prompts, mode=mode, seed=1)
+    assert bool(numbers.values.isfinite().all())
+    limit = VOCAB if mode == "compatible" else NUM + 1
+    assert bool((ids < limit).all())
+
+
+def test_sampled_steps_use_the_generators_draws_row_by_row(model, prompts) -> None:
+    """Individual: the u of every step is at the same quantiles of its U, by what the model is asked and answers."""
+    asked: list[Cauchy] = []
+
+    class Watched:
+        action, target, config = model.action, model.target, model.config
+
+        def infer(self, *args: Any, **context: Any) -> Cauchy:
+            u = model.infer(*args, **context)
+            asked.append(Cauchy(u.loc[:, -1], u.scale[:, -1]))
+            return u
+
+    ids, numbers = run(Watched(), prompts, mode="individual", seed=3)
+    eps = torch.rand(asked[0].loc.shape, generator=torch.Generator().manual_seed(3))
+    for step, u in enumerate(asked):
+        law = Cauchy(u.sample(eps), model.action.b_noise.abs().expand_as(u.loc))
+        p = model.action.scores(law).sf(model.action.threshold)[:, : NUM + 1]
+        assert torch.equal(p.argmax(-1), ids[:, 8 + step])
+        value = model.target.inverse(model.action.value(law).loc)
+        is_num = ids[:, 8 + step] == NUM
+        assert_close(numbers.values[:, 8 + step], value.where(is_num, 0.0), 1e-5)
+
+
+def test_user_errors(model) -> None:
+    ids = random_ids(2, 4)
+    ones = torch.ones_like(ids)
+    right = ones.clone()
+    right[0, -1] = 0
+    hole = ones.clone()
+    hole[0, 1] = 0
+    nan = torch.full((2, 4), float("nan"))
+    cases = [
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "prompt: found no tokens"),
+        ({"input_ids": torch.zeros(0, 3, dtype=torch.int64)}, "prompt: found no tokens"),
+        ({"attention_mask": torch.zeros_like(ids)}, "prompt: found no tokens"),
+        (
+            {"input_ids": random_ids(1, CONTEXT + 1)},
+            f"prompt: found '{CONTEXT + 1} tokens', allowed: at most {CONTEXT}",
+        ),
+        ({"input_ids": ids.float()}, "prompt: .*token ids"),
+        ({"input_ids": ids[0]}, "prompt: .*token ids"),
+        ({"input_ids": ids + VOCAB}, r"prompt: .*ids in \[0, 101\)"),
+        ({"numeric_values": nan}, "numeric_values: found nan"),
+        ({"numeric_values": nan[:, :2]}, "numeric_values: .*shape"),
+        ({"attention_mask": right}, "attention_mask: .*on the left"),
+        ({"attention_mask": hole}, "attention_mask: .*on the left"),
+        ({"mode": "greedy"}, "mode: found 'greedy', allowed: standard"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"decode_rule": "best"}, "decode_rule"),
+        ({"seed": 1, "generator": torch.Generator()}, "seed"),
+        ({"used_rows": 0}, "used_rows"),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError, match=message):
+            generate(model, **{"input_ids": ids, **options})
+    part = tiny_model(vocab_start=20, rows=40)
+    with pytest.raises(ValueError, match="gather it first"):
+        generate(part, ids)
+
+
+def test_the_hugging_face_face_gives_ids_or_ids_and_numbers() -> None:
+    lm = tiny_causal_lm()
+    ids = random_ids(2, 3)
+    plain = lm.generate(ids, max_new_tokens=4)
+    both, numbers = lm.generate(ids, max_new_tokens=4, return_numbers=True)
+    assert torch.equal(plain, both)
+    assert numbers.values.shape == both.shape
+    assert torch.equal(plain[:, :3], ids)

@@ -1,0 +1,213 @@
+"""Each way to decide against its closed form: laws by Kolmogorov-Smirnov, choices by frequency (1e5 draws)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from support.numerics import assert_close
+from support.tiny import HIDDEN, NUM, VOCAB, random_ids, tiny_model
+from torch import Tensor
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, truncate
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.ops.cauchy import Cauchy
+
+DRAWS = 100_000
+ALL = Options(used_rows=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def action() -> ActionNetwork:
+    """A head with a threshold a word and noise a dimension; scales of ordinary size."""
+    net = tiny_model().action
+    torch.manual_seed(2)
+    with torch.no_grad():
+        net.threshold.normal_()
+        net.cls_bias.normal_()
+        net.b_noise.normal_(std=0.1)
+    return net.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def u() -> Cauchy:
+    """One position's U [1,C]."""
+    model = tiny_model()
+    with torch.no_grad():
+        law = model.infer(random_ids(1, 6))
+    return Cauchy(law.loc[:, -1], law.scale[:, -1] * (0.2 + torch.rand(1, HIDDEN)))
+
+
+def many(u: Cauchy, rows: int = DRAWS) -> Cauchy:
+    return Cauchy(u.loc.expand(rows, -1), u.scale.expand(rows, -1))
+
+
+def draws(seed: int = 0) -> Draws:
+    return Draws(torch.Generator().manual_seed(seed))
+
+
+def is_cauchy(sample: Tensor, loc: Tensor, scale: Tensor) -> bool:
+    p = stats.kstest(sample.double().numpy(), "cauchy", args=(float(loc), float(scale))).pvalue
+    return bool(p > 1e-3)
+
+
+@pytest.mark.parametrize("mode", ["standard", "compatible", "ovr"])
+def test_nothing_is_drawn_where_everything_stays_a_law(mode: str, action: ActionNetwork, u: Cauchy) -> None:
+    law = MODES[mode].law(action, u, draws())
+    assert torch.equal(law.loc, u.loc)
+    assert torch.equal(law.scale, u.scale + action.b_noise.abs())
+
+
+@pytest.mark.parametrize("mode", ["causal", "individual", "sample"])
+def test_individuals_are_drawn_from_u(mode: str, action: ActionNetwork, u: Cauchy) -> None:
+    """u ~ Cauchy(loc_U, scale_U) per row and dimension; then the noise as a law, or none (S3 3.2, 3.4.1, S4 2.4.2)."""
+    law = MODES[mode].law(action, many(u), draws())
+    for c in (0, 7, HIDDEN - 1):
+        assert is_cauchy(law.loc[:, c], u.loc[0, c], u.scale[0, c])
+    assert float(torch.corrcoef(law.loc.atan()[:, :2].T)[0, 1]) == pytest.approx(0.0, abs=0.02)
+    expected = torch.zeros(HIDDEN) if mode == "sample" else action.b_noise.abs()
+    assert torch.equal(law.scale[0], expected)
+
+
+def test_one_noise_is_drawn_and_the_individual_stays_a_law(action: ActionNetwork, u: Cauchy) -> None:
+    law = MODES["noise"].law(action, many(u), draws())
+    assert torch.equal(law.scale, many(u).scale)
+    for c in (0, 7):
+        assert is_cauchy(law.loc[:, c], u.loc[0, c], action.b_noise[c].abs())
+
+
+def test_what_is_kept_over_a_generation(action: ActionNetwork, u: Cauchy) -> None:
+    """Mode 1 keeps each row's quantiles, mode 2 its noise, whatever U becomes; causal draws afresh."""
+    later = Cauchy(u.loc * 3 + 1, u.scale * 0.1)
+    d = draws()
+    first, second = (MODES["individual"].law(action, many(x, 4), d).loc for x in (u, later))
+    quantile = (first - u.loc) / u.scale
+    assert_close((second - later.loc) / later.scale, quantile, 1e-4, "tan(pi(eps - 1/2))")
+    assert float((quantile[0] - quantile[1]).abs().min()) > 0.0  # a row is an individual of its own
+    d = draws()
+    first, second = (MODES["noise"].law(action, many(x, 4), d).loc for x in (u, later))
+    assert_close(second - later.loc, first - u.loc, 1e-4, "|b| eps")
+    d = draws()
+    first, second = (MODES["causal"].law(action, many(u, 4), d).loc for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_argmax_p_and_argmax_loc(action: ActionNetwork) -> None:
+    torch.manual_seed(1)
+    laws = Cauchy(torch.randn(50, HIDDEN), torch.rand(50, HIDDEN))
+    s = action.scores(laws)
+    for rank_by, key in (("ovr", s.sf(action.threshold)), ("loc", s.loc)):
+        best = MODES["standard"].choose(action, laws, draws(), Options(VOCAB, rank_by=rank_by))
+        assert torch.equal(best, key.argmax(-1))
+        used = MODES["standard"].choose(action, laws, draws(), Options(40, rank_by=rank_by))
+        assert torch.equal(used, key[:, :40].argmax(-1))
+    assert MODES["sample"].rank_by == "loc"
+
+
+def chi_square(chosen: Tensor, p: Tensor) -> float:
+    """p-value of the observed frequencies; words expected less than 5 times are put together."""
+    counts = torch.bincount(chosen, minlength=p.numel()).double()
+    expected = p.double() / p.double().sum() * chosen.numel()
+    rare = expected < 5
+    found, wanted = counts[~rare].tolist(), expected[~rare].tolist()
+    if bool(rare.any()):
+        found.append(float(counts[rare].sum()))
+        wanted.append(float(expected[rare].sum()))
+    if wanted[-1] < 1:  # what is left over is too little to be tested
+        assert found[-1] < 10
+        found, wanted = found[:-1], [w * sum(found[:-1]) / sum(wanted[:-1]) for w in wanted[:-1]]
+    return float(stats.chisquare(found, wanted).pvalue)
+
+
+def test_ovr_draws_from_p_over_its_sum(action: ActionNetwork, u: Cauchy) -> None:
+    law = action.add_noise(u)
+    p = action.scores(law).sf(action.threshold)[0]
+    chosen = MODES["ovr"].choose(action, many(law), draws(), ALL)
+    assert chi_square(chosen, p) > 1e-3
+    used = MODES["ovr"].choose(action, many(law), draws(), Options(used_rows=30))
+    assert int(used.max()) < 30
+    assert chi_square(used, p[:30]) > 1e-3
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8)])
+def test_compatible_draws_from_the_softmax(
+    action: ActionNetwork, u: Cauchy, temperature: float, top_k: int, top_p: float
+) -> None:
+    law = action.add_noise(u)
+    logits = action.scores(law).loc[0].double() / temperature
+    p, order = logits.softmax(-1).sort(descending=True)
+    keep = torch.ones(VOCAB, dtype=torch.bool)
+    if top_k:
+        keep = torch.arange(VOCAB) < top_k
+    if top_p < 1:
+        keep = p.cumsum(-1) - p < top_p
+    expected = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, order, p * keep)
+    options = Options(VOCAB, temperature=temperature, top_k=top_k, top_p=top_p)
+    chosen = MODES["compatible"].choose(action, many(law), draws(), options)
+    assert int(chosen.unique().numel()) <= int(keep.sum())
+    assert chi_square(chosen, expected) > 1e-3
+
+
+def test_compatible_looks_at_the_whole_vocabulary_and_temperature_zero_is_greedy(
+    action: ActionNetwork, u: Cauchy
+) -> None:
+    s = action.scores(u).loc
+    for options in (Options(1, do_sample=False), Options(1, temperature=0.0)):
+        assert torch.equal(MODES["compatible"].choose(action, u, draws(), options), s.argmax(-1))
+
+
+def test_truncate_keeps_ties_and_the_word_that_crosses() -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
+    assert truncate(logits, 2, 1.0).isfinite().tolist() == [[True, True, True, False]]
+    assert truncate(logits, 0, 0.6).isfinite().sum() == 2
+    assert truncate(logits, 0, 1e-9).isfinite().tolist() == [[True, False, False, False]]
+    assert torch.equal(truncate(logits, 0, 1.0), logits)
+    assert torch.equal(truncate(logits, 9, 1.0), logits)
+
+
+# ---- corners ----
+
+
+def point_head(loc: list[float], threshold: float) -> tuple[ActionNetwork, Cauchy]:
+    """Words with these locations at U = 1 and no scale at all."""
+    net = ActionNetwork(1, len(loc))
+    with torch.no_grad():
+        net.cls_weight.copy_(torch.tensor(loc)[:, None])
+        net.threshold.fill_(threshold)
+        net.b_noise.zero_()
+    return net.requires_grad_(False), Cauchy(torch.ones(1, 1), torch.zeros(1, 1))
+
+
+def test_without_scale_equal_p_is_told_apart_by_loc() -> None:
+    """b_noise = 0 in causal: P is 0 or 1; the highest loc wins, not the lowest index (DECISIONS row 23)."""
+    net, u = point_head([1.0, 3.0, 2.0, -1.0], threshold=0.5)
+    assert MODES["causal"].law(net, u, draws()).scale.tolist() == [[0.0]]
+    assert MODES["standard"].choose(net, u, draws(), Options(4)).tolist() == [1]
+
+
+def test_all_p_zero_falls_back_to_the_best() -> None:
+    net, u = point_head([1.0, 3.0, 2.0, -1.0], threshold=50.0)
+    assert MODES["ovr"].choose(net, many(u, 3), draws(), Options(4)).tolist() == [1, 1, 1]
+    mixed = Cauchy(torch.tensor([[1.0], [100.0]]), torch.zeros(2, 1))  # row 1: P is 1 for words 0, 1, 2
+    chosen = MODES["ovr"].choose(net, mixed, draws(), Options(4)).tolist()
+    assert chosen[0] == 1
+    assert chosen[1] in (0, 1, 2)
+
+
+def test_a_uniform_of_zero_stays_finite(action: ActionNetwork, u: Cauchy) -> None:
+    d = Draws()
+    d._kept = torch.zeros_like(u.loc)
+    law = MODES["individual"].law(action, u, d)
+    assert_close((law.loc - u.loc) / u.scale, torch.full_like(u.loc, -1.0 / math.tan(math.pi * 1e-7)), 1e-3)
+
+
+def test_an_unknown_mode_lists_the_modes() -> None:
+    with pytest.raises(
+        UserError,
+        match="mode: found 'greedy', allowed: standard, causal, compatible, ovr, individual, noise, sample",
+    ):
+        find_mode("greedy")
+    assert NUM < VOCAB
