@@ -21,7 +21,18 @@ from cqwen_dist.ops.ovr_sampling import NegativeSampling, sample_negatives
 
 __all__ = ["NegativeSampling", "OvrOutput", "linear_ovr", "ovr_prob_at", "ovr_prob_sum", "ovr_topk"]
 
-IMPLEMENTATIONS: dict[str, Callable[[OvrInputs], OvrSums]] = {"reference": ovr_reference, "chunked": ovr_chunked}
+
+def _triton(inputs: OvrInputs) -> OvrSums:
+    from cqwen_dist.ops.ovr_triton import ovr_triton  # triton comes with torch's CUDA builds only
+
+    return ovr_triton(inputs)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[OvrInputs], OvrSums]] = {
+    "reference": ovr_reference,
+    "chunked": ovr_chunked,
+    "triton": _triton,
+}
 
 
 class OvrOutput(NamedTuple):
@@ -63,7 +74,8 @@ def linear_ovr(
     vocab_reduction: "mean" divides by the number of words, ``vocab_size`` (default v; required for a slice, whose
         own v is not the whole) or ``used_rows`` if less.
     used_rows: words >= used_rows of the whole vocabulary (the reserved rows) are left out of the sum.
-    impl: "auto", "chunked", "reference" (materialises [N, v]).
+    impl: "chunked" (torch, any device), "triton" (CUDA: one kernel between the products), "reference"
+        (materialises [N, v]); "auto" is "chunked".
     want_prob_sum: also return sum_k P_ik over the slice's words in use, from the same visit.
     sampling: draw the negatives; loss, per_token and gradients become unbiased estimates (``ovr_sampling``).
 

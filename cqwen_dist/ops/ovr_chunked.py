@@ -60,6 +60,7 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
     (tokens, c), rows = inputs.loc_u.shape, inputs.rows
     x, g = inputs.loc_u.detach().to(gemm), inputs.scale_u.detach().to(gemm)
     token_weights = inputs.token_weights.to(real)[:, None] / math.pi  # the tile's gradients come times pi
+    token_rows = _in_parts(token_weights.T, gemm)
     offset = inputs.threshold.detach().to(real).expand(weight.shape[0])
     if inputs.bias is not None:
         offset = offset - inputs.bias.detach().to(real)
@@ -69,7 +70,7 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
     d_x = x.new_zeros(x.shape, dtype=real) if need_x else None
     d_g = x.new_zeros(x.shape, dtype=real) if need_g else None
     d_w = torch.empty_like(weight) if need_w else None
-    d_gap = x.new_zeros(weight.shape[0], dtype=real) if any(need_gap) else None
+    d_gap = x.new_zeros(len(token_rows), weight.shape[0], dtype=real) if any(need_gap) else None
     xw = (inputs.loc_u.detach() * token_weights).to(gemm) if need_w else x
     gw = (inputs.scale_u.detach() * token_weights).to(gemm) if need_w else g
     per_token = torch.zeros(tokens, dtype=torch.float64, device=x.device)
@@ -109,7 +110,7 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
             )
             d_loc, d_scale = maths(tile, any(need))
             if d_gap is not None:
-                d_gap[words] += d_loc.T.to(real) @ token_weights[some, 0]
+                _mm(token_rows[:, some], d_loc, d_gap[:, words], add=True)
             if d_x is not None:
                 _mm(d_loc, w, d_x[some], add=True)
             if d_g is not None:
@@ -133,12 +134,12 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
     )
     d_threshold = None
     if need[4] and d_gap is not None:
-        d_threshold = -(d_gap if inputs.threshold.ndim else d_gap.sum()).to(inputs.threshold.dtype)
+        d_threshold = -(d_gap.sum(0) if inputs.threshold.ndim else d_gap.sum()).to(inputs.threshold.dtype)
     return out, Gradients(
         None if d_x is None else d_x.mul_(token_weights).to(inputs.loc_u.dtype),
         None if d_g is None else d_g.mul_(token_weights).to(inputs.scale_u.dtype),
         d_w,
-        d_gap.to(inputs.bias.dtype) if need[3] and inputs.bias is not None and d_gap is not None else None,
+        d_gap.sum(0).to(inputs.bias.dtype) if need[3] and inputs.bias is not None and d_gap is not None else None,
         d_threshold,
     )
 
@@ -190,6 +191,12 @@ class _Flat:
 
     def view(self, a: int, b: int) -> list[Tensor]:
         return [flat[: a * b].view(a, b) for flat in self._flat]
+
+
+def _in_parts(row: Tensor, dtype: torch.dtype) -> Tensor:
+    """[1, t] -> [1, t], or, in a narrower dtype, [2, t]: the value and what its rounding left out."""
+    first = row.to(dtype)
+    return first if dtype == row.dtype else torch.cat([first, (row - first.to(row.dtype)).to(dtype)])
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
