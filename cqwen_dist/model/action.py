@@ -43,8 +43,9 @@ class ActionNetwork(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         """Xavier for both weights (S3 4 step 4); the classifier's is overwritten by the base's head."""
-        nn.init.normal_(self.cls_weight, std=self.cls_weight.shape[1] ** -0.5)
         nn.init.xavier_uniform_(self.reg_weight.unsqueeze(0))
+        with torch.random.fork_rng(devices=[]):  # what is drawn later must not depend on how many rows are here
+            nn.init.normal_(self.cls_weight, std=self.cls_weight.shape[1] ** -0.5)
 
     @property
     def rows(self) -> int:

@@ -71,7 +71,8 @@ def inherit_head(
             action.cls_weight[row, :shared] = weight.float().mean(0)[:shared]
         elif num_row_init == "small":
             # not zero: |W| 0 would make scale_S 0 there, P 0 or 1 and the loss's gradient infinite
-            torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight.float().std()))
+            with torch.random.fork_rng(devices=[]):  # only its owner draws
+                torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight.float().std()))
         action.cls_bias[row] += num_bias_init
     return error
 
@@ -128,15 +129,15 @@ def calibrate(
     groups: Groups | None = None,
     features: Callable[[Batch, Tensor], Tensor] | None = None,
     b_noise_init: float | None = None,
-    max_tokens: int = 256,
+    max_tokens: int = 1024,
     used_rows: int | None = None,
 ) -> Calibration:
     """Choose (C, gamma) that minimise the mean OvR loss of real text at the start, and set them.
 
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
     rank are used. features: (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO).
-    A grid of 5 x 5, then a pattern search. gamma is uniform over words' dimensions, so scale_S = gamma ||W_k||_1. Collective over the world;
-    every rank ends with the same values. Raises ValueError where no rank holds a labelled position.
+    A grid of 5 x 5, then a pattern search; gamma is one for all word dimensions, so scale_S = gamma ||W_k||_1.
+    Collective over the world; every rank ends with the same values. Raises ValueError where no rank holds a label.
     """
     z, labels = _labelled_features(model, batches, features or model.kept_features, max_tokens)
     vocab = None if groups is None else groups.vocab

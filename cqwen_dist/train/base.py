@@ -6,6 +6,7 @@ numbers' values unseen: then the run has a language model to preserve, as a real
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -81,7 +82,11 @@ def pretrain(
         dataset, rank=0, world=1, global_batch_size=plan.batch_size, micro_batch_size=plan.batch_size, seed=seed
     )
     optimizer = torch.optim.AdamW(base.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.lr, total_steps=plan.steps, pct_start=0.05)
+    warmup = max(1, plan.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / plan.steps))),
+    )
     say(f"pretraining the tiny base model by cross-entropy: {plan.steps} steps (bounded, once, no stage)")
     began = time.monotonic()
     base.train()

@@ -35,6 +35,7 @@ from cqwen_dist.train.stages import Schedule, StagePlan
 
 ACCURACY_EVERY = 10  # steps between looks at train/accuracy, which costs two GEMMs the loss does not need
 ACCURACY_TOKENS = 256  # tokens of a rank that it looks at
+CALIBRATION_TOKENS = 512  # of all ranks together
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -165,7 +166,7 @@ class Trainer:
         reg_weight = self.config.loss.reg_weight if plan.stage.reg_weight is None else plan.stage.reg_weight
         keeps = [batch.label_mask.flatten().nonzero()[:, 0] for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
-        sums = torch.zeros(4, device=self.runtime.device)
+        sums = torch.zeros(5, device=self.runtime.device)
         right = None
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
@@ -174,11 +175,12 @@ class Trainer:
             terms = self._loss(z, there, keep, counts, counts.kept[i], reg_weight)
             self.engine.backward(terms.loss, last)
             num_label = (there.labels.flatten()[keep] == self.model.config.num_token_id).float()
-            sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), (terms.p_num * num_label).sum()])
+            p_num = (terms.p_num * num_label).sum()
+            sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
             if last and (step % ACCURACY_EVERY == 0 or step == plan.stop - 1):
                 right = self._accuracy(z, there, keep)
         norm = self.engine.step()
-        cls_sum, reg_sum, prob_sum, p_num = sum_over(sums)
+        cls_sum, reg_sum, prob_sum, p_num, num_labels = sum_over(sums)
         cls_mean = cls_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
         figures = {
@@ -186,7 +188,7 @@ class Trainer:
             "train/cls_loss_mean": cls_mean,
             "train/reg_loss_effective": reg_mean,
             "train/prob_sum_mean": prob_sum / max(sum(map(sum, counts.kept)), 1),
-            "train/p_num_mean": p_num / max(counts.numbers, 1),
+            "train/p_num_mean": p_num / num_labels.clamp(min=1),
             "train/grad_norm": norm,
             "train/lr": plan.stage.lr * plan.factor(step),
         }
@@ -275,7 +277,7 @@ class Trainer:
         if self.config.start == "calibrated":
             calibration = calibrate(
                 self.model,
-                next(iter(self._loader())),
+                self._calibration_batches(),
                 groups=self.groups,
                 features=self.engine.forward,
                 b_noise_init=self.config.model.b_noise_init,
@@ -365,12 +367,18 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------- small parts
 
-    def _loader(self) -> Loader:
+    def _calibration_batches(self) -> list[Batch]:
+        """This rank's share of about CALIBRATION_TOKENS tokens, the same texts on any number of ranks."""
+        report = self.datasets.train.report
+        samples = max(1, round(CALIBRATION_TOKENS * report.sequences / report.tokens))
+        return next(iter(self._loader(samples)))
+
+    def _loader(self, global_batch_size: int | None = None) -> Loader:
         return Loader(
             self.datasets.train,
             rank=self.runtime.rank,
             world=self.groups.world_size,
-            global_batch_size=self.config.train.global_batch_size,
+            global_batch_size=global_batch_size or self.config.train.global_batch_size,
             micro_batch_size=self.config.train.micro_batch_size,
             seed=self.config.train.seed,
         )
