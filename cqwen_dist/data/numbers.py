@@ -20,7 +20,7 @@ Numbers
 
 Text
 - [identifiers] a numeral directly behind a letter or "_" (A4, covid19, v1.2.3, x2); letters between digits (3a7f,
-  1_000, 2h30m); two dots or more (1.2.3, 192.168.0.1:80); hex (0x1F), UUIDs, MAC addresses; phone numbers:
+  1_000, 2h30m); two dots or more (1.2.3, 192.168.0.1:80); hex (0x1F), UUIDs; phone numbers:
   +1-555-123-4567, 555-123-4567, (555) 123-4567, 010-12345678, 138 1234 5678, 13812345678 (but not the round
   13812345000).
 - [leading_zeros] 007, 00.5.
@@ -48,12 +48,12 @@ _L = (
     "A-Za-z_\u00aa\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u036f\u0370-\u037d\u037f-\u0386\u0388-\u052f"
     "\u1e00-\u1fee\u1ff0-\u1fff\u2126\u212a\u212b\uff21-\uff3a\uff41-\uff5a"
 )
-_DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _SCIENTIFIC = rf"{_DECIMAL}[eE][+-]?[0-9]+"
 _NOT_INSIDE = r"(?<![0-9])(?<![0-9][.,:])"
 _NO_SUM = r"(?![0-9])(?!\.[0-9])(?!\s*=)"
 
-_TIME = r"(?:[01]?[0-9]|2[0-4]):[0-5][0-9](?::[0-5][0-9](?:\.[0-9]+)?)?(?![0-9])(?!:[0-9])"
+_TIME = r"(?:[01]?[0-9]|2[0-4]):[0-5][0-9](?::[0-5][0-9](?:\.[0-9]+)?)?(?![0-9])(?!:\.?[0-9])"
 _YEAR, _TWO, _ONE = r"[12][0-9]{3}", r"(?:0[1-9]|[12][0-9]|3[01])", r"(?:0?[1-9]|[12][0-9]|3[01])"
 _DAY = "|".join(
     (
@@ -84,19 +84,20 @@ _PHONES = "|".join(
     )
 )
 _PRODUCT = r"(?<=[0-9][xX])"
+# Letters and digits behind a numeral make it an identifier, save in a product such as 3x4.
+_UNGLUED = rf"(?![0-9])(?!(?![xX][0-9])[{_L}]+[0-9])"
 _WORD_TAIL = rf"[{_L}0-9]*(?:\.[0-9][{_L}0-9]*)*"
 _IDENTIFIERS = "|".join(
     (
         r"0[xX][0-9A-Fa-f]+",
         rf"(?<=[{_L}])(?!{_PRODUCT})[0-9]{_WORD_TAIL}",
-        r"[0-9]+(?:\.[0-9]+){2,}(?:[:/][0-9]+)?",
+        rf"[0-9]*(?:\.[0-9]+){{2,}}(?:[:/]{_DECIMAL})?",
         rf"(?!{_DECIMAL}[xX][0-9]){{not_scientific}}{_DECIMAL}[{_L}]+[0-9]{_WORD_TAIL}",
     )
 )
-# Identifiers that may begin with a letter, looked for beforehand.
-_HEX_GROUPS = re.compile(
-    rf"(?<![{_L}0-9.])(?:[0-9a-fA-F]{{8}}(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}}"
-    rf"|[0-9a-fA-F]{{2}}(?::[0-9a-fA-F]{{2}}){{5}})(?![{_L}0-9])"
+# An identifier that may begin with a letter, looked for beforehand.
+_UUID = re.compile(
+    rf"(?<![{_L}0-9.+-])[0-9a-fA-F]{{8}}(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}}(?![{_L}0-9]|\.[0-9])"
 )
 
 # One character to one, so that positions stay: full-width digits, dot, colon and minus, the minus sign.
@@ -120,13 +121,16 @@ def _reader(policy: NumberPolicy) -> re.Pattern[str]:
     if not policy.dates:
         text.append(_DATES)
     if not policy.identifiers:
-        guard = rf"(?!{_SCIENTIFIC}(?![0-9])(?![{_L}]+[0-9]))" if policy.scientific else ""
+        guard = rf"(?!{_SCIENTIFIC}{_UNGLUED})" if policy.scientific else ""
         text += [_PHONES, _IDENTIFIERS.replace("{not_scientific}", guard)]
     if not policy.leading_zeros:
         text.append(r"0[0-9]+(?:\.[0-9]+)?")
-    number = rf"\.?{_DECIMAL}" + (r"(?:[eE][+-]?[0-9]+)?" if policy.scientific else "")
+    number = _DECIMAL
+    if policy.scientific:
+        number += rf"(?:[eE][+-]?[0-9]+{r'(?![0-9])' if policy.identifiers else _UNGLUED})?"
     if policy.thousands:
-        number = rf"(?<![0-9],)[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+(?![0-9])(?!,[0-9])(?:\.[0-9]+)?|{number}"
+        groups = r"(?<![0-9],)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])(?:\.[0-9]+(?![0-9]))?(?!\.[0-9])"
+        number = f"{groups}{_UNGLUED}|{number}"
     return re.compile("|".join([*text, f"(?P<number>{number})"]))
 
 
@@ -134,7 +138,7 @@ def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[Numbe
     """The numbers of a text from left to right, as this module's policy says (seed S0 1.1)."""
     plain = text if text.isascii() else text.translate(_TO_ASCII)
     reader = _reader(policy)
-    blocked = [] if policy.identifiers else [m.span() for m in _HEX_GROUPS.finditer(plain)]
+    blocked = [] if policy.identifiers else [m.span() for m in _UUID.finditer(plain)]
     spans: list[NumberSpan] = []
     position = 0
     while (digit := _NEXT.search(plain, position)) is not None:

@@ -1,0 +1,155 @@
+"""The policy, literal by literal, and the property that a value survives being written and read."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from support.corpora import policies, texts
+
+from cqwen_dist.config import NumberPolicy
+from cqwen_dist.data.numbers import find_numbers, format_value, write_numbers
+
+NUMBERS = {
+    "价格是99.9元": [99.9],
+    "48/2=24 and 5*3-1": [48, 2, 24, 5, 3, 1],
+    "48 - 12 = 36": [48, 12, 36],
+    "48 -12": [48, 12],
+    "(3)-5 50%-20 = -7": [3, 5, 50, 20, -7],
+    "-5.5, (-2) [-3] =-4 *-5 :-6": [-5.5, -2, -3, -4, -5, -6],
+    "5--3": [5, -3],
+    "5\n-3": [5, -3],
+    "气温-5度 −7°C －8": [-5, -7, -8],
+    "x-5 COVID-19 --4 end.-5": [5, 19, 4, 5],
+    "+5 3 + 2": [5, 3, 2],
+    "1,234,567 1,234.5 $12,000": [1234567, 1234.5, 12000],
+    "1,23 1234,567,890 1,234,56": [1, 23, 1234, 567, 890, 1, 234, 56],
+    "1.5e-3 2E10 3e2kg": [0.0015, 2e10, 300],
+    "$12 50% #5 €3 #### 72": [12, 50, 5, 3, 72],
+    "3-5 3–5 3:5 3-year 10-year-old": [3, 5, 3, 5, 3, 5, 3, 10],
+    "10x 5kg 1st 2nd 3D 1990s 500cm³": [10, 5, 1, 2, 3, 1990, 500],
+    "3x4=12 0.5x3 2X5": [3, 4, 12, 0.5, 3, 2, 5],
+    ".5 $.25 1. It... 约.5元": [0.5, 0.25, 1, 0.5],
+    "No.5 end.7 ...8 1..9": [5, 7, 8, 1, 9],
+    "１２．５元 ３％": [12.5, 3],
+    "1，234": [1, 234],
+    "2000-10-15=1975 100-50-30-15": [2000, 10, 15, 1975, 100, 50, 30, 15],
+    "2024年 3月 Jan 31, 2024": [2024, 3, 31, 2024],
+    "13812345000": [13812345000],
+    "0 0.5, -0.25, 0.0": [0, 0.5, -0.25, 0],
+    "2(3) x=-1/2": [2, 3, -1, 2],
+}
+TEXT = [
+    *("v1.2.3", "A4", "covid19", "mp3", "x2", "_5", "é5", "python3.10"),
+    *("192.168.0.1", "10.0.0.1:8080", "10.0.0.0/8", "1.2.3", "31.01.2024"),
+    *("0x1F", "3a7f", "9f86d081", "1_000", "2h30m", "1e5a3"),
+    *("550e8400-e29b-41d4-a716-446655440000", "deadbeef-1234-5678-9abc-123456789012"),
+    *("007", "00.5", "-007"),
+    *("+1-555-123-4567", "+86 138 1234 5678", "555-123-4567", "(555) 123-4567", "010-12345678", "13812345678"),
+    *("138 1234 5678", "138-1234-5678"),
+    *("2024-01-31", "2024/1/31", "31/01/2024", "12/31/2024", "01/31/24", "2024年1月31日", "1月31日", "2024年1月"),
+    *("12:30", "9:30", "23:59:59", "2024-01-31T12:30:00Z", "2024-01-31 12:30"),
+    *("٣", "½", "Ⅳ", "²", "", "no numerals"),
+]
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers(text: str) -> None:
+    assert [span.value for span in find_numbers(text)] == NUMBERS[text]
+
+
+@pytest.mark.parametrize("text", TEXT)
+def test_text(text: str) -> None:
+    assert find_numbers(text) == []
+    assert find_numbers(f"({text})") == []
+
+
+def test_spans_hold_the_literal_and_its_sign() -> None:
+    text = "at −1,234.5°C"
+    (span,) = find_numbers(text)
+    assert (text[span.start : span.end], span.value) == ("−1,234.5", -1234.5)
+
+
+@pytest.mark.parametrize(
+    ("switch", "text", "values"),
+    [
+        ({"signs": False}, "-5", [5]),
+        ({"thousands": False}, "1,234", [1, 234]),
+        ({"scientific": False}, "1.5e-3 2e5", [1.5, 3]),
+        ({"leading_zeros": True}, "007 00.5", [7, 0.5]),
+        ({"dates": True}, "2024-10-31 12:30", [2024, 10, 31, 12, 30]),
+        ({"dates": True, "leading_zeros": True}, "2024-01-31", [2024, 1, 31]),
+        ({"identifiers": True}, "A4 v1.2.3 555-123-4567", [4, 1.2, 3, 555, 123, 4567]),
+    ],
+)
+def test_switches(switch: dict[str, bool], text: str, values: list[float]) -> None:
+    assert [span.value for span in find_numbers(text, NumberPolicy(**switch))] == values
+
+
+def test_overflow_is_infinite_and_underflow_is_zero() -> None:
+    assert [span.value for span in find_numbers("1e400, -1e400, 1e-400 " + "9" * 400)] == [
+        math.inf,
+        -math.inf,
+        0,
+        math.inf,
+    ]
+
+
+def test_long_runs_take_linear_time() -> None:
+    assert len(find_numbers("1" * 100_000)) == 1
+    assert find_numbers("a" * 50_000 + "1" * 50_000) == []
+    assert len(find_numbers("1," * 20_000)) == 20_000
+    assert find_numbers("1." * 20_000 + "1") == []
+
+
+FORMATS = {
+    48.0: "48",
+    0.5: "0.5",
+    -3.0: "-3",
+    -0.0: "-0",
+    1e300: "1e300",
+    -1e300: "-1e300",
+    1e16: "1e16",
+    1.5e-7: "1.5e-7",
+    5e-324: "5e-324",
+    1234567.0: "1234567",
+    0.1 + 0.2: "0.30000000000000004",
+    13812345678.0: "13812345678.0",
+}
+
+
+@pytest.mark.parametrize("value", FORMATS)
+def test_format(value: float) -> None:
+    assert format_value(value) == FORMATS[value]
+
+
+def test_what_is_no_number_is_written_but_not_read() -> None:
+    for value, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
+        assert format_value(value) == text
+        assert find_numbers(text) == []
+
+
+@settings(deadline=None, max_examples=300)
+@given(texts, policies)
+def test_every_number_is_read_back_as_the_same_float64(text: str, policy: NumberPolicy) -> None:
+    for span in find_numbers(text, policy):
+        if math.isfinite(span.value):
+            form = format_value(span.value, policy)
+            assert [(0, len(form), repr(span.value))] == [(s, e, repr(v)) for s, e, v in find_numbers(form, policy)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        ([100.0, ",", 456.0], "100.0,456"),  # 1e2,456
+        ([5.0, ":", 30.0], "5.0:30"),
+        ([3.0, "/", 4.0, "/", 2024.0], "3.0/4/2024"),
+        ([1.0, ".", 5.0], "1e0.5"),
+        ([0.0, "x", 5.0], "0.0x5"),
+        ([1.0, 2.5, " ", 3.0], "1 2.5 3"),
+        (["a ", 1.0, "kg"], "a 1kg"),
+        ([math.nan, " ", 2.0], "nan 2"),
+        (["A", 4.0], "A4"),  # no writing is read as a number behind a letter: then plainly
+    ],
+)
+def test_numbers_are_written_so_that_they_are_not_misread(pieces: list[str | float], text: str) -> None:
+    assert write_numbers(pieces) == text

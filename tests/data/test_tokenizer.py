@@ -1,0 +1,202 @@
+"""Numbers as tokens: the seeds' example, the exact way back, the row of <NUM>."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from support.corpora import policies, texts
+from support.shared import shared_path
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer, train_tokenizer
+
+CORPUS = [f"A patient aged {a} weighs {a * 1.5} kg, 价格是{a}元.\n" for a in range(20, 60)]
+
+
+@pytest.fixture(scope="module")
+def small() -> NumericalAwareTokenizer:
+    return NumericalAwareTokenizer(train_tokenizer(CORPUS, 320))
+
+
+@pytest.fixture(scope="module")
+def qwen() -> NumericalAwareTokenizer:
+    return NumericalAwareTokenizer.from_pretrained(shared_path("tokenizers/qwen2.5"), vocab_size=151_936)
+
+
+def test_the_seeds_example_with_the_real_vocabulary(qwen: NumericalAwareTokenizer) -> None:
+    # Seed S0 1.1: 价格 | 是 | <NUM> | 元 with 0, 0, 99.9, 0.
+    ids, values = qwen.encode("价格是99.9元")
+    assert [qwen.tokenizer.decode([i]) for i in ids if i != qwen.num_token_id] == ["价格", "是", "元"]
+    assert ids.index(qwen.num_token_id) == 2
+    assert values == [0.0, 0.0, 99.9, 0.0]
+    assert qwen.decode(ids, values) == "价格是99.9元"
+
+
+@pytest.mark.parametrize(("vocab_size", "reserved"), [(151_936, 271), (152_064, 399)])
+def test_num_is_the_first_reserved_row(qwen: NumericalAwareTokenizer, vocab_size: int, reserved: int) -> None:
+    checked = NumericalAwareTokenizer(qwen.tokenizer, vocab_size=vocab_size)
+    assert checked.num_token_id == len(qwen.tokenizer) == 151_665
+    assert vocab_size - checked.text_size == reserved
+
+
+def test_text_between_numbers_is_cut_as_qwen_cuts_it(qwen: NumericalAwareTokenizer) -> None:
+    text = "It costs 5 dollars, not 7.\n"
+    ids, values = qwen.encode(text)
+    plain = qwen.tokenizer.encode(text)
+    digits = {qwen.tokenizer.encode(d)[0] for d in "57"}
+    assert [i if i not in digits else qwen.num_token_id for i in plain] == ids
+    assert [v for v in values if v] == [5.0, 7.0]
+
+
+@settings(deadline=None, max_examples=150)
+@given(texts, policies)
+def test_decoded_text_gives_the_same_ids_and_values(
+    small: NumericalAwareTokenizer, text: str, policy: NumberPolicy
+) -> None:
+    _round_trip(NumericalAwareTokenizer(small.tokenizer, policy=policy), text)
+
+
+@settings(deadline=None, max_examples=150)
+@given(texts)
+def test_decoded_text_gives_the_same_ids_and_values_with_the_real_vocabulary(
+    qwen: NumericalAwareTokenizer, text: str
+) -> None:
+    _round_trip(qwen, text)
+
+
+def _round_trip(tokenizer: NumericalAwareTokenizer, text: str) -> None:
+    first = tokenizer.encode_batch([text])[0]
+    second = tokenizer.encode_batch([tokenizer.decode(first.ids, first.values)])[0]
+    assert second.ids == first.ids
+    assert [repr(v) for v in second.values] == [repr(v) for v in first.values]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It costs 5 dollars.",
+        " 5  6 ",
+        "价格是99.9元",
+        "48/2=24\n#### 24",
+        "v1.2.3 on 2024-01-31 at 12:30",
+        "-5--3",
+        "é 0.5",
+    ],
+)
+def test_plain_text_comes_back_letter_by_letter(small: NumericalAwareTokenizer, text: str) -> None:
+    assert small.decode(*small.encode(text)) == text
+
+
+def test_values_survive_where_the_format_is_not_plain(small: NumericalAwareTokenizer) -> None:
+    ids, values = small.encode("1,234.50 and １２．５ and 1E3")
+    assert small.decode(ids, values) == "1234.5 and 12.5 and 1000"
+
+
+def test_generated_numbers_in_a_row_stay_two(small: NumericalAwareTokenizer) -> None:
+    num = small.num_token_id
+    assert small.decode(torch.tensor([num, num]), torch.tensor([1.0, 2.0])) == "1 2"
+    assert small.decode([num], [math.nan]) == "nan"
+    with pytest.raises(ValueError, match="2 ids, but 1 values"):
+        small.decode([num, num], [1.0])
+
+
+def test_preprocess_pads_on_the_right(small: NumericalAwareTokenizer) -> None:
+    batch = small.preprocess(["价格是99.9元", "A patient aged 21 weighs 2 kg", ""])
+    assert batch.keys() == {"input_ids", "numeric_values", "attention_mask"}
+    assert batch["input_ids"].shape == batch["numeric_values"].shape == batch["attention_mask"].shape
+    assert (batch["input_ids"].dtype, batch["numeric_values"].dtype) == (torch.int64, torch.float64)
+    lengths = batch["attention_mask"].sum(1)
+    assert lengths.tolist() == [len(small.encode(t)[0]) for t in ("价格是99.9元", "A patient aged 21 weighs 2 kg", "")]
+    padding = batch["attention_mask"] == 0
+    assert (batch["input_ids"][padding] == small.pad_token_id).all()
+    assert (batch["numeric_values"][padding] == 0).all()
+    is_number = batch["input_ids"] == small.num_token_id
+    assert batch["numeric_values"][is_number].tolist() == [99.9, 21.0, 2.0]
+    assert (batch["numeric_values"][~is_number] == 0).all()
+
+
+def test_a_literal_num_in_the_text_is_text(small: NumericalAwareTokenizer, qwen: NumericalAwareTokenizer) -> None:
+    for tokenizer in (small, qwen):
+        ids, values = tokenizer.encode("a <NUM> b")
+        assert tokenizer.num_token_id not in ids
+        assert tokenizer.decode(ids, values) == "a <NUM> b"
+
+
+def test_a_literal_num_is_text_even_where_num_is_an_added_token() -> None:
+    # REQUIREMENTS row 3, the older variant: <NUM> added to the tokenizer, its id given.
+    inner = train_tokenizer(CORPUS, 320)
+    inner.add_tokens(["<NUM>"])
+    number = inner.convert_tokens_to_ids("<NUM>")
+    tokenizer = NumericalAwareTokenizer(inner, num_token_id=number)
+    ids, values = tokenizer.encode("a <NUM> b 5<NUM>")
+    assert [v for i, v in zip(ids, values, strict=True) if i == number] == [5.0]
+    assert tokenizer.decode(ids, values) == "a <NUM> b 5<NUM>"
+
+
+def test_no_spare_row_is_refused_in_one_line(small: NumericalAwareTokenizer) -> None:
+    size = len(small.tokenizer)
+    with pytest.raises(
+        UserError, match=f"no spare row for <NUM>: id {size} .*below the model's vocabulary size {size}"
+    ):
+        NumericalAwareTokenizer(small.tokenizer, vocab_size=size)
+    assert NumericalAwareTokenizer(small.tokenizer, vocab_size=size + 1).num_token_id == size
+    with pytest.raises(UserError, match="no spare row"):
+        NumericalAwareTokenizer(small.tokenizer, vocab_size=size + 1, num_token_id=size + 1)
+    for word in (5, -1, small.eos_token_id):
+        with pytest.raises(UserError, match=f"a reserved row, {size} or above"):
+            NumericalAwareTokenizer(small.tokenizer, num_token_id=word)
+
+
+def test_too_large_numbers_are_refused_in_one_line(small: NumericalAwareTokenizer) -> None:
+    with pytest.raises(UserError, match="number: found '1e999', allowed: numbers that float64 holds"):
+        small.encode("about 1e999")
+    (encoded,) = small.encode_batch(["about 1e999 or 5"])
+    assert (encoded.overflows, [v for v in encoded.values if v]) == (["1e999"], [5.0])
+    assert small.decode(encoded.ids, encoded.values) == "about 1e999 or 5"
+
+
+def test_a_missing_or_slow_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        NumericalAwareTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="a fast tokenizer"):
+        NumericalAwareTokenizer(object())
+
+
+def test_saved_and_loaded_again(small: NumericalAwareTokenizer, tmp_path: Path) -> None:
+    policy = NumberPolicy(leading_zeros=True)
+    NumericalAwareTokenizer(small.tokenizer, num_token_id=333, policy=policy).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / POLICY_FILE).read_text())["num_token_id"] == 333
+    loaded = NumericalAwareTokenizer.from_pretrained(tmp_path, vocab_size=400)
+    assert (loaded.num_token_id, loaded.policy) == (333, policy)
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (small.eos_token_id, small.pad_token_id)
+    text = "A patient aged 007, 价格是99.9元"
+    assert loaded.encode(text) == NumericalAwareTokenizer(small.tokenizer, 333, policy=policy).encode(text)
+    assert NumericalAwareTokenizer.from_pretrained(tmp_path, num_token_id=350).num_token_id == 350
+
+
+def test_trained_tokenizer_is_deterministic_and_reads_every_byte(small: NumericalAwareTokenizer) -> None:
+    again = train_tokenizer(CORPUS, 320)
+    assert again.backend_tokenizer.to_str() == small.tokenizer.backend_tokenizer.to_str()
+    assert len(again) <= 320
+    assert again.eos_token == again.pad_token == "<|endoftext|>"
+    text = "ż\u0007\U0001f600 never seen"
+    assert small.decode(*small.encode(text)) == text
+    assert len(small.encode("A patient aged ")[0]) < len("A patient aged ")
+    with pytest.raises(UserError, match="259 or more"):
+        train_tokenizer(CORPUS, 100)
+
+
+def test_any_fast_tokenizer_keeps_ids_and_values_in_line() -> None:
+    words = {"[UNK]": 0, "costs": 1, "dollars": 2, "[END]": 3}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = NumericalAwareTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="[END]"), vocab_size=5
+    )
+    assert tokenizer.encode("costs 5.5 dollars") == ([1, 4, 2], [0.0, 5.5, 0.0])
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 3
