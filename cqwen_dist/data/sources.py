@@ -147,7 +147,7 @@ def _extractor(config: DataConfig) -> Callable[[bytes], str]:
     template = config.text_template
     if template is not None:
         template = template.replace("\\n", "\n").replace("\\t", "\t")
-    names = _template_fields(template) if template is not None else [config.text_field]
+    names = [config.text_field] if template is None else _template_fields(template)
 
     def extract(line: bytes) -> str:
         record = _parse(line)
@@ -172,13 +172,13 @@ def _extractor(config: DataConfig) -> Callable[[bytes], str]:
 
 
 def _template_fields(template: str) -> list[str]:
-    """The names between the braces. Raises: UserError for a template that is none."""
+    """The names between the braces. Raises: UserError for a template that text fields cannot fill."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise UserError("data.text_template", template, f"a format such as '{{question}}' ({error})") from None
-    if not names or not all(re.fullmatch(r"\w+", name) and not name[0].isdecimal() for name in names):
-        raise UserError("data.text_template", template, "a format with field names in braces, such as '{question}'")
+        template.format(**dict.fromkeys(names, "text"))
+    except (ValueError, LookupError, AttributeError) as error:
+        allowed = "JSON fields in braces, nothing else, such as '{question}'"
+        raise UserError("data.text_template", template, f"{allowed} ({error})") from None
     return names
 
 

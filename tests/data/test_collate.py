@@ -1,0 +1,89 @@
+"""One shift, right padding, and documents that do not see each other."""
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2Model
+
+from cqwen_dist.batch import IGNORE_INDEX
+from cqwen_dist.data.collate import Document, Sample, collate
+
+NUM, PAD = 90, 91
+
+
+def _document(*tokens: int | float) -> Document:
+    """Integers are words, floats are numbers."""
+    numbers = np.array([isinstance(t, float) for t in tokens])
+    values = np.where(numbers, np.array(tokens, np.float64), 0.0)
+    return Document(np.where(numbers, NUM, np.array(tokens)).astype(np.int32), values, numbers)
+
+
+def test_labels_are_the_next_token_and_its_value() -> None:
+    batch = collate([(_document(1, 99.9, 3, -2.5, 5),), (_document(7, 8),)], pad_token_id=PAD, num_token_id=NUM)
+    ignore = IGNORE_INDEX
+    assert batch.input_ids[0].tolist() == [1, NUM, 3, NUM, 5, PAD, PAD, PAD]
+    assert batch.numeric_values[0].tolist() == [0, 99.9, 0, -2.5, 0, 0, 0, 0]
+    assert batch.labels[0].tolist() == [NUM, 3, NUM, 5, ignore, ignore, ignore, ignore]
+    assert batch.numeric_labels[0].tolist() == [99.9, 0, -2.5, 0, 0, 0, 0, 0]
+    assert batch.numeric_mask[0].tolist() == [True, False, True, False, False, False, False, False]
+    assert batch.attention_mask.sum(1).tolist() == [5, 2]
+    assert batch.labels[1].tolist() == [8, *[ignore] * 7]
+    assert batch.position_ids[1].tolist() == list(range(8))
+    assert batch.label_mask.sum() == 5
+    dtypes = [batch.input_ids, batch.position_ids, batch.labels, batch.numeric_values, batch.numeric_labels]
+    assert [t.dtype for t in dtypes] == [torch.int64] * 3 + [torch.float64] * 2
+    assert batch.attention_mask.dtype == batch.numeric_mask.dtype == torch.bool
+
+
+def test_numbers_that_are_no_targets_keep_their_label_but_not_their_mask() -> None:
+    ids, values, _ = _document(1, 2.0, 3.0)
+    batch = collate([(Document(ids, values, np.array([False, False, True])),)], pad_token_id=PAD, num_token_id=NUM)
+    assert batch.labels[0, :2].tolist() == [NUM, NUM]
+    assert batch.numeric_labels[0, :2].tolist() == [2.0, 3.0]
+    assert batch.numeric_mask[0, :2].tolist() == [False, True]
+
+
+def test_packed_documents_end_without_a_label_and_restart_positions() -> None:
+    batch = collate([(_document(1, 2, 3), _document(4.0, 5))], pad_token_id=PAD, num_token_id=NUM)
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.labels[0].tolist() == [2, 3, IGNORE_INDEX, 5, *[IGNORE_INDEX] * 4]
+    assert not batch.numeric_mask.any()  # a number that opens a document is predicted by nothing
+    assert batch.attention_mask[0].tolist() == [True] * 5 + [False] * 3
+
+
+def test_widths_are_multiples_of_eight() -> None:
+    for longest, width in ((1, 8), (8, 8), (9, 16)):
+        batch = collate([(_document(*range(longest)),)], pad_token_id=PAD, num_token_id=NUM)
+        assert batch.input_ids.shape == (1, width)
+
+
+def test_an_empty_share_is_one_row_of_padding() -> None:
+    batch = collate([], pad_token_id=PAD, num_token_id=NUM)
+    assert batch.input_ids.tolist() == [[PAD] * 8]
+    assert not batch.label_mask.any()
+    assert not batch.numeric_mask.any()
+    assert not batch.attention_mask.any()
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    """What transformers makes of the position ids: the same hidden states packed, padded and alone."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=100, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    documents = [_document(1, 2, 3, 4, 5), _document(6, 7, 8), _document(9, 10, 11, 12)]
+    for attention in ("sdpa", "eager"):
+        model = Qwen2Model._from_config(config, attn_implementation=attention).eval()
+
+        def hidden(samples: list[Sample], model: Qwen2Model = model) -> torch.Tensor:
+            batch = collate(samples, pad_token_id=PAD, num_token_id=NUM)
+            with torch.no_grad():
+                out = model(batch.input_ids, position_ids=batch.position_ids, attention_mask=None, use_cache=False)
+            assert torch.isfinite(out.last_hidden_state).all()
+            return out.last_hidden_state[batch.attention_mask]
+
+        alone = torch.cat([hidden([(document,)]) for document in documents])
+        torch.testing.assert_close(hidden([(document,) for document in documents]), alone)
+        torch.testing.assert_close(hidden([tuple(documents)]), alone)
+        torch.testing.assert_close(hidden([tuple(documents[:2]), (documents[2],)]), alone)
+        assert torch.isfinite(hidden([])).all()

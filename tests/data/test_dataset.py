@@ -1,0 +1,143 @@
+"""Datasets: cutting, packing, targets, counts; statistics of the targets."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.shared import shared_path
+
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.dataset import TextDataset, _pack, load_datasets, tokenise
+from cqwen_dist.data.diabetes import diabetes_texts
+from cqwen_dist.data.sources import Text
+from cqwen_dist.data.statistics import numeric_statistics
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> NumericalAwareTokenizer:
+    return NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 400))
+
+
+def _dataset(tokenizer: NumericalAwareTokenizer, *texts: str, **config: object) -> TextDataset:
+    located = [Text(text, f"here:{i}") for i, text in enumerate(texts, 1)]
+    return tokenise(located, tokenizer, DataConfig(train="here", **config))
+
+
+def test_a_text_gets_an_end_and_its_values(tokenizer: NumericalAwareTokenizer) -> None:
+    dataset = _dataset(tokenizer, "aged 59 with 2.5")
+    ((ids, values, targets),) = dataset[0]
+    text_ids, text_values = tokenizer.encode("aged 59 with 2.5")
+    assert ids.tolist() == [*text_ids, tokenizer.eos_token_id]
+    assert values.tolist() == [*text_values, 0.0]
+    assert ids[targets].tolist() == [tokenizer.num_token_id] * 2
+    assert (dataset.report.texts, dataset.report.tokens, dataset.report.numbers) == (1, len(ids), 2)
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 50])
+def test_cut_pieces_predict_each_token_exactly_once(tokenizer: NumericalAwareTokenizer, length: int) -> None:
+    texts = diabetes_texts("test")[:5]
+    dataset = _dataset(tokenizer, *texts, sequence_length=length)
+    labels = [
+        (int(i), float(v))
+        for s in range(len(dataset))
+        for d in dataset[s]
+        for i, v in zip(d.ids[1:], d.values[1:], strict=True)
+    ]
+    whole = _dataset(tokenizer, *texts, sequence_length=10_000)
+    expected = [
+        (int(i), float(v)) for s in range(5) for d in whole[s] for i, v in zip(d.ids[1:], d.values[1:], strict=True)
+    ]
+    assert labels == expected
+    assert max(len(d.ids) for s in range(len(dataset)) for d in dataset[s]) <= length
+    assert min(len(d.ids) for s in range(len(dataset)) for d in dataset[s]) >= 2
+    if length < 50:
+        assert any("long texts cut" in line for line in dataset.report.lines("train"))
+
+
+def test_a_sequence_of_one_token_is_refused(tokenizer: NumericalAwareTokenizer) -> None:
+    with pytest.raises(UserError, match=r"data\.sequence_length: found 1, allowed: 2 or more"):
+        _dataset(tokenizer, "a", sequence_length=1)
+
+
+def test_which_numbers_are_targets(tokenizer: NumericalAwareTokenizer) -> None:
+    texts = ("5 and 6 and 7", "8", "none")
+    assert _dataset(tokenizer, *texts).target_values().tolist() == [6.0, 7.0]  # nothing predicts a first token
+    assert _dataset(tokenizer, *texts, numeric_targets="last").target_values().tolist() == [7.0]
+    assert _dataset(tokenizer, *texts).report.targets == 2
+
+
+def test_overflowing_numbers_stop_or_stay_text_and_are_counted(tokenizer: NumericalAwareTokenizer) -> None:
+    texts = ("aged 5", "aged 1e999 and -1e999 and 6")
+    with pytest.raises(UserError, match=r"^here:2: number: found '1e999', allowed: numbers that float64 holds"):
+        _dataset(tokenizer, *texts)
+    report = _dataset(tokenizer, *texts, on_nonfinite="skip").report
+    assert (report.overflows, report.numbers, report.first_overflow) == (2, 2, "here:2: 1e999")
+    assert "train: 2 numbers overflow and stay text, first here:2: 1e999" in report.lines("train")
+
+
+@given(st.lists(st.integers(2, 20), max_size=60))
+def test_packing_keeps_every_document_once_and_never_overfills(lengths: list[int]) -> None:
+    rows = _pack(lengths, 20)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in row) <= 20 for row in rows)
+    assert rows == _pack(lengths, 20)
+
+
+def test_packed_rows_hold_whole_documents(tokenizer: NumericalAwareTokenizer) -> None:
+    texts = diabetes_texts("test")
+    plain = _dataset(tokenizer, *texts, sequence_length=512)
+    packed = _dataset(tokenizer, *texts, sequence_length=512, pack=True)
+    assert len(packed) < len(plain) == 100
+    documents = sorted(tuple(d.ids.tolist()) for i in range(len(packed)) for d in packed[i])
+    assert documents == sorted(tuple(plain[i][0].ids.tolist()) for i in range(100))
+    assert sum(len(d.ids) for i in range(len(packed) - 1) for d in packed[i]) > 0.9 * 512 * (len(packed) - 1)
+
+
+def test_loading_a_run(tokenizer: NumericalAwareTokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in [*diabetes_texts("train"), ""]))
+    config = DataConfig(train=str(path), eval="bundled:diabetes/test", on_bad_line="skip", numeric_targets="last")
+    loaded = load_datasets(config, tokenizer)
+    assert loaded.eval is not None
+    assert (len(loaded.train), len(loaded.eval)) == (342, 100)
+    assert loaded.lines()[0] == f"skipped: 1 x empty text, first at {path}:343"
+    path.write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match=r"data\.train: found no usable text"):
+        load_datasets(config, tokenizer)
+    path.write_text('{"text": "a"}\n')
+    assert load_datasets(DataConfig(train=str(path)), tokenizer).eval is None
+
+
+def test_statistics_by_hand() -> None:
+    statistics = numeric_statistics(np.array([4.0, 1.0, 3.0, 2.0, 1e300]))
+    assert (statistics.median, statistics.scale, statistics.count) == (3.0, 1.0, 5)
+    assert statistics.transform("standardise").median == 3.0
+    assert numeric_statistics(np.array([1.0, 2.0])).median == 1.5  # the mean of the middle two
+    assert numeric_statistics(np.zeros(0)) == type(statistics)(0.0, 1.0, 0)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1))
+def test_statistics_are_finite_and_the_scale_positive(values: list[float]) -> None:
+    statistics = numeric_statistics(np.array(values))
+    assert np.isfinite([statistics.median, statistics.scale]).all()
+    assert statistics.scale > 0
+
+
+def test_constant_and_nearly_constant_data() -> None:
+    assert numeric_statistics(np.full(9, 1e8)).scale == 1.0
+    assert numeric_statistics(np.array([0.1 + 0.2, 0.3, 0.3])).scale == 1.0  # equal but for rounding
+    assert numeric_statistics(np.array([5.0] * 9 + [105.0])).scale == pytest.approx(5.0)  # half of the mean distance
+
+
+def test_gsm8k_with_the_real_vocabulary() -> None:
+    tokenizer = NumericalAwareTokenizer.from_pretrained(shared_path("tokenizers/qwen2.5"), vocab_size=151_936)
+    config = DataConfig(
+        train=str(shared_path("data/gsm8k/train.jsonl")), text_template="{question}\n{answer}", limit=200
+    )
+    report = load_datasets(config, tokenizer).train.report
+    assert (report.texts, report.overflows) == (200, 0)
+    assert 0.08 < report.numbers / report.tokens < 0.2

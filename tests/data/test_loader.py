@@ -1,0 +1,126 @@
+"""The order of samples: global, the same on any number of ranks, resumable to the step."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import UserError
+from cqwen_dist.data.collate import Document, Sample
+from cqwen_dist.data.loader import EvalLoader, Loader, share
+
+
+class Numbered:
+    """Sample i is the document [i + 10, 1]."""
+
+    pad_token_id, num_token_id = 0, 9
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        return (Document(np.array([index + 10, 1], np.int32), np.zeros(2), np.zeros(2, bool)),)
+
+
+def _samples(batch: Batch) -> list[int]:
+    return (batch.input_ids[:, 0][batch.attention_mask[:, 0]] - 10).tolist()
+
+
+def _loaders(count: int, world: int, global_batch: int, micro: int, seed: int = 0) -> list[Loader]:
+    return [
+        Loader(Numbered(count), rank=r, world=world, global_batch_size=global_batch, micro_batch_size=micro, seed=seed)
+        for r in range(world)
+    ]
+
+
+def _steps(loaders: list[Loader], steps: int) -> list[list[int]]:
+    """What each step sees over all ranks, and a check that ranks and steps line up."""
+    seen = []
+    for parts in islice(zip(*loaders, strict=True), steps):
+        assert {len(part) for part in parts} == {loaders[0].micro_steps}
+        assert all(len(b.input_ids) <= loaders[0].micro_batch_size for part in parts for b in part)
+        seen.append([i for part in parts for batch in part for i in _samples(batch)])
+    return seen
+
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 5), st.integers(1, 12), st.integers(1, 5), st.integers(-3, 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes)
+def test_every_sample_once_an_epoch_in_an_order_that_ranks_do_not_change(size: tuple[int, int, int, int, int]) -> None:
+    count, world, global_batch, micro, seed = size
+    loaders = _loaders(count, world, global_batch, micro, seed)
+    per_epoch = loaders[0].steps_per_epoch
+    seen = _steps(loaders, 2 * per_epoch)
+    for epoch in (seen[:per_epoch], seen[per_epoch:]):
+        assert sorted(i for step in epoch for i in step) == list(range(count))
+        assert all(len(step) == global_batch for step in epoch[:-1])
+    assert seen == _steps(_loaders(count, 1, global_batch, global_batch, seed), 2 * per_epoch)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first, second = (_steps(_loaders(32, 1, 32, 32, seed), 2) for seed in (0, 1))
+    assert len({tuple(step) for step in first + second}) == 4
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 9])
+def test_resume_goes_on_exactly_and_with_another_number_of_ranks(done: int) -> None:
+    whole = _steps(_loaders(14, 2, 4, 2), 12)
+    loaders = _loaders(14, 2, 4, 2)
+    _steps(loaders, done)
+    states = [loader.state_dict() for loader in loaders]
+    assert states[0] == states[1] == {"epoch": done // 4, "step": done % 4}
+    again = _loaders(14, 3, 4, 1)
+    for loader in again:
+        loader.load_state_dict(states[0])
+    assert _steps(again, 12 - done) == whole[done:]
+
+
+def test_a_state_taken_while_a_step_is_worked_on_resumes_behind_it() -> None:
+    (loader,) = _loaders(10, 1, 2, 2)
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.state_dict() == {"epoch": 0, "step": 1}
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    (loader,) = _loaders(10, 1, 5, 5)
+    with pytest.raises(ValueError, match="an epoch has 2 steps"):
+        loader.load_state_dict({"epoch": 0, "step": 2})
+
+
+def test_no_samples_are_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.train: found no texts"):
+        _loaders(0, 1, 1, 1)
+
+
+def test_a_rank_without_samples_gets_padding() -> None:
+    loaders = _loaders(3, 4, 4, 1)
+    (batches,) = islice(loaders[3], 1)
+    assert len(batches) == 1
+    assert not batches[0].label_mask.any()
+
+
+@given(st.integers(0, 100), st.integers(1, 9))
+def test_shares_are_contiguous_and_even(count: int, world: int) -> None:
+    shares = [share(count, rank, world) for rank in range(world)]
+    assert [i for part in shares for i in part] == list(range(count))
+    assert len(shares[0]) == -(-count // world)
+    assert len(shares[0]) - len(shares[-1]) <= 1
+
+
+@given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 6))
+def test_evaluation_sees_every_sample_exactly_once(count: int, world: int, micro: int) -> None:
+    loaders = [EvalLoader(Numbered(count), rank=r, world=world, micro_batch_size=micro) for r in range(world)]
+    for _ in range(2):
+        batches = [list(loader) for loader in loaders]
+        assert {len(part) for part in batches} == {len(loaders[0])}
+        assert all(len(b.input_ids) <= max(micro, 1) for part in batches for b in part)
+        assert [i for part in batches for batch in part for i in _samples(batch)] == list(range(count))
