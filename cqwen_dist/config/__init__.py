@@ -5,6 +5,7 @@ from cqwen_dist.config.reading import changed_keys, json_schema, load_config
 from cqwen_dist.config.schema import (
     GROUPS,
     HEADS,
+    TRAIN_TOKENIZER,
     Config,
     DataConfig,
     LoraConfig,
@@ -21,6 +22,7 @@ from cqwen_dist.config.schema import (
 __all__ = [
     "GROUPS",
     "HEADS",
+    "TRAIN_TOKENIZER",
     "Config",
     "DataConfig",
     "LoraConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import string
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -13,6 +14,7 @@ from cqwen_dist.config import yaml_text
 from cqwen_dist.config.errors import Said
 
 Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora"]
+TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 GROUPS: tuple[str, ...] = get_args(Group)
 # What a base model's `model_type` may be (Qwen2.5 is qwen2).
 ARCHITECTURES = ("qwen2", "qwen3")
@@ -329,6 +331,17 @@ class Config(Section):
                 allowed = "a group that learns (train.thresholds is fixed), or train.thresholds per-word or scalar"
                 raise refused(f"stages.{index}.train", stage.train, allowed)
         return self
+
+    @property
+    def base_folder(self) -> str:
+        """The base model: the one named, or the folder inside the run in which the run builds it."""
+        return self.model.name_or_path or str(Path(self.run.dir) / "base")
+
+    @property
+    def tokenizer_source(self) -> str:
+        """The tokenizer: the one named, else what lies beside the base."""
+        named = self.model.tokenizer
+        return self.base_folder if named is None or named == TRAIN_TOKENIZER else named
 
     @property
     def number_dims(self) -> int:

@@ -15,31 +15,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from cqwen_dist.config import Config, PretrainConfig, UserError
+from cqwen_dist.config import TRAIN_TOKENIZER, Config, PretrainConfig, UserError
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.sources import ReadReport, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
 
-TRAIN_TOKENIZER = "train"
-
-
-def base_folder(config: Config) -> str:
-    """Where the base model is: the name given, or the folder inside the run that `build_run_base` fills."""
-    return config.model.name_or_path or str(Path(config.run.dir) / "base")
-
-
-def tokenizer_source(config: Config) -> str:
-    """Where the tokenizer is: the one named, else beside the base."""
-    named = config.model.tokenizer
-    return base_folder(config) if named is None or named == TRAIN_TOKENIZER else named
-
 
 def load_tokenizer(config: Config, vocab_size: int) -> NumericalAwareTokenizer:
     """The run's tokenizer, checked to have a spare row for <NUM>. Raises `UserError`."""
     return NumericalAwareTokenizer.from_pretrained(
-        tokenizer_source(config), config.model.num_token_id, vocab_size, config.data.numbers
+        config.tokenizer_source, config.model.num_token_id, vocab_size, config.data.numbers
     )
 
 
@@ -49,7 +36,7 @@ def build_run_base(config: Config, say: Callable[[str], None]) -> None:
     One process; deterministic; atomic: the folder appears whole. Raises `UserError`.
     """
     architecture = config.model.architecture
-    folder = Path(base_folder(config))
+    folder = Path(config.base_folder)
     if architecture is None or folder.is_dir():
         return
     if config.model.tokenizer is None:

@@ -1,4 +1,4 @@
-"""Where figures go: metrics.jsonl (one object an optimizer step), W&B, the console; and the run's status file.
+"""Where figures go: metrics.jsonl (one object an optimizer step), W&B, the console.
 
 Training figures stay tensors until the next step has been started, so no step waits for its own loss.
 """
@@ -10,7 +10,6 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,6 @@ from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.config import RunConfig
 
 METRICS = "metrics.jsonl"
-STATUS = "status.json"
-
-
-def write_status(run_dir: Path, status: str, **details: Any) -> None:
-    """running | done | fatal | ..., with step and reason; atomic, read by `cqwen status` and by launchers."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "time": now}))
-
-
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """The last status written; {"status": "unknown"} where there is none."""
-    try:
-        return dict(json.loads((run_dir / STATUS).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {"status": "unknown"}
 
 
 class MetricsFile:

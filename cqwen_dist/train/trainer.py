@@ -14,22 +14,23 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint, write_atomically
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, save_checkpoint
+from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.config import Config
 from cqwen_dist.data.dataset import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
 from cqwen_dist.model.backbone import load_base
-from cqwen_dist.model.causal_qwen import CausalQwenConfig, CausalQwenModel
+from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import calibrate
 from cqwen_dist.model.losses import LossTerms, fused_loss
 from cqwen_dist.parallel.collectives import gather_rows, main_rank_first, sum_over
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_topk, vocab_range
-from cqwen_dist.train.base import base_folder, build_run_base, load_tokenizer
+from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.engine import Engine
 from cqwen_dist.train.evaluate import Evaluator
-from cqwen_dist.train.metrics import MetricsLog, Progress, write_status
+from cqwen_dist.train.metrics import MetricsLog, Progress
 from cqwen_dist.train.run_folder import START, open_run, write_environment
 from cqwen_dist.train.stages import Schedule, StagePlan
 
@@ -77,7 +78,7 @@ class Trainer:
         self.progress: Progress | None = None
         main_rank_first(lambda: build_run_base(config, self._say))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        base = load_base(base_folder(config), dtype, config.model.trust_remote_code)
+        base = load_base(config.base_folder, dtype, config.model.trust_remote_code)
         vocab_size = base.config.vocab_size
         tokenizer = load_tokenizer(config, vocab_size)
         self.datasets: Datasets = load_datasets(config.data, tokenizer)
@@ -425,9 +426,3 @@ class Trainer:
 def _is_rows(name: str, tensor: Tensor) -> bool:
     """Whether a head's parameter has a row for each word (also one that is frozen)."""
     return name in ("action.cls_weight", "action.cls_bias") or (name == "action.threshold" and tensor.ndim == 1)
-
-
-def config_of(state: dict[str, Any]) -> CausalQwenConfig:
-    """The model's config out of a checkpoint's state.json."""
-    kept = {k: v for k, v in state["model"].items() if k not in ("model_type", "transformers_version")}
-    return CausalQwenConfig(**kept)

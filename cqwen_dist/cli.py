@@ -1,0 +1,247 @@
+"""The command `cqwen`: one verb a function, heavy imports inside the verb so that --help is instant.
+
+Exit codes: 0 done (also when the run was done before), 2 the user's input is wrong (one line says what was found and
+what is allowed), 1 a failure, 75 stopped in order and can be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cqwen_dist.config import UserError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Check a config, or print its JSON Schema.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="List or verify checkpoints.")
+app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted overrides.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run, checkpoint or exported folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train: one rank, as a launcher starts it; bare, a single process. Goes on where the run was."""
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    _quiet_libraries()
+    from cqwen_dist.train.trainer import train as run
+
+    run(checked)
+
+
+@app.command()
+def launch(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+) -> None:
+    """Train on several ranks of this machine under the `deepspeed` launcher."""
+    from cqwen_dist.cluster.launch import launch as run
+
+    raise typer.Exit(run(config, overrides or [], ranks))
+
+
+@app.command()
+def quickstart(
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    config: Annotated[Path, typer.Option(help="The quickstart's config.")] = Path("configs/quickstart.yaml"),
+    as_json: AsJson = False,
+) -> None:
+    """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression."""
+    from cqwen_dist.cluster.launch import launch as run
+
+    code = run(config, overrides or [], ranks, quiet=as_json)
+    if code:
+        raise typer.Exit(code)
+    _quiet_libraries()
+    from rich.console import Console
+
+    from cqwen_dist.report.quickstart import show
+
+    figures = show(config, overrides or [], Console(highlight=False, stderr=as_json))
+    if as_json:
+        _print_json(figures)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's own held-out data.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Held-out figures of a trained model, by deterministic inference."""
+    _quiet_libraries()
+    from cqwen_dist.train.evaluate_file import evaluate_checkpoint
+
+    figures = evaluate_checkpoint(checkpoint, data or None)
+    if as_json:
+        _print_json(figures)
+    else:
+        _print_figures(figures)
+
+
+@app.command()
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
+    mode: Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")] = (
+        "standard"
+    ),
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
+    seed: Annotated[int | None, typer.Option(help="Seed of the modes that draw.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts; numbers come with a 90 % interval."""
+    _quiet_libraries()
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.generate.continuation import continue_text
+
+    model, tokenizer = load_trained(checkpoint)
+    written = continue_text(model, tokenizer, prompt, mode=mode, max_new_tokens=max_new_tokens, seed=seed)
+    if as_json:
+        _print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
+        return
+    for w in written:
+        typer.echo(w.prompt + w.text)
+        for number in w.numbers:
+            typer.echo(f"    {number.value:.6g}   90 % interval {number.low:.6g} to {number.high:.6g}", err=True)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet, or is empty.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
+) -> None:
+    """Write a folder that CausalQwenForCausalLM.from_pretrained loads; verified before it appears."""
+    _quiet_libraries()
+    from cqwen_dist.checkpoint.export import export as write
+
+    typer.echo(f"exported to {write(checkpoint, out, merge)}")
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each.")] = 1,
+    gpu_memory_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
+    as_json: AsJson = False,
+) -> None:
+    """Memory of one rank, by part, before anything is started."""
+    from cqwen_dist.config import load_config
+    from cqwen_dist.plan import plan as make
+    from cqwen_dist.plan import read_architecture, render
+
+    checked = load_config(config, overrides or [])
+    result = make(
+        checked,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu_memory_gib=gpu_memory_gib,
+        architecture=read_architecture(checked),
+    )
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        from rich.console import Console
+
+        Console().print(render(result))
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+    """What a run is doing, or how it ended."""
+    from cqwen_dist.checkpoint.status import read_status
+
+    if not run.is_dir():
+        raise UserError("RUN", str(run), "a run's folder")
+    _print_json(read_status(run))
+
+
+@config_app.command("validate")
+def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a config and print it as resolved."""
+    from cqwen_dist.config import load_config
+
+    typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """JSON Schema of a config file, so that editors complete keys."""
+    from cqwen_dist.config import json_schema
+
+    typer.echo(json_schema())
+
+
+@checkpoint_app.command("list")
+def checkpoint_list(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+    """Checkpoints of a run, oldest first."""
+    from cqwen_dist.checkpoint.manifest import list_checkpoints, read_manifest
+
+    if not run.is_dir():
+        raise UserError("RUN", str(run), "a run's folder")
+    for folder in list_checkpoints(run):
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        size = sum(record["size"] for record in manifest["files"].values())
+        typer.echo(f"{folder}  step {manifest['step']}  stage {manifest['stage']}  {size / 2**20:.1f} MiB")
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
+    """Compare every file with the manifest's size and checksum."""
+    from cqwen_dist.checkpoint.manifest import resolve_checkpoint
+
+    _, folder = resolve_checkpoint(path)
+    typer.echo(f"{folder}: good")
+
+
+def _quiet_libraries() -> None:
+    """Keep transformers, DeepSpeed and tokenizers from talking over the progress line; no hub telemetry."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def _print_json(document: Any) -> None:
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True))
+
+
+def _print_figures(figures: dict[str, Any]) -> None:
+    for name, value in figures.items():
+        typer.echo(f"{name:40} {value:.6g}")
+
+
+def main() -> None:
+    """Run a verb; turn the user's mistakes into one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"error: {error}", err=True)
+        sys.exit(2)

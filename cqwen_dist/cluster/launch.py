@@ -1,0 +1,83 @@
+"""Start the ranks of a run with the `deepspeed` launcher, after checking what can be checked without them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.config import Config, UserError, load_config
+
+
+def preflight(path: Path, overrides: Sequence[str]) -> Config:
+    """What can be known before ranks are started: the config, and that its data files are there.
+
+    Raises `UserError`.
+    """
+    config = load_config(path, list(overrides))
+    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for source in [sources] if isinstance(sources, str) else sources or []:
+            if not source.startswith("bundled:") and not Path(source).expanduser().is_file():
+                raise UserError(key, source, "a file that exists, or bundled:NAME")
+    return config
+
+
+def launch_command(path: Path, overrides: Sequence[str], ranks: int, port: int) -> list[str]:
+    """The `deepspeed` command line (a list: nothing of the user's is ever read by a shell)."""
+    return [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--quiet",
+        "--num_accelerators",
+        str(ranks),
+        "--master_port",
+        str(port),
+        "--no_local_rank",
+        "--module",
+        "cqwen_dist",
+        "train",
+        str(path),
+        *overrides,
+    ]
+
+
+def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False) -> int:
+    """Run to the end on this machine; returns the exit code of `cqwen`: 0 done, 2 wrong input, 75 stopped, 1 else.
+
+    The launcher itself returns 0 where a rank died by a signal, so the run's own status file decides.
+    quiet: what the ranks print goes to stderr.
+    """
+    if ranks < 1:
+        raise UserError("--ranks", ranks, "1 or more")
+    config = preflight(path, overrides)
+    environment = dict(os.environ)
+    if not _has_gpu():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    code = subprocess.run(
+        launch_command(path, overrides, ranks, free_port()),
+        env=environment,
+        check=False,
+        stdout=sys.stderr if quiet else None,
+    ).returncode
+    if code:
+        return code if code == 2 else 1
+    status = read_status(Path(config.run.dir))["status"]
+    return {"done": 0, "preempted": 75}.get(status, 1)
+
+
+def _has_gpu() -> bool:
+    """Whether an NVIDIA driver is there, without importing torch."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
+
+
+def free_port() -> int:
+    """A port that nothing listens on, for the ranks to meet at."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

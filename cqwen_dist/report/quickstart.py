@@ -1,0 +1,89 @@
+"""The quickstart from nothing to a generated number: launch, read the figures, export, generate, compare."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.config import load_config
+from cqwen_dist.data.diabetes import diabetes_table, diabetes_texts
+from cqwen_dist.generate.continuation import continue_text
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Held-out median absolute errors of what a statistician would try first, in the progression score's unit."""
+
+    median: float
+    ridge: float
+
+
+def baselines() -> Baselines:
+    """Always the training median, and a cross-validated ridge regression on the same ten measurements."""
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    table = diabetes_table()
+    ridge = make_pipeline(StandardScaler(), RidgeCV(np.logspace(-3, 3, 25))).fit(table.x_train, table.y_train)
+    return Baselines(
+        median=float(np.median(np.abs(table.y_test - np.median(table.y_train)))),
+        ridge=float(np.median(np.abs(table.y_test - ridge.predict(table.x_test)))),
+    )
+
+
+def learned(run_dir: Path) -> dict[str, Any]:
+    """The figures of the last evaluation."""
+    folder = latest_checkpoint(run_dir)
+    if folder is None:
+        return {}
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return dict(state["figures"])
+
+
+def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
+    """After training: export, generate from held-out patients, print what was learned; returns the figures."""
+    config = load_config(config_path, list(overrides))
+    run = Path(config.run.dir)
+    figures, base = learned(run), baselines()
+    out = run / "export"
+    shutil.rmtree(out, ignore_errors=True)
+    export(run, out)
+    model, tokenizer = load_trained(out)
+
+    words = Table(title="What it learned (100 held-out patients)", title_justify="left")
+    for column in ("", "this model", "compared with"):
+        words.add_column(column)
+    words.add_row(
+        "next-word accuracy", f"{figures['eval/accuracy']:.1%}", f"{figures['eval/base_accuracy']:.1%} base model's own"
+    )
+    words.add_row("<NUM> F1", f"{figures['eval/num_f1']:.3f}", "")
+    words.add_row(
+        "median absolute error of the progression",
+        f"{figures['eval/reg_mdae']:.1f}",
+        f"{base.median:.1f} always the median; {base.ridge:.1f} ridge regression",
+    )
+    words.add_row("90 % interval holds the truth", f"{figures['eval/coverage_90']:.0%}", "raw Cauchy interval")
+    console.print(words)
+
+    shown = Table(title="Generated from the exported folder (mode standard)", title_justify="left")
+    for column in ("prompt ends with", "generated", "90 % interval", "truth"):
+        shown.add_column(column)
+    for text in diabetes_texts("test")[:3]:
+        prompt, _, truth = text.rpartition(" was ")
+        (written,) = continue_text(model, tokenizer, [prompt + " was"], max_new_tokens=4)
+        interval = f"{written.numbers[0].low:.0f} to {written.numbers[0].high:.0f}" if written.numbers else ""
+        shown.add_row("..." + prompt[-32:] + " was", written.text.strip(), interval, truth)
+    console.print(shown)
+    console.print(f"run: {run}   exported model: {out}")
+    return {**figures, "ridge_mdae": base.ridge, "median_mdae": base.median}
