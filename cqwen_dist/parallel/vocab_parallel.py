@@ -92,7 +92,8 @@ def vocab_parallel_ovr(
             word = torch.zeros(1, dtype=torch.int64, device=loc_u.device)
             p_all = ovr_prob_at(all_loc, all_scale, weight_shard[rows], bias, threshold, word)[:, 0].float()
         else:  # as differentiable as the owner's, so that backward's collective is entered by every rank or none
-            needs_grad = torch.is_grad_enabled() and (all_loc.requires_grad or weight_shard.requires_grad)
+            inputs = (all_loc, all_scale, weight_shard, bias_shard, threshold_shard)
+            needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
             p_all = torch.zeros(all_loc.shape[0], device=loc_u.device, requires_grad=needs_grad)
         p_num = scatter_sum_tokens(p_all, counts, group)
     return VocabParallelOutput(sum_partials(out.loss, group), own[:, 0], own[:, 1], p_num)
@@ -113,8 +114,8 @@ def vocab_parallel_topk(
 ) -> tuple[Tensor, Tensor]:
     """The k best words of each own token over the whole vocabulary: (scores [N_r,k], ids [N_r,k]).
 
-    Every rank finds the k best of its rows for all tokens; the groups' candidates are gathered and merged. Options
-    and scores are `ops.ovr.ovr_topk`'s. Collective over `group`.
+    Every rank finds the k best of its rows for all tokens; the group's candidates are gathered and merged, equal
+    scores told apart by loc_S as in one process. Options and scores are `ops.ovr.ovr_topk`'s. Collective over `group`.
     """
     if group is None or group.size() == 1:
         return ovr_topk(
@@ -126,11 +127,19 @@ def vocab_parallel_topk(
     scores, ids = ovr_topk(
         all_loc, all_scale, weight_shard, bias_shard, threshold_shard, k, vocab_start=vocab_start, **options
     )
+    loc = torch.full_like(scores, -torch.inf)  # where there is no word (id -1), as on a rank of too few rows
+    if weight_shard.shape[0]:
+        at = (ids - vocab_start).clamp(min=0)
+        bias = 0.0 if bias_shard is None else bias_shard[at]
+        loc = (torch.einsum("nc,nkc->nk", all_loc, weight_shard[at]) + bias).float().where(ids >= 0, loc)
     size = group.size()
-    all_scores = gather_tokens(scores, [n] * size, group).view(size, n, k).transpose(0, 1).reshape(n, size * k)
-    all_ids = gather_tokens(ids, [n] * size, group).view(size, n, k).transpose(0, 1).reshape(n, size * k)
-    # a stable sort keeps the lower rank first among equals: the same winner whatever the group's size
-    order = all_scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    scores, loc, ids = (
+        gather_tokens(part, [n] * size, group).view(size, n, k).transpose(0, 1).reshape(n, size * k)
+        for part in (scores, loc, ids)
+    )
+    # stable sorts: by loc_S, then by score; the lower rank stays first among the wholly equal
+    order = loc.sort(dim=1, descending=True, stable=True).indices
+    order = order.gather(1, scores.gather(1, order).sort(dim=1, descending=True, stable=True).indices)[:, :k]
     start = sum(counts[: group.rank()])
     mine = slice(start, start + counts[group.rank()])
-    return all_scores.gather(1, order)[mine], all_ids.gather(1, order)[mine]
+    return scores.gather(1, order)[mine], ids.gather(1, order)[mine]

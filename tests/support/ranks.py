@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
+import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +21,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     """fn(*args) on `world` ranks with the process group up; what each returns, by rank.
 
     fn is a top-level function (it is pickled by name); it may return anything that pickles. The first rank that
-    raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds.
+    raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds, after every rank
+    has said on stderr where it stands.
     """
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -26,7 +30,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     ranks = [
-        context.Process(target=_rank, args=(fn, rank, world, port, results, args), daemon=True) for rank in range(world)
+        context.Process(target=_rank, args=(fn, rank, world, port, results, timeout, args), daemon=True)
+        for rank in range(world)
     ]
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the children import torch
@@ -59,8 +64,12 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     return [found[rank] for rank in range(world)]
 
 
-def _rank(fn: Callable[..., Any], rank: int, world: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    fn: Callable[..., Any], rank: int, world: int, port: int, results: Any, timeout: float, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames collectives that 2.6 has
+    faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         results.put((rank, fn(*args), None))

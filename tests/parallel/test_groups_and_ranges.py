@@ -1,0 +1,91 @@
+"""What needs no second rank: vocabulary ranges, the launcher's environment, a group of one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from cqwen_dist.config import UserError
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
+from cqwen_dist.parallel.runtime import distributed, find_ranks, seed_everything
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_vocab_range_is_torch_chunk(size: int) -> None:
+    for v in [*range(1, 40), 101, 151_936, 152_064]:
+        chunks = torch.arange(v).chunk(size)
+        for rank in range(size):
+            start, stop = vocab_range(v, rank, size)
+            expected = chunks[rank].tolist() if rank < len(chunks) else []
+            assert list(range(start, stop)) == expected, (v, rank, size)
+
+
+def test_find_ranks_of_every_launcher() -> None:
+    assert find_ranks({}) == (0, 1, 0)
+    assert find_ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 8, 1)
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "2"}
+    assert find_ranks(slurm) == (5, 16, 2)
+    assert find_ranks({**slurm, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == (0, 1, 0)
+    assert find_ranks({"RANK": "3"}) == (0, 1, 0)  # half a launcher is none
+
+
+def test_one_process_gets_a_group_of_one_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for _ in range(2):  # a second run in the same process works, too
+        with distributed() as runtime:
+            assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
+            assert runtime.device == torch.device("cpu")
+            groups = build_groups(1)
+            assert (groups.world_size, groups.vocab_rank, groups.vocab_size) == (1, 0, 1)
+            with pytest.raises(UserError, match=r"vocab_group_size: found 2, allowed: a divisor of the 1 ranks: 1"):
+                build_groups(2)
+        assert not dist.is_initialized()
+        assert "MASTER_ADDR" not in os.environ
+        assert "RANK" not in os.environ
+
+
+def test_many_ranks_without_a_master_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("DS_ACCELERATOR", "cpu")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RuntimeError, match="no MASTER_ADDR"), distributed():
+        pass
+
+
+def test_without_a_group_mappings_are_the_identity() -> None:
+    rows = torch.randn(3, 2, requires_grad=True)
+    assert gather_tokens(rows, [3], None) is rows
+    assert scatter_sum_tokens(rows, [3], None) is rows
+    assert sum_partials(rows, None) is rows
+    assert exchange_counts(3, None, torch.device("cpu")) == [3]
+
+
+def test_seed_everything_repeats() -> None:
+    seed_everything(2**33)  # numpy takes 32 bits only
+    a = torch.rand(3)
+    seed_everything(2**33)
+    assert torch.equal(a, torch.rand(3))
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the reason")
+    dist.barrier()  # rank 0 waits for a rank that never comes
+
+
+def wait_for_nobody() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def test_the_helper_tells_the_failing_ranks_reason_and_never_hangs() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 of 2:[\s\S]*ValueError: the reason"):
+        run_ranks(fail_on_rank_one, 2)

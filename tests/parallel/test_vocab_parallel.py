@@ -1,0 +1,341 @@
+"""The sharded loss on gloo ranks against one process with the whole vocabulary: losses, sums, every gradient.
+
+Ranks are spawned once for each world size; every check runs there, and makes its own data from a seed, alike on all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.numerics import assert_close
+from support.ranks import run_ranks
+from support.tiny import random_batch, tiny_model
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import UserError
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.model.initialise import calibrate
+from cqwen_dist.model.losses import fused_loss
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at, ovr_topk
+from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_parallel_topk, vocab_range
+
+C = 6
+COUNTS = {2: [(3, 4), (5, 0), (0, 0)], 4: [(4, 0, 7, 1), (0, 0, 2, 0), (3, 3, 3, 3)]}  # tokens by rank
+VOCABULARIES = (13, 9, 3)  # on 4 ranks: 4 4 4 1, 3 3 3 0, 1 1 1 0
+
+
+class Problem:
+    """A head and the tokens of all ranks; `part` is what one vocabulary group of consecutive ranks has of them."""
+
+    def __init__(self, v: int, counts: tuple[int, ...], seed: int = 0, scalar: bool = False) -> None:
+        g = torch.Generator().manual_seed(seed)
+        n = sum(counts)
+        self.v, self.counts = v, counts
+        self.loc, self.scale = torch.randn(n, C, generator=g), torch.rand(n, C, generator=g) + 0.05
+        self.weight, self.bias = torch.randn(v, C, generator=g), torch.randn(v, generator=g)
+        self.threshold = torch.randn((), generator=g) if scalar else torch.randn(v, generator=g)
+        self.labels = torch.randint(0, v, (n,), generator=g)
+        self.labels[torch.rand(n, generator=g) < 0.2] = -100
+        self.token_weights, self.p_weights = torch.rand(n, generator=g), torch.randn(n, generator=g)
+        self.class_weights = torch.rand(v, generator=g)
+
+    def tokens(self, ranks: list[int]) -> slice:
+        starts = [sum(self.counts[:r]) for r in range(len(self.counts) + 1)]
+        return slice(starts[ranks[0]], starts[ranks[-1] + 1])
+
+
+def members(groups: Groups) -> list[int]:
+    return dist.get_process_group_ranks(groups.vocab)
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [t.clone().requires_grad_() for t in tensors]
+
+
+def check_loss(groups: Groups, problem: Problem, **options: Any) -> None:
+    """loss, per_token, prob_sum, p_num and the gradients of loss + sum(p_num * a) against one process."""
+    rank, ranks, num = dist.get_rank(), members(groups), problem.v - 2
+    every = problem.tokens(ranks)
+    whole = leaves(problem.loc[every], problem.scale[every], problem.weight, problem.bias, problem.threshold)
+    class_weights = problem.class_weights if options.pop("class_weights", False) else None
+    # the oracle: all tokens of the group, the whole vocabulary
+    expected = linear_ovr(
+        *whole,
+        problem.labels[every],
+        token_weights=problem.token_weights[every],
+        class_weights=class_weights,
+        want_prob_sum=True,
+        **options,
+    )
+    p_num = ovr_prob_at(*whole, torch.tensor([num]))[:, 0]
+    (expected.loss + (p_num * problem.p_weights[every]).sum()).backward()
+    # this rank's share
+    own = problem.tokens([rank])
+    v0, v1 = vocab_range(problem.v, groups.vocab_rank, groups.vocab_size)
+    rows = slice(v0, v1)
+    scalar = problem.threshold.ndim == 0
+    mine = leaves(
+        problem.loc[own],
+        problem.scale[own],
+        problem.weight[rows],
+        problem.bias[rows],
+        problem.threshold if scalar else problem.threshold[rows],
+    )
+    out = vocab_parallel_ovr(
+        *mine,
+        problem.labels[own],
+        group=groups.vocab,
+        vocab_start=v0,
+        token_weights=problem.token_weights[own],
+        num_token_id=num,
+        class_weights=None if class_weights is None else class_weights[rows],
+        vocab_size=problem.v,
+        **options,
+    )
+    (out.loss + (out.p_num * problem.p_weights[own]).sum()).backward()
+    inside = slice(own.start - every.start, own.stop - every.start)
+    assert_close(out.loss, expected.loss, 1e-5, "loss")
+    assert_close(out.per_token, expected.per_token[inside], 1e-5, "per_token")
+    assert_close(out.prob_sum, expected.prob_sum[inside], 1e-5, "prob_sum")
+    assert_close(out.p_num, p_num[inside], 1e-5, "p_num")
+    for tensor in (out.per_token, out.prob_sum):
+        assert not tensor.requires_grad
+        assert tensor.dtype == torch.float32
+    grads = [t.grad for t in whole]
+    threshold = grads[4] if scalar else grads[4][rows]
+    wanted = [grads[0][inside], grads[1][inside], grads[2][rows], grads[3][rows], threshold]
+    for name, leaf, grad in zip(("loc_u", "scale_u", "weight", "bias", "threshold"), mine, wanted, strict=True):
+        found = leaf.grad
+        if name == "threshold" and scalar:  # no row: the caller sums it over the group
+            dist.all_reduce(found, group=groups.vocab)
+        biggest = whole[{"loc_u": 0, "scale_u": 1, "weight": 2, "bias": 3, "threshold": 4}[name]].grad
+        error = float((found - grad).abs().max()) if grad.numel() else 0.0
+        size = float(biggest.abs().max()) if biggest.numel() else 0.0
+        assert error <= 1e-5 * size, f"gradient of {name}: {error:.1e} of {size:.1e}"
+
+
+def losses(groups: Groups) -> None:
+    for v in VOCABULARIES:
+        for counts in COUNTS[dist.get_world_size()]:
+            check_loss(groups, Problem(v, counts))
+    check_loss(groups, Problem(13, COUNTS[dist.get_world_size()][0], scalar=True))
+    check_loss(groups, Problem(13, COUNTS[dist.get_world_size()][0]), class_weights=True, vocab_reduction="mean")
+    check_loss(groups, Problem(13, COUNTS[dist.get_world_size()][0]), impl="reference")
+
+
+def spare_rows_left_out(groups: Groups) -> None:
+    problem = Problem(13, COUNTS[dist.get_world_size()][0])
+    problem.labels.clamp_(max=8)
+    check_loss(groups, problem, used_rows=9)
+
+
+def frozen_inputs(groups: Groups) -> None:
+    """Only thresholds awake, or only tokens: every rank enters the same collectives in backward."""
+    problem = Problem(13, COUNTS[dist.get_world_size()][0])
+    own = problem.tokens([dist.get_rank()])
+    v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
+    tensors = [problem.loc[own], problem.scale[own], problem.weight[v0:v1], problem.bias[v0:v1]]
+    tensors.append(problem.threshold[v0:v1])
+    for awake in range(5):
+        mine = [t.clone().requires_grad_(i == awake) for i, t in enumerate(tensors)]
+        out = vocab_parallel_ovr(*mine, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
+        (out.loss + out.p_num.sum()).backward()
+        assert [t.grad is not None for t in mine] == [i == awake for i in range(5)]
+        assert bool(mine[awake].grad.isfinite().all())
+    with torch.no_grad():
+        out = vocab_parallel_ovr(*tensors, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
+        assert not out.loss.requires_grad
+
+
+def conjugate_pairs(groups: Groups) -> None:
+    """<f(x), y> = <x, f*(y)>, summed over the ranks of the group, f* being what backward computes."""
+    group, g = groups.vocab, torch.Generator().manual_seed(dist.get_rank())
+    counts = [2, 0, 3, 1][: group.size()]
+    mine, total = counts[group.rank()], sum(counts)
+    assert exchange_counts(mine, group, torch.device("cpu")) == counts
+    for mapping, n_in, n_out in ((gather_tokens, mine, total), (scatter_sum_tokens, total, mine)):
+        x = torch.randn(n_in, 3, dtype=torch.float64, generator=g, requires_grad=True)
+        y = torch.randn(n_out, 3, dtype=torch.float64, generator=g)
+        out = mapping(x, counts, group)
+        assert out.shape == y.shape
+        out.backward(y)
+        products = torch.stack([(out * y).sum(), (x * x.grad).sum()]).detach()
+        dist.all_reduce(products, group=group)
+        assert_close(products[0], products[1], 1e-12, mapping.__name__)
+    rows = torch.full((mine, 2), float(group.rank()))
+    expected = torch.cat([torch.full((n, 2), float(r)) for r, n in enumerate(counts)])
+    assert torch.equal(gather_tokens(rows, counts, group), expected)
+    assert torch.equal(scatter_sum_tokens(expected, counts, group), rows * group.size())
+    labels = gather_tokens(torch.full((mine,), group.rank(), dtype=torch.int64), counts, group)
+    assert labels.dtype == torch.int64
+    bf16 = gather_tokens(rows.bfloat16().requires_grad_(), counts, group)
+    bf16.sum().backward()
+    assert bf16.dtype == torch.bfloat16
+    part = torch.tensor([1.0 + group.rank(), 2.0], requires_grad=True)
+    whole = sum_partials(part, group)
+    assert whole.tolist() == [sum(range(1, group.size() + 1)), 2.0 * group.size()]
+    upstream = torch.tensor([3.0, 5.0])
+    whole.backward(upstream)
+    assert torch.equal(part.grad, upstream)
+
+
+def best_words(groups: Groups) -> None:
+    """The k best over the group's ranges are the unsharded k best; ties too, and more words wanted than rows."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for v in VOCABULARIES:
+        problem = Problem(v, COUNTS[world][0], seed=3)
+        own, (v0, v1) = problem.tokens([rank]), vocab_range(v, groups.vocab_rank, groups.vocab_size)
+        for scale in (problem.scale, torch.zeros_like(problem.scale)):  # without scale z is -+inf: loc decides
+            for rank_by in ("ovr", "loc"):
+                for k, used in ((1, None), (3, None), (1, max(1, v - 4))):
+                    expected = ovr_topk(
+                        problem.loc, scale, problem.weight, problem.bias, problem.threshold, k, used_rows=used,
+                        rank_by=rank_by,
+                    )  # fmt: skip
+                    found = vocab_parallel_topk(
+                        problem.loc[own],
+                        scale[own],
+                        problem.weight[v0:v1],
+                        problem.bias[v0:v1],
+                        problem.threshold[v0:v1],
+                        k,
+                        group=groups.vocab,
+                        vocab_start=v0,
+                        used_rows=used,
+                        rank_by=rank_by,
+                    )
+                    assert torch.equal(found[1], expected[1][own]), (v, k, used, rank_by, found, expected)
+                    finite = expected[0][own].isfinite()
+                    assert_close(found[0][finite], expected[0][own][finite], 1e-5, "scores")
+                    assert torch.equal(found[0][~finite], expected[0][own][~finite])
+
+
+def head(problem: Problem, start: int, stop: int) -> ActionNetwork:
+    """An action network with rows [start, stop) of the problem's vocabulary; the rest alike on every rank."""
+    torch.manual_seed(8)
+    net = ActionNetwork(C, problem.v, vocab_start=start, rows=stop - start)
+    with torch.no_grad():
+        net.reg_weight.copy_(torch.linspace(-1, 1, C))
+        net.b_noise.copy_(torch.linspace(0.1, 0.3, C))
+        net.cls_weight.copy_(problem.weight[start:stop])
+        net.cls_bias.copy_(problem.bias[start:stop])
+        net.threshold.copy_(problem.threshold[start:stop])
+    return net
+
+
+def fused_losses(groups: Groups) -> None:
+    """Word and number loss together, gate with and without gradient through P_NUM of another rank's row."""
+    ranks, num = members(groups), 4
+    for counts in COUNTS[dist.get_world_size()][:2]:
+        problem = Problem(13, counts, seed=5)
+        problem.labels[::3] = num
+        targets = problem.p_weights * 2
+        for gate_grad in ("full", "stop"):
+            terms = {}
+            for who, tokens, (v0, v1), group in (
+                ("one", problem.tokens(ranks), (0, 13), None),
+                (
+                    "many",
+                    problem.tokens([dist.get_rank()]),
+                    vocab_range(13, groups.vocab_rank, groups.vocab_size),
+                    groups.vocab,
+                ),
+            ):
+                net = head(problem, v0, v1)
+                u = leaves(problem.loc[tokens], problem.scale[tokens])
+                out = fused_loss(
+                    net,
+                    Cauchy(*u),
+                    problem.labels[tokens],
+                    targets[tokens],
+                    problem.labels[tokens] == num,
+                    token_weight=0.2,
+                    number_weight=0.5,
+                    num_token_id=num,
+                    group=group,
+                    gate_grad=gate_grad,
+                )
+                out.loss.backward()
+                terms[who] = (out, net, u, tokens, (v0, v1))
+            one, many = terms["one"], terms["many"]
+            sums = torch.stack([many[0].loss.detach(), many[0].cls_sum, many[0].reg_sum])
+            dist.all_reduce(sums, group=groups.vocab)
+            # every rank's loss holds the words of the whole group once, and its own numbers
+            sums[0] -= (groups.vocab_size - 1) * 0.2 * one[0].cls_sum
+            wanted = torch.stack([one[0].loss.detach(), one[0].cls_sum, one[0].reg_sum])
+            assert_close(sums, wanted, 1e-5, "loss, cls_sum, reg_sum")
+            inside = slice(many[3].start - one[3].start, many[3].stop - one[3].start)
+            for name, a, b in zip(("loc_U", "scale_U"), many[2], one[2], strict=True):
+                scale = float(b.grad.abs().max()) if b.numel() else 0.0
+                error = (a.grad - b.grad[inside]).abs()
+                assert float(error.max() if error.numel() else 0.0) <= 1e-5 * scale, name
+            rows = slice(*many[4])
+            for name in ("cls_weight", "cls_bias", "threshold"):  # of the group's tokens, whole
+                a, b = many[1].get_parameter(name).grad, one[1].get_parameter(name).grad
+                error = (a - b[rows]).abs()
+                assert float(error.max() if error.numel() else 0.0) <= 1e-5 * float(b.abs().max()), name
+            for name in ("reg_weight", "reg_bias", "b_noise"):  # of own tokens: the engine sums them over all ranks
+                a = many[1].get_parameter(name).grad
+                dist.all_reduce(a, group=groups.vocab)
+                assert_close(a, one[1].get_parameter(name).grad, 1e-5, name)
+
+
+def calibration(groups: Groups) -> None:
+    """Every rank ends with the same constants, and with one process's on all the tokens."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    batches = [random_batch(2 + r, 8, seed=r) for r in range(world)]
+    model = tiny_model(start="calibrated", number_dims=2)
+    one = calibrate(model, batches, max_tokens=10_000)
+    start, stop = vocab_range(model.config.vocab_size, groups.vocab_rank, groups.vocab_size)
+    part = tiny_model(start="calibrated", number_dims=2, vocab_start=start, rows=stop - start)
+    found = calibrate(part, batches[rank : rank + 1], groups=groups, max_tokens=10_000)
+    for name, value in asdict(one).items():
+        if name != "prob_sum_median":  # of each rank's own tokens
+            assert abs(asdict(found)[name] - value) <= 1e-4 * abs(value), (name, value, found)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (found.threshold, found.gamma, found.loss, found.accuracy))
+    assert len(set(everyone)) == 1
+    assert_close(part.action.threshold, model.action.threshold[start:stop], 1e-4, "C")
+    nothing = Batch(**{**vars(batches[0]), "labels": torch.full_like(batches[0].labels, -100)})
+    calibrate(part, [batches[rank] if rank == world - 1 else nothing], groups=groups)  # ranks without a token
+
+
+def memberships(groups: Groups) -> None:
+    """Consecutive ranks share a vocabulary; replicas hold the same rows; a size that does not divide is refused."""
+    world, rank, size = dist.get_world_size(), dist.get_rank(), groups.vocab_size
+    first = rank // size * size
+    assert members(groups) == list(range(first, first + size))
+    assert dist.get_process_group_ranks(groups.replica) == list(range(rank % size, world, size))
+    assert groups.world_size == world
+    assert groups.vocab_rank == rank % size
+    with pytest.raises(UserError, match=f"found 3, allowed: a divisor of the {world} ranks"):
+        build_groups(3)
+
+
+CHECKS = (memberships, conjugate_pairs, losses, spare_rows_left_out, frozen_inputs, best_words, fused_losses)
+
+
+def run_checks(sizes: list[int]) -> list[str]:
+    """Every check in groups of every size, on this rank."""
+    done = []
+    for size in sizes:
+        groups = build_groups(size)
+        for check in (*CHECKS, calibration):
+            check(groups)
+            done.append(f"{check.__name__} {size}")
+    return done
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, [1, 2]), (4, [1, 2, 4])])
+def test_ranks_equal_one_process(world: int, sizes: list[int]) -> None:
+    found = run_ranks(run_checks, world, sizes, timeout=30)
+    assert len(found) == world
+    assert all(len(done) == len(sizes) * (len(CHECKS) + 1) for done in found)
