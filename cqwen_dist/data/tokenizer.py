@@ -95,18 +95,24 @@ class NumericalAwareTokenizer:
 
         Raises: UserError when there is no tokenizer, and what the class raises.
         """
+        name = str(name_or_path)
+        if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+            raise UserError("model.tokenizer", f"no folder {name}", "a tokenizer's folder or hub name")
+        folder = Path(name).expanduser()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(
-                "model.tokenizer", str(name_or_path), f"a tokenizer's folder or hub name ({reason})"
-            ) from None
-        saved = Path(name_or_path) / POLICY_FILE
+            tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+        except Exception as error:  # the Rust side raises bare `Exception` for a broken tokenizer.json
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError("model.tokenizer", name, f"a tokenizer's folder or hub name ({reason[:200]})") from None
+        saved = folder / POLICY_FILE
         if saved.is_file():
-            data = json.loads(saved.read_text(encoding="utf-8"))
-            num_token_id = data["num_token_id"] if num_token_id is None else num_token_id
-            policy = NumberPolicy(**data["policy"]) if policy is None else policy
+            try:
+                data = json.loads(saved.read_text(encoding="utf-8"))
+                num_token_id = int(data["num_token_id"]) if num_token_id is None else num_token_id
+                policy = NumberPolicy(**data["policy"]) if policy is None else policy
+            except (ValueError, KeyError, TypeError) as error:
+                reason = " ".join(str(error).split()[:20])
+                raise UserError(POLICY_FILE, reason, "the file as save_pretrained wrote it", str(saved)) from None
         return cls(tokenizer, num_token_id, vocab_size, policy)
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -160,11 +160,20 @@ def test_too_large_numbers_are_refused_in_one_line(small: NumericalAwareTokenize
     assert small.decode(encoded.ids, encoded.values) == "about 1e999 or 5"
 
 
-def test_a_missing_or_slow_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.tokenizer"):
+def test_a_missing_broken_or_slow_tokenizer_is_refused(small: NumericalAwareTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^model\.tokenizer: found no folder .*nowhere, allowed: a tokenizer's folder"):
+        NumericalAwareTokenizer.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"^model\.tokenizer"):
         NumericalAwareTokenizer.from_pretrained(tmp_path)
     with pytest.raises(UserError, match="a fast tokenizer"):
         NumericalAwareTokenizer(object())
+    small.save_pretrained(tmp_path)
+    (tmp_path / POLICY_FILE).write_text("{}")
+    with pytest.raises(UserError, match="the file as save_pretrained wrote it"):
+        NumericalAwareTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"broken": 1}')
+    with pytest.raises(UserError, match=r"^model\.tokenizer"):
+        NumericalAwareTokenizer.from_pretrained(tmp_path)
 
 
 def test_saved_and_loaded_again(small: NumericalAwareTokenizer, tmp_path: Path) -> None:
