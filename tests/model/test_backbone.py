@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from support.numerics import assert_close
-from support.tiny import CONTEXT, random_ids, tiny_base
+from support.tiny import CONTEXT, random_batch, random_ids, tiny_base
 
 from cqwen_dist.config import UserError
 from cqwen_dist.model import CausalQwenModel
@@ -42,14 +42,27 @@ def test_keep_selects_flattened_positions() -> None:
 
 @torch.no_grad()
 def test_packed_positions_keep_documents_apart() -> None:
-    """position_ids that restart are a packed sequence: the second document does not see the first."""
+    """position_ids that restart are a packed sequence, each row cut elsewhere: no document sees another."""
     model = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90).eval()
-    ids = random_ids(1, 12)
+    ids = random_ids(2, 12)
     zeros = torch.zeros(ids.shape, dtype=torch.float64)
-    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    cuts = (7, 4)
+    positions = torch.stack([torch.cat([torch.arange(cut), torch.arange(12 - cut)]) for cut in cuts])
     packed = model.features(ids, zeros, None, positions)
-    alone = model.features(ids[:, 7:], zeros[:, 7:])
-    assert_close(packed[:, 7:], alone, 1e-5, "second document")
+    for row, cut in enumerate(cuts):
+        for part in (slice(0, cut), slice(cut, 12)):
+            alone = model.features(ids[row : row + 1, part], zeros[row : row + 1, part])
+            assert_close(packed[row : row + 1, part], alone, 1e-5, "document")
+
+
+@torch.no_grad()
+def test_features_of_a_training_batch_need_no_mask() -> None:
+    """Right padding is never attended to: kept positions are as with the attention mask."""
+    model = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90).eval()
+    batch = random_batch()
+    keep = batch.label_mask.flatten().nonzero()[:, 0]
+    masked = model.features(batch.input_ids, batch.numeric_values, batch.attention_mask, keep=keep)
+    assert_close(model.kept_features(batch, keep), masked, 1e-5, "z")
 
 
 def test_errors_name_what_is_wrong(tmp_path) -> None:

@@ -59,7 +59,7 @@ def test_bf16_table_gives_bf16_and_text_bit_for_bit() -> None:
 def test_w_num_starts_with_norm_about_one_and_scale_zero_is_the_base() -> None:
     torch.manual_seed(0)
     wide = NumericalAwareEmbedding(nn.Embedding(2, 4096), 4096, 1)
-    assert float(wide.w_num.norm()) == pytest.approx(1.0, abs=0.05)
+    assert wide.w_num.norm().item() == pytest.approx(1.0, abs=0.05)
     none = NumericalAwareEmbedding(nn.Embedding(V, H), H, NUM, w_num_scale=0.0)
     ids, values = torch.tensor([[NUM]]), torch.tensor([[42.0]])
     e = none(ids, values)

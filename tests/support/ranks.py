@@ -1,4 +1,8 @@
-"""Run a test's function on several ranks: spawned processes, gloo, one thread each."""
+"""Run a test's function on several ranks: fresh processes, gloo, one thread each.
+
+They are forked from a server that has imported the package and done nothing else: importing takes longer than most
+checks, and a fork of the test process itself would carry its threads and its random state.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +28,20 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds, after every rank
     has said on stderr where it stands.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.model"])
     results = context.SimpleQueue()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     ranks = [
-        context.Process(target=_rank, args=(fn, rank, world, port, results, timeout, args), daemon=True)
+        context.Process(
+            target=_rank, args=(fn, rank, world, port, results, timeout, dict(os.environ), args), daemon=True
+        )
         for rank in range(world)
     ]
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when the children import torch
-    try:
-        for process in ranks:
-            process.start()
-    finally:
-        os.environ.pop("OMP_NUM_THREADS") if threads is None else os.environ.update(OMP_NUM_THREADS=threads)
+    for process in ranks:
+        process.start()
     found: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
     try:
@@ -65,8 +67,17 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
 
 def _rank(
-    fn: Callable[..., Any], rank: int, world: int, port: int, results: Any, timeout: float, args: tuple[Any, ...]
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    results: Any,
+    timeout: float,
+    environment: dict[str, str],
+    args: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()  # the server's is of when it was started
+    os.environ.update(environment)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames collectives that 2.6 has
     faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)
