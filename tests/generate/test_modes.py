@@ -12,6 +12,7 @@ from support.tiny import HIDDEN, NUM, VOCAB, random_ids, tiny_model
 from torch import Tensor
 
 from cqwen_dist.config import UserError
+from cqwen_dist.generate import modes
 from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, truncate
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
@@ -130,6 +131,15 @@ def test_ovr_draws_from_p_over_its_sum(action: ActionNetwork, u: Cauchy) -> None
     used = MODES["ovr"].choose(action, many(law), draws(), Options(used_rows=30))
     assert int(used.max()) < 30
     assert chi_square(used, p[:30]) > 1e-3
+
+
+def test_ovr_in_chunks_of_the_vocabulary_draws_the_same(
+    action: ActionNetwork, u: Cauchy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    law = many(action.add_noise(u), 500)
+    whole = MODES["ovr"].choose(action, law, draws(), ALL)
+    monkeypatch.setattr(modes, "CHUNK_BYTES", 7 * HIDDEN * 4)  # 7 words at a time
+    assert torch.equal(MODES["ovr"].choose(action, law, draws(), ALL), whole)
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8)])
