@@ -26,17 +26,18 @@ from torch import Tensor
 from cqwen_dist.ops.ovr_inputs import OvrInputs, OvrSums
 from cqwen_dist.ops.ovr_tile import Tile, TileMaths, TorchTile
 
-# Bytes of one [t, n] buffer and most tokens of a tile. CPU: all buffers of a tile stay in the outer cache. GPU: the
-# GEMMs want large tiles more than the elementwise pass wants them in L2.
+# Bytes of one [t, n] buffer, of one [n, C] buffer, and most tokens of a tile. CPU: what a tile touches stays in the
+# outer cache. GPU: the GEMMs want large tiles more than the elementwise pass wants them in L2.
 TILE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
+BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
 TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
-def tile_shape(tokens: int, rows: int, device_type: str, itemsize: int) -> tuple[int, int]:
-    """(t, n): tokens and words of a tile, from the shape, the budget of bytes and the device."""
+def tile_shape(tokens: int, rows: int, c: int, device_type: str, itemsize: int = 4) -> tuple[int, int]:
+    """(t, n): tokens and words of a tile, from the shape, the budgets of bytes and the device."""
     kind = "cpu" if device_type == "cpu" else "cuda"
     t = max(1, min(tokens, TILE_TOKENS[kind]))
-    n = min(4096, TILE_BYTES[kind] // (t * itemsize))  # few tokens: the [n, C] buffers are what grows with n
+    n = min(TILE_BYTES[kind] // (t * itemsize), BLOCK_BYTES[kind] // (max(1, c) * itemsize))
     return t, max(1, min(rows, n))
 
 
@@ -76,7 +77,7 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
     per_token = torch.zeros(tokens, dtype=torch.float64, device=x.device)
     prob_sum = torch.zeros_like(per_token) if inputs.want_prob_sum else None
 
-    t, n = tile_shape(tokens, rows, x.device.type, real.itemsize)
+    t, n = tile_shape(tokens, rows, c, x.device.type, real.itemsize)
     tiles = _Flat(2 + maths.buffers, t * n, x, real)
     low = _Flat(2 if gemm != real and any(need) else 0, t * n, x, gemm)
     blocks = _Flat(2 if weight.dtype != gemm else 1, n * c, x, gemm)

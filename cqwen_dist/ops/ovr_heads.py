@@ -15,12 +15,12 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import prob_above
 from cqwen_dist.ops.ovr_inputs import check_head, rows_in_use
 
-CHUNK_BYTES = 8 << 20  # of one fp32 [N, n]; a few of them are alive at once
+CHUNK_BYTES = 8 << 20  # of one fp32 [N, n], a few of which are alive at once, and of |W|'s [n, C]
 
 
-def chunk_rows(tokens: int, rows: int) -> int:
-    """Words n per chunk: an fp32 [tokens, n] of about CHUNK_BYTES, at least 64 words."""
-    return max(1, min(rows, max(64, CHUNK_BYTES // (4 * max(1, tokens)))))
+def chunk_rows(tokens: int, c: int) -> int:
+    """Words n per chunk, so that neither [tokens, n] nor [n, c] in fp32 takes more than CHUNK_BYTES; at least 64."""
+    return max(64, CHUNK_BYTES // (4 * max(1, tokens, c)))
 
 
 def _scores(
@@ -39,7 +39,7 @@ def _tiles(
     loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, rows: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """(first row, loc_S, scale_S, gap) of each chunk of the first ``rows`` words."""
-    step = chunk_rows(loc_u.shape[0], rows)
+    step = chunk_rows(*loc_u.shape)
     for v0 in range(0, rows, step):
         part = slice(v0, min(rows, v0 + step))
         b = None if bias is None else bias[part]

@@ -15,6 +15,8 @@ rounding): Triton has neither of its own, and the interpreter that checks this k
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -155,5 +157,10 @@ class TritonTile:
 
 
 def ovr_triton(inputs: OvrInputs) -> OvrSums:
-    """``ovr_one_pass`` with the tile's maths in one kernel; fp64 inputs take the torch maths (the kernel is fp32)."""
+    """``ovr_one_pass`` with the tile's maths in one kernel; fp64 inputs take the torch maths (the kernel is fp32).
+
+    Raises ValueError off CUDA, unless Triton's interpreter was asked for (TRITON_INTERPRET=1).
+    """
+    if not inputs.weight.is_cuda and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError(f"impl 'triton' needs CUDA tensors, found {inputs.weight.device}")
     return ovr_one_pass(inputs, TorchTile() if inputs.real == torch.float64 else TritonTile())

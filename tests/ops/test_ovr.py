@@ -164,7 +164,7 @@ def test_tiles_of_tokens_and_words_change_nothing(monkeypatch):
     whole = gradients(leaves, labels, want_prob_sum=True)
     monkeypatch.setitem(ovr_chunked.TILE_TOKENS, "cpu", 7)
     monkeypatch.setitem(ovr_chunked.TILE_BYTES, "cpu", 7 * 4 * 33)
-    assert ovr_chunked.tile_shape(50, 500, "cpu", 4) == (7, 33)
+    assert ovr_chunked.tile_shape(50, 500, 16, "cpu") == (7, 33)
     tiled = gradients(leaves, labels, want_prob_sum=True)
     for k in (0, 2, 3):
         torch.testing.assert_close(tiled[k], whole[k], rtol=1e-5, atol=1e-6)
@@ -287,6 +287,7 @@ def test_bad_input_is_refused():
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels.float()), {}),
         (TypeError, (loc_u, scale_u, weight.bfloat16(), bias, threshold, labels), {}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"impl": "magic"}),
+        (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"impl": "triton"}),  # no CUDA here
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"vocab_reduction": "max"}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"token_weights": torch.ones(4)}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"class_weights": torch.ones(4)}),
