@@ -28,6 +28,9 @@ class HeadOptimizer:
     def __init__(self, members: list[Member], groups: Groups, betas: tuple[float, float], weight_decay: float) -> None:
         self.members = members
         self.groups = groups
+        # b_noise enters as it is while b_scale passes a softplus that is exponential where it works: a step of 1e-2
+        # is 1 % of the scale for b_scale, and 700 times the calibrated scale for b_noise. So its rate is relative.
+        self.noise_unit = 1.0
         self.adamw = torch.optim.AdamW(
             [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
             betas=betas,
@@ -44,7 +47,8 @@ class HeadOptimizer:
 
     def set_lr(self, plan: StagePlan, step: int) -> None:
         for member, group in zip(self.members, self.adamw.param_groups, strict=True):
-            group["lr"] = plan.lr(member.group, member.is_scale, step)
+            unit = self.noise_unit if member.group == "noise" else 1.0
+            group["lr"] = plan.lr(member.group, member.is_scale, step, unit)
 
     def reduce_gradients(self) -> Tensor:
         """Make every gradient the global one (collective); returns their squared norm, [] fp32, equal everywhere."""

@@ -7,6 +7,7 @@ Nothing here knows of an optimizer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cqwen_dist.config import Stage
@@ -41,15 +42,19 @@ class StagePlan:
         decay = 1.0 - progress if stage.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return stage.min_lr_ratio + (1.0 - stage.min_lr_ratio) * decay
 
-    def lr(self, group: str, is_scale: bool, step: int) -> float:
-        """Learning rate of a group at a step; 0 while it sleeps. is_scale: one of {b_scale, b_noise, C}."""
+    def lr(self, group: str, is_scale: bool, step: int, unit: float = 1.0) -> float:
+        """Learning rate of a group at a step; 0 while it sleeps.
+
+        is_scale: one of {b_scale, b_noise, C}, whose rate is `scales` times the parameter's own unit, unless its
+        group is named itself (noise, thresholds).
+        """
         if group not in self.stage.groups:
             return 0.0
-        named = self.stage.lr_groups
-        if is_scale:
-            peak = named.get("scales", DEFAULT_SCALES_LR)
+        named: Mapping[str, float] = {str(name): rate for name, rate in self.stage.lr_groups.items()}
+        if is_scale and (group == "abduction" or group not in named):
+            peak = named.get("scales", DEFAULT_SCALES_LR) * unit
         else:
-            peak = named.get(group, self.stage.lr)  # type: ignore[call-overload]
+            peak = named.get(group, self.stage.lr)
         return peak * self.factor(step)
 
 

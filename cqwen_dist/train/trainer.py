@@ -291,6 +291,7 @@ class Trainer:
                 f"{calibration.accuracy:.1%} (base {calibration.base_accuracy:.1%}), median sum of P "
                 f"{calibration.prob_sum_median:.2f}"
             )
+        self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
         figures = self.evaluator() if self.evaluator is not None else {}
         start["eval"] = figures
         if self.runtime.is_main:
@@ -337,6 +338,7 @@ class Trainer:
                 "loader": self.loader.state_dict(),
                 "feature_steps": feature_steps,
                 "head_steps": head_steps,
+                "noise_unit": self.engine.heads.noise_unit,
                 "figures": figures,
                 "base_accuracy": None if self.evaluator is None else self.evaluator.base_accuracy,
                 "model": self.model.config.to_dict(),
@@ -356,6 +358,7 @@ class Trainer:
                 tensors[name].copy_(value)
         self.engine.heads.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
         self.engine.load_feature_state(state.features, state.feature_moments, state.state["feature_steps"])
+        self.engine.heads.noise_unit = state.state["noise_unit"]
         self.loader.load_state_dict(state.state["loader"])
         self.model.config.scale_floor = self.model.abduction.scale_floor = state.state["model"]["scale_floor"]
         if self.evaluator is not None:
