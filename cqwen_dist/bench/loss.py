@@ -169,7 +169,7 @@ def _sixteenth(p: Problem) -> NegativeSampling:
 def _floor(p: Problem) -> Callable[[], object]:
     """Two products forward, four of gradients, by tiles, into buffers of the sizes they need; nothing else."""
     x, g, w = (leaf.detach() for leaf in p[:3])
-    t, n = tile_shape(x.shape[0], *w.shape, x.device.type)
+    t, n = tile_shape(x.shape[0], w.shape[0], w.shape[1], x.device.type)
 
     def step() -> None:
         d_x, d_g, d_w = torch.zeros_like(x), torch.zeros_like(g), torch.empty_like(w)

@@ -92,6 +92,7 @@ class Trainer:
             base,
             start=config.start,
             num_token_id=tokenizer.num_token_id,
+            used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
             vocab_start=start,
             rows=stop - start,
             w_num_scale=config.model.w_num_scale,
@@ -110,7 +111,7 @@ class Trainer:
         self.engine = Engine(model, config, runtime, self.groups)
         self.model = model
         self.gemm_dtype = dtype
-        self.used_rows = tokenizer.num_token_id + 1 if config.loss.negatives == "used" else None
+        self.used_rows = model.config.used_rows if config.loss.negatives == "used" else None
         self.class_weights = self._class_weights()
         self.evaluator = self._evaluator()
 
