@@ -224,8 +224,14 @@ def _quiet_libraries() -> None:
     import logging
     import warnings
 
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
 
 
 def _print_json(document: Any) -> None:

@@ -1,8 +1,9 @@
 """scikit-learn's diabetes study as sentences: 442 patients, ten measurements, the progression a year later.
 
 Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the units it was recorded in; the study
-does not say which sex its codes 1 and 2 stand for. The progression score is the last number of each text. 342
-patients train, 100 are held out; the split is one fixed permutation.
+does not say which sex its codes 1 and 2 stand for. Behind the body mass index stands its class in words, which
+nothing but the number tells; the progression score is the last number of each text. 342 patients train, 100 are
+held out; the split is one fixed permutation.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 _TRAIN = 342
+_WEIGHT_CLASSES = ((18.5, "underweight"), (25.0, "normal"), (30.0, "overweight"), (float("inf"), "obese"))
 _SENTENCE = (
-    "A patient of sex {} aged {} with body mass index {} and mean blood pressure {}. "
+    "A patient of sex {} aged {} with body mass index {} ({}) and mean blood pressure {}. "
     "Serum: total cholesterol {}, low-density lipoproteins {}, high-density lipoproteins {}, "
     "cholesterol ratio {}, log triglycerides {}, glucose {}. "
     "The disease progression after one year was {}."
@@ -47,9 +49,15 @@ def diabetes_texts(part: Literal["train", "test"]) -> list[str]:
     x, y = (table.x_train, table.y_train) if part == "train" else (table.x_test, table.y_test)
     texts = []
     for row, progression in zip(x, y, strict=True):
-        age, sex, *rest = row
-        texts.append(_SENTENCE.format(*(_plain(v) for v in (sex, age, *rest, progression))))
+        age, sex, index, *rest = row
+        numbers = [_plain(value) for value in (sex, age, index, *rest, progression)]
+        texts.append(_SENTENCE.format(*numbers[:3], weight_class(index), *numbers[3:]))
     return texts
+
+
+def weight_class(body_mass_index: float) -> str:
+    """The World Health Organization's class: a word that only the number before it tells."""
+    return next(name for limit, name in _WEIGHT_CLASSES if body_mass_index < limit)
 
 
 def _plain(value: float) -> str:

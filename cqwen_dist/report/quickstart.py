@@ -61,20 +61,20 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
     export(run, out)
     model, tokenizer = load_trained(out)
 
-    words = Table(title="What it learned (100 held-out patients)", title_justify="left")
+    table = Table(title="What it learned (100 held-out patients)", title_justify="left")
     for column in ("", "this model", "compared with"):
-        words.add_column(column)
-    words.add_row(
+        table.add_column(column)
+    table.add_row(
         "next-word accuracy", f"{figures['eval/accuracy']:.1%}", f"{figures['eval/base_accuracy']:.1%} base model's own"
     )
-    words.add_row("<NUM> F1", f"{figures['eval/num_f1']:.3f}", "")
-    words.add_row(
+    table.add_row("<NUM> F1", f"{figures['eval/num_f1']:.3f}", "")
+    table.add_row(
         "median absolute error of the progression",
         f"{figures['eval/reg_mdae']:.1f}",
         f"{base.median:.1f} always the median; {base.ridge:.1f} ridge regression",
     )
-    words.add_row("90 % interval holds the truth", f"{figures['eval/coverage_90']:.0%}", "raw Cauchy interval")
-    console.print(words)
+    table.add_row("90 % interval holds the truth", f"{figures['eval/coverage_90']:.0%}", "raw Cauchy interval")
+    console.print(table)
 
     shown = Table(title="Generated from the exported folder (mode standard)", title_justify="left")
     for column in ("prompt ends with", "generated", "90 % interval", "truth"):

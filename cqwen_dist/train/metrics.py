@@ -120,13 +120,11 @@ class Progress:
             done = step - self.start
             left = (self.total - step) * elapsed / max(done, 1)
             shown = "" if loss is None else f"  loss {loss:.4f}"
-            self.console.print(
-                f"[bold]{stage}[/] step {step}/{self.total}{shown}  {rate:,.0f} tokens/s  {_duration(left)} left"
-            )
+            self.say(f"[bold]{stage}[/] step {step}/{self.total}{shown}  {rate:,.0f} tokens/s  {_duration(left)} left")
         return rate
 
     def say(self, text: str) -> None:
-        self.console.print(text)
+        self.console.print(text, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:
