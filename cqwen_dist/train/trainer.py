@@ -45,16 +45,20 @@ def train(config: Config) -> dict[str, Any]:
     Raises `UserError` on every rank alike where the input is wrong.
     """
     with distributed() as runtime:
-        folder = Path(config.run.dir)
-        opened = False
-        try:
-            main_rank_first(lambda: open_run(config))
-            opened = True
-            return Trainer(config, runtime).run()
-        except BaseException as error:
-            if runtime.is_main and opened:
-                write_status(folder, "fatal", reason=f"{type(error).__name__}: {error}")
-            raise
+        return train_on(config, runtime)
+
+
+def train_on(config: Config, runtime: Runtime) -> dict[str, Any]:
+    """`train` in a process group that is up."""
+    opened = False
+    try:
+        main_rank_first(lambda: open_run(config))
+        opened = True
+        return Trainer(config, runtime).run()
+    except BaseException as error:
+        if runtime.is_main and opened:
+            write_status(Path(config.run.dir), "fatal", reason=f"{type(error).__name__}: {error}")
+        raise
 
 
 @dataclass(frozen=True)

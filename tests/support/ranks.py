@@ -29,7 +29,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     has said on stderr where it stands.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.model"])
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unset, `import deepspeed` looks for one and prints
+    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.train.trainer"])
     results = context.SimpleQueue()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -1,0 +1,120 @@
+"""Tiny whole runs: a config, texts with numbers, and the trainer on one or several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from cqwen_dist.config import load_config
+from support.ranks import run_ranks
+
+VOCAB = 291  # not divisible by 2
+_WORDS = ["tea", "milk", "bread", "salt", "rice"]
+
+
+def write_texts(path: Path, count: int = 40, *, numbers: bool = True, seed: int = 0) -> Path:
+    """A JSONL file of short texts with 0 to 4 numbers each (none at all without `numbers`)."""
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        words = draw.choices(_WORDS, k=draw.randint(1, 4))
+        if numbers and draw.random() < 0.8:
+            text = " and ".join(f"{word} costs {draw.uniform(-50, 90):.2f}" for word in words)
+        else:
+            text = "we have " + " and ".join(words)
+        lines.append(json.dumps({"text": text + "."}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def write_config(folder: Path, **overrides: Any) -> Path:
+    """config.yaml and data in `folder`, the run in `folder/run`: 2 stages of 3 steps, V 291, fp32, 12 samples a step.
+
+    overrides: dotted keys with `__` for the dot, such as train__seed=1.
+    """
+    data = folder / "texts.jsonl"
+    if not data.is_file():
+        write_texts(data)
+    tree: dict[str, Any] = {
+        "model": {
+            "architecture": {
+                "model_type": "qwen2",
+                "vocab_size": VOCAB,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 64,
+                "initializer_range": 0.2,
+            },
+            "tokenizer": "train",
+            "lora": {"r": 2, "alpha": 4},
+        },
+        "data": {"train": str(data), "eval_fraction": 0.2, "sequence_length": 48},
+        "stages": [
+            {"name": "heads", "train": ["heads", "embedding"], "steps": 3, "lr": 1e-2},
+            {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 3, "lr": 1e-2},
+        ],
+        "train": {"global_batch_size": 12, "micro_batch_size": 6, "checkpoint_every": 2, "eval_every": 100},
+        "run": {"dir": str(folder / "run")},
+    }
+    for dotted, value in overrides.items():
+        at: Any = tree
+        *above, last = dotted.split("__")
+        for part in above:
+            at = at[int(part)] if part.isdigit() else at.setdefault(part, {})
+        at[int(last) if last.isdigit() else last] = value
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def train_run(config: Path, *overrides: str, world: int = 1, timeout: float = 120.0) -> dict[str, Any]:
+    """Train as `cqwen train` does, on `world` ranks; rank 0's last figures."""
+    return run_ranks(_train, world, str(config), list(overrides), timeout=timeout)[0]
+
+
+def _train(config: str, overrides: list[str]) -> dict[str, Any]:
+    from cqwen_dist.parallel.runtime import Runtime
+    from cqwen_dist.train.trainer import train_on
+
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=str(rank))  # for DeepSpeed
+    runtime = Runtime(rank, dist.get_world_size(), rank, torch.device("cpu"))
+    return train_on(load_config(config, overrides), runtime)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The objects of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["train/total_loss"] for record in metrics(run)]
+
+
+def cqwen(*args: object, timeout: float = 200.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "cqwen_dist", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=command_environment(**environment),
+    )
+
+
+def command_environment(**environment: str) -> dict[str, str]:
+    """What a command is started with: CPU ranks, one thread each, nothing of a launcher around the tests."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
