@@ -1,0 +1,47 @@
+# Everything a newcomer runs. `make help` lists it.
+VENV   ?= .venv
+PYTHON ?= python3
+# Installed before everything else, so that nothing pulls another build of it; on a GPU machine: make setup TORCH=torch
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all test-matrix test-gpu lint format clean
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+setup: $(VENV)/.installed ## a virtual environment with everything
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet '$(TORCH)'
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the deepspeed launcher
+	$(BIN)/cqwen quickstart
+
+test: setup lint ## lint, types and the test suite
+	$(BIN)/pytest
+
+test-all: setup lint ## with the slow tests (not those that need a GPU)
+	$(BIN)/pytest -m 'not gpu'
+
+test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
+	$(BIN)/pytest tests/matrix -m 'slow or not slow'
+
+test-gpu: setup ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## write the house style into the files
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## what tools left behind (runs/ stays)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
