@@ -92,6 +92,7 @@ class Engine:
         # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo serves.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
+        optimizer.register_step_pre_hook(_skip_sleepers)
         engine, *_ = deepspeed.initialize(
             model=self.model.features,
             optimizer=optimizer,
@@ -134,6 +135,7 @@ class Engine:
         self.heads.set_lr(plan, step)
         for name, group in zip(self.feature_groups, self.engine.optimizer.param_groups, strict=True):
             group["lr"] = plan.lr(name, False, step)
+            group["asleep"] = name not in plan.stage.groups
 
     # -------------------------------------------------------------------------------------- one step
 
@@ -188,6 +190,14 @@ class Engine:
     def describe(self) -> str:
         """DeepSpeed's configuration as JSON, for the run's environment file."""
         return json.dumps(deepspeed_config(self.config, self.groups.world_size))
+
+
+def _skip_sleepers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """DeepSpeed steps every group with zeros for a gradient; Adam leaves out what has none at all."""
+    for group in optimizer.param_groups:
+        if group.get("asleep"):
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def _refuse_non_finite(value: Tensor) -> None:
