@@ -1,6 +1,12 @@
-"""Settings of every test: no hub, no telemetry, one thread a process, the CPU unless there is a GPU."""
+"""Settings of every test: no hub, no telemetry, one thread a process, the CPU unless there is a GPU.
+
+And the runs that several test files look at, trained once a session.
+"""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -9,3 +15,29 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one rank with a checkpoint at each of its 6 steps (stage heads to 3, stage lora from 4)."""
+    return _run(tmp_path_factory.mktemp("one_rank"), world=1, micro_batch_size=12)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on two ranks."""
+    return _run(tmp_path_factory.mktemp("two_ranks"), world=2, micro_batch_size=6)
+
+
+def _run(folder: Path, world: int, micro_batch_size: int) -> Path:
+    from support.runs import train_run, write_config
+
+    config = write_config(
+        folder,
+        train__micro_batch_size=micro_batch_size,
+        train__checkpoint_every=1,
+        train__keep_checkpoints=9,
+        run__dir=str(folder / "run"),
+    )
+    train_run(config, world=world)
+    return folder / "run"
