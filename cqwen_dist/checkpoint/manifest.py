@@ -83,7 +83,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+    return manifest if _well_formed(manifest) else None
+
+
+def _well_formed(manifest: Any) -> bool:
+    """Whether it has the parts that are read here."""
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("step"), int):
+        return False
+    files = manifest.get("files")
+    return isinstance(files, dict) and all(
+        isinstance(record, dict) and isinstance(record.get("size"), int) and isinstance(record.get("sha256"), str)
+        for record in files.values()
+    )
 
 
 def verify(folder: Path, checksums: bool = True) -> list[str]:

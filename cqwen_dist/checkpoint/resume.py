@@ -71,7 +71,8 @@ def save_checkpoint(run_dir: Path, step: int, state: TrainState, groups: Groups,
     beside = final.with_name(f".{final.name}.partial")
     main = groups.world.rank() == 0
     if main:
-        shutil.rmtree(beside, ignore_errors=True)
+        for partial in final.parent.glob(".step-*.partial"):  # of a run that was killed
+            shutil.rmtree(partial)
         beside.mkdir(parents=True)
     barrier()
     files: dict[str, Tensors] = {}
@@ -105,7 +106,8 @@ def save_checkpoint(run_dir: Path, step: int, state: TrainState, groups: Groups,
         beside.rename(final)
         sync_folder(final.parent)
         write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
-        for old in list_checkpoints(run_dir)[:-keep]:
+        # Later ones are of a run that was set back to an earlier checkpoint: no reason to drop the one just written.
+        for old in [folder for folder in list_checkpoints(run_dir) if folder.name <= final.name][:-keep]:
             shutil.rmtree(old)
     barrier()
     return final

@@ -21,6 +21,7 @@ def write_status(run_dir: Path, status: str, **details: Any) -> None:
 def read_status(run_dir: Path) -> dict[str, Any]:
     """The last status written; {"status": "unknown"} where there is none."""
     try:
-        return dict(json.loads((run_dir / STATUS).read_text(encoding="utf-8")))
+        found = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {"status": "unknown"}
+        found = None
+    return found if isinstance(found, dict) and "status" in found else {"status": "unknown"}

@@ -1,0 +1,135 @@
+"""What is a checkpoint and what is not: manifest, verify, list, latest. No torch, no run: folders made by hand."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cqwen_dist.checkpoint.manifest import (
+    FORMAT,
+    checkpoint_folder,
+    file_record,
+    latest_checkpoint,
+    list_checkpoints,
+    resolve_checkpoint,
+    verify,
+    write_atomically,
+)
+from cqwen_dist.checkpoint.status import read_status, write_status
+from cqwen_dist.config import UserError
+
+
+def make_checkpoint(run: Path, step: int) -> Path:
+    folder = checkpoint_folder(run, step)
+    folder.mkdir(parents=True)
+    (folder / "a.safetensors").write_bytes(bytes(range(200)))
+    (folder / "state.json").write_text(json.dumps({"step": step}))
+    files = {name: file_record(folder / name) for name in ("a.safetensors", "state.json")}
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": step, "stage": "s", "files": files}))
+    write_atomically(run / "latest", f"checkpoints/{folder.name}\n")
+    return folder
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = {"checksum differs": flip, "199 bytes, 200 in the manifest": truncate, "missing": Path.unlink}
+
+
+def test_a_record_is_size_and_sha256(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    assert file_record(tmp_path / "f") == {"size": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}
+
+
+def test_a_good_checkpoint_is_good_and_the_latest(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 7)
+    assert verify(folder) == []
+    assert latest_checkpoint(tmp_path) == folder
+    assert resolve_checkpoint(tmp_path) == resolve_checkpoint(folder) == (tmp_path, folder)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_is_named_with_its_file(tmp_path: Path, damage: str) -> None:
+    folder = make_checkpoint(tmp_path, 7)
+    act: Callable[[Path], None] = DAMAGES[damage]
+    act(folder / "a.safetensors")
+    assert verify(folder) == [f"{folder / 'a.safetensors'}: {_said(damage)}"]
+
+
+def _said(damage: str) -> str:
+    return "checksum differs from the manifest" if damage.startswith("checksum") else damage
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_latest_is_refused_and_the_newest_good_one_named(tmp_path: Path, damage: str) -> None:
+    make_checkpoint(tmp_path, 3)
+    make_checkpoint(tmp_path, 5)
+    folder = make_checkpoint(tmp_path, 7)
+    DAMAGES[damage](folder / "a.safetensors")
+    for look in (latest_checkpoint, resolve_checkpoint):
+        with pytest.raises(UserError, match=r"a\.safetensors.*write checkpoints/step-00000005 into"):
+            look(tmp_path)
+    with pytest.raises(UserError, match=r"a\.safetensors"):
+        resolve_checkpoint(folder)
+
+
+def test_without_any_good_one_the_error_says_so(tmp_path: Path) -> None:
+    flip(make_checkpoint(tmp_path, 3) / "a.safetensors")
+    with pytest.raises(UserError, match="no other checkpoint is good"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "files": {}}'])
+def test_a_folder_whose_manifest_cannot_be_read_is_no_checkpoint(tmp_path: Path, content: str) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "manifest.json").write_text(content)
+    assert list_checkpoints(tmp_path) == []
+    assert "missing or not readable" in verify(folder)[0]
+    with pytest.raises(UserError, match=r"manifest\.json"):
+        resolve_checkpoint(folder)
+
+
+@pytest.mark.parametrize("files", [None, [], {"a": None}, {"a": {"size": "x"}}])
+def test_a_manifest_of_another_shape_is_not_readable(tmp_path: Path, files: object) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 3, "stage": "s", "files": files}))
+    assert verify(folder)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_folder_half_written_is_not_listed(tmp_path: Path) -> None:
+    good = make_checkpoint(tmp_path, 3)
+    (tmp_path / "checkpoints" / "step-00000009").mkdir()
+    make_checkpoint(tmp_path, 11).rename(tmp_path / "checkpoints" / ".step-00000011.partial")
+    assert list_checkpoints(tmp_path) == [good]
+
+
+def test_no_latest_is_no_checkpoint_yet(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(UserError, match="a run folder with `latest`"):
+        resolve_checkpoint(tmp_path)
+
+
+def test_writing_leaves_the_new_text_and_nothing_beside_it(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "f", "old")
+    write_atomically(tmp_path / "f", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+    assert (tmp_path / "f").read_text() == "new"
+
+
+def test_status_comes_back_and_a_broken_one_is_unknown(tmp_path: Path) -> None:
+    assert read_status(tmp_path) == {"status": "unknown"}
+    write_status(tmp_path, "fatal", reason="why")
+    assert {"status": "fatal", "reason": "why"}.items() <= read_status(tmp_path).items()
+    for text in ("{", "[]", '"x"', "3"):
+        (tmp_path / "status.json").write_text(text)
+        assert read_status(tmp_path) == {"status": "unknown"}

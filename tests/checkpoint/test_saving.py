@@ -1,0 +1,172 @@
+"""Saving and loading a state by name: ranges of rows, retention, and a kill at every moment of a save."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cqwen_dist.checkpoint.manifest import (
+    checkpoint_folder,
+    latest_checkpoint,
+    list_checkpoints,
+    read_manifest,
+    verify,
+    write_atomically,
+)
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, save_checkpoint
+from cqwen_dist.config import UserError
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from support.ranks import run_ranks
+
+ROWS, WIDTH = 7, 3
+
+
+def state_of(start: int, stop: int, tag: float = 0.0) -> TrainState:
+    """A state in which every number tells where it belongs."""
+    weight = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH) + tag
+    threshold = torch.arange(ROWS, dtype=torch.float32) - 100 + tag
+    return TrainState(
+        features={"embedding.w_num": torch.full((WIDTH,), 1.5 + tag)},
+        feature_moments={"embedding.w_num.exp_avg": torch.full((WIDTH,), 2.5)},
+        heads={"action.reg_bias": torch.tensor(3.5)},
+        head_moments={"action.reg_bias.exp_avg": torch.tensor(4.5)},
+        rows={"action.cls_weight": weight[start:stop], "action.threshold": threshold[start:stop]},
+        row_moments={"action.cls_weight.exp_avg": -weight[start:stop]},
+        row_range=(start, stop),
+        state={"step": 1, "stage": "heads", "note": "数"},
+    )
+
+
+def save_here(run: str, group_size: int, steps: tuple[int, ...] = (1,), keep: int = 9, kill_at: int = -1) -> int:
+    """Save on every rank; kill_at: die at that call of the last save which makes something durable."""
+    groups = build_groups(group_size)
+    start, stop = vocab_range(ROWS, groups.vocab_rank, groups.vocab_size)
+    calls = 0
+    for step in steps:
+        if kill_at >= 0 and step == steps[-1] and dist.get_rank() == 0:
+            for name in ("fsync", "replace", "rename"):
+                plain = getattr(os, name)
+
+                def deadly(*args: Any, plain: Any = plain) -> Any:
+                    nonlocal calls
+                    if calls == kill_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    calls += 1
+                    return plain(*args)
+
+                setattr(os, name, deadly)
+        save_checkpoint(Path(run), step, state_of(start, stop, float(step)), groups, keep)
+    return calls
+
+
+def assert_is(found: TrainState, expected: TrainState) -> None:
+    for part in ("features", "feature_moments", "heads", "head_moments", "rows", "row_moments"):
+        a, b = getattr(found, part), getattr(expected, part)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a), part
+
+
+@pytest.mark.parametrize(("world", "group_size"), [(1, 1), (2, 1), (2, 2), (4, 4), (4, 2)])
+def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(
+    tmp_path: Path, world: int, group_size: int
+) -> None:
+    run_ranks(save_here, world, str(tmp_path), group_size)
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None
+    for start, stop in [(0, 7), (0, 4), (4, 7), (2, 5), (6, 7), (3, 4)]:
+        found = load_checkpoint(folder, (start, stop))
+        assert_is(found, state_of(start, stop, 1.0))
+        assert found.state["note"] == "数"
+
+
+def test_a_rank_without_rows_loads_none_and_all_rows_need_no_number(tmp_path: Path) -> None:
+    run_ranks(save_here, 1, str(tmp_path), 1)
+    folder = checkpoint_folder(tmp_path, 1)
+    assert all(not value.numel() for value in load_checkpoint(folder, (7, 7)).rows.values())
+    assert_is(load_checkpoint(folder, (0, 2**62)), state_of(0, 7, 1.0))
+
+
+def test_the_manifest_names_every_file_and_what_wrote_it(tmp_path: Path) -> None:
+    run_ranks(save_here, 2, str(tmp_path), 2)
+    folder = checkpoint_folder(tmp_path, 1)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert set(manifest["files"]) | {"manifest.json"} == {path.name for path in folder.iterdir()}
+    assert {"rows-00000000-00000004.safetensors", "rows-00000004-00000007.safetensors"} <= set(manifest["files"])
+    assert (manifest["step"], manifest["stage"]) == (1, "heads")
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert verify(folder) == []
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    run_ranks(save_here, 1, str(tmp_path), 1, (1, 2, 3, 10), 2)
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000010"]
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 10)
+
+
+def test_a_run_set_back_to_an_earlier_checkpoint_keeps_what_it_writes(tmp_path: Path) -> None:
+    run_ranks(save_here, 1, str(tmp_path), 1, (2, 4, 6), 3)
+    write_atomically(tmp_path / "latest", "checkpoints/step-00000002\n")
+    run_ranks(save_here, 1, str(tmp_path), 1, (3,), 1)
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 3)
+    run_ranks(save_here, 1, str(tmp_path), 1, (4,), 2)  # over the old one of that step
+    assert_is(load_checkpoint(checkpoint_folder(tmp_path, 4), (0, 7)), state_of(0, 7, 4.0))
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 4)
+
+
+def save_empty(run: str) -> str:
+    groups = build_groups(1)
+    state = state_of(0, 7)
+    state.features["backbone.lora_A"] = torch.empty(0)
+    try:
+        save_checkpoint(Path(run), 1, state, groups, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "saved"
+
+
+def test_an_empty_tensor_is_refused_by_name_and_no_checkpoint_appears(tmp_path: Path) -> None:
+    """How a sharded optimizer loses an adapter: a tensor of shape (0,)."""
+    assert "features.safetensors: backbone.lora_A is empty" in run_ranks(save_empty, 1, str(tmp_path))[0]
+    assert latest_checkpoint(tmp_path) is None
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint_as_latest(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    calls = run_ranks(save_here, 1, str(tmp_path / "whole"), 1, (1, 2), 9, 10**6)[0]
+    assert calls > 10, "the test does not see what the save does"
+    moved = 0
+    for kill_at in range(calls):
+        run = tmp_path / str(kill_at)
+        run.mkdir()
+        with pytest.raises(AssertionError, match=r"exit codes \[-9\]"):
+            run_ranks(save_here, 1, str(run), 1, (1, 2), 9, kill_at)
+        folder = latest_checkpoint(run)  # raises where it is damaged
+        assert folder is not None
+        step = json.loads((folder / "manifest.json").read_text())["step"]
+        moved += step == 2
+        assert_is(load_checkpoint(folder, (0, 7)), state_of(0, 7, float(step)))
+        for listed in list_checkpoints(run):
+            assert verify(listed) == []
+    assert 1 <= moved <= 2, "the pointer moves at the very end"
+    run_ranks(save_here, 1, str(tmp_path / "0"), 1, (3,))
+    assert [path.name for path in sorted((tmp_path / "0" / "checkpoints").iterdir())] == [
+        "step-00000001",
+        "step-00000003",
+    ], "the next save sweeps what a kill left"
+
+
+@pytest.mark.parametrize("name", ["state.json", "features.safetensors", "heads.moments.safetensors"])
+def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path, name: str) -> None:
+    run_ranks(save_here, 1, str(tmp_path), 1)
+    folder = checkpoint_folder(tmp_path, 1)
+    (folder / name).write_bytes(b"\0\0")
+    with pytest.raises(UserError, match="files that can be read"):
+        load_checkpoint(folder, (0, 7))
