@@ -28,13 +28,8 @@ class MetricsFile:
     def __init__(self, path: Path, step: int) -> None:
         """Opens for appending; lines of steps after `step` (done after the checkpoint, now done again) are dropped."""
         if path.is_file():
-            kept = []
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
-                except (ValueError, KeyError):
-                    continue  # a line cut off by a kill
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [line for line in lines if 0 < _step_of(line) <= step]
             write_atomically(path, "".join(line + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -46,6 +41,16 @@ class MetricsFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def _step_of(line: str) -> int:
+    """The step of a line; 0 where a kill cut it off."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return 0
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else 0
 
 
 class MetricsLog:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import run_ranks
 
 from cqwen_dist.checkpoint.manifest import (
     checkpoint_folder,
@@ -22,7 +23,6 @@ from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, save_check
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from support.ranks import run_ranks
 
 ROWS, WIDTH = 7, 3
 
@@ -73,9 +73,7 @@ def assert_is(found: TrainState, expected: TrainState) -> None:
 
 
 @pytest.mark.parametrize(("world", "group_size"), [(1, 1), (2, 1), (2, 2), (4, 4), (4, 2)])
-def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(
-    tmp_path: Path, world: int, group_size: int
-) -> None:
+def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(tmp_path: Path, world: int, group_size: int) -> None:
     run_ranks(save_here, world, str(tmp_path), group_size)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None

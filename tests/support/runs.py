@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from support.ranks import run_ranks
 
 from cqwen_dist.config import load_config
-from support.ranks import run_ranks
 
 VOCAB = 291  # not divisible by 2
 _WORDS = ["tea", "milk", "bread", "salt", "rice"]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.numerics import assert_all_close
+from support.runs import VOCAB, losses, metrics, train_run, write_config, write_texts
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
@@ -18,8 +20,6 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.train.groups import Member, feature_members, head_members
 from cqwen_dist.train.stages import Schedule, StagePlan
-from support.numerics import assert_all_close
-from support.runs import VOCAB, losses, metrics, train_run, write_config, write_texts
 
 ALL = (0, 2**62)  # rows
 
