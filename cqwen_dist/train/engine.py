@@ -92,7 +92,7 @@ class Engine:
         # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo serves.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
-        optimizer.register_step_pre_hook(_skip_sleepers)
+        _leave_sleepers_out(optimizer)
         engine, *_ = deepspeed.initialize(
             model=self.model.features,
             optimizer=optimizer,
@@ -192,12 +192,26 @@ class Engine:
         return json.dumps(deepspeed_config(self.config, self.groups.world_size))
 
 
-def _skip_sleepers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """DeepSpeed steps every group with zeros for a gradient; Adam leaves out what has none at all."""
-    for group in optimizer.param_groups:
-        if group.get("asleep"):
-            for parameter in group["params"]:
-                parameter.grad = None
+def _leave_sleepers_out(optimizer: torch.optim.Optimizer) -> None:
+    """DeepSpeed steps every group, with zeros for a sleeping one's gradient; Adam leaves out what has none at all.
+
+    The gradient is put back after the step: with an offloaded optimizer DeepSpeed keeps one buffer for it.
+    """
+    held: list[tuple[Tensor, Tensor | None]] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("asleep"):
+                for parameter in group["params"]:
+                    held.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def after(*_: Any) -> None:
+        while held:
+            parameter, parameter.grad = held.pop()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def _refuse_non_finite(value: Tensor) -> None:

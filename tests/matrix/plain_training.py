@@ -1,0 +1,97 @@
+"""The oracle of the matrix: one process, torch's AdamW and clipping, the seeds' materialised loss, all rows at once.
+
+Nothing of `parallel/` or `train/` is used here: groups, learning rates and what wakes when are written out again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from support.tiny import NUM, VOCAB, random_batch, tiny_model
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.model.losses import CausalQwenLoss
+
+STEPS = 6
+ROWS = 12  # sequences of an optimizer step; the last third without a number
+LR, SCALES_LR = 1e-3, 1e-2
+CLIP = 0.5  # far below every norm seen: clipping is always active
+DECAY = 0.01
+LORA = {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+HEADS = ["heads"]
+# `embedding` sleeps in the second stage and wakes again in the third, with fresh moments; the heads' carry over.
+KINDS: dict[str, list[list[str]]] = {
+    "heads": [HEADS],
+    "heads+lora": [[*HEADS, "embedding"], [*HEADS, "lora"], [*HEADS, "embedding", "lora"]],
+}
+
+
+class Trained(NamedTuple):
+    """What a training leaves: by step, losses and gradient norms (before clipping); every parameter by name."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    start: dict[str, Tensor]
+
+
+def step_batch(step: int) -> Batch:
+    """All sequences of one optimizer step, [ROWS, 10]: two thirds with numbers, then some without."""
+    return join([random_batch(8, 10, seed=step), random_batch(4, 10, numbers=False, seed=100 + step)])
+
+
+def join(batches: list[Batch]) -> Batch:
+    """Batches of one width below each other."""
+    return Batch(**{name: torch.cat([getattr(b, name) for b in batches]) for name in vars(batches[0])})
+
+
+def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
+    """The model at its start; `shape` may hold the range of rows."""
+    lora = LORA if kind == "heads+lora" else None
+    return tiny_model(number_dims=2, lora=lora, **shape)
+
+
+def group_of(name: str) -> str | None:
+    """The trainable group of a parameter of `CausalQwenModel`; None: frozen."""
+    if ".lora_" in name:
+        return "lora"
+    if name in ("features.embedding.w_num", "features.embedding.num_row"):
+        return "embedding"
+    frozen = name.startswith("features.") or name == "action.cls_bias"
+    return None if frozen else "heads"
+
+
+def train_plainly(kind: str) -> Trained:
+    """STEPS steps over the stages of `kind`, equally long."""
+    model = fresh_model(kind).train()
+    loss_fn = CausalQwenLoss(VOCAB, NUM)
+    loss_fn.ovr_loss.threshold = model.action.threshold
+    trained = {name: p for name, p in model.named_parameters() if group_of(name)}
+    start = {name: p.detach().clone() for name, p in trained.items()}
+    scales = ("abduction.scale_net.bias", "action.b_noise", "action.threshold")
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p], "lr": SCALES_LR if name in scales else LR, "weight_decay": DECAY if p.ndim > 1 else 0.0}
+            for name, p in trained.items()
+        ]
+    )
+    stages, losses, norms = KINDS[kind], [], []
+    for step in range(STEPS):
+        stage = step * len(stages) // STEPS
+        begins = step % (STEPS // len(stages)) == 0
+        for name, p in model.named_parameters():
+            p.requires_grad_(group_of(name) in stages[stage])
+            if begins and stage and group_of(name) in set(stages[stage]) - set(stages[stage - 1]):
+                adamw.state.pop(p, None)
+        batch = step_batch(step)
+        scores = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+        loss, _ = loss_fn(*scores, batch.labels, batch.numeric_labels, batch.attention_mask)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)))
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))
+    return Trained(losses, norms, {name: p.detach() for name, p in trained.items()}, start)

@@ -1,0 +1,182 @@
+"""The same training by the engine on ranks: every combination runs in one set of processes a world size."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from matrix.plain_training import (
+    CLIP,
+    DECAY,
+    KINDS,
+    LR,
+    ROWS,
+    SCALES_LR,
+    STEPS,
+    Trained,
+    fresh_model,
+    step_batch,
+)
+from support.tiny import NUM, VOCAB
+
+from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.config import Config
+from cqwen_dist.model.losses import fused_loss
+from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.train.engine import Engine
+from cqwen_dist.train.stages import Schedule
+
+
+class Case(NamedTuple):
+    """One combination of the matrix."""
+
+    world: int
+    group: int
+    zero: int
+    precision: str
+    accumulation: int
+    kind: str
+    offload: bool = False
+    checkpointing: bool = False
+
+
+class Found(NamedTuple):
+    """How far a case is from the oracle: the worst of all ranks."""
+
+    loss: float  # relative, worst step
+    norm: float  # relative, worst step
+    parameter: float  # absolute, worst entry
+    drift: float  # ||p - oracle|| / ||oracle - start|| over all parameters
+    name: str  # of rank 0's worst parameter
+
+
+def config_of(case: Case) -> Config:
+    stages = KINDS[case.kind]
+    named = [
+        {"name": str(i), "train": train, "steps": STEPS // len(stages), "lr": LR, "schedule": "constant",
+         "lr_groups": {"scales": SCALES_LR}}
+        for i, train in enumerate(stages)
+    ]  # fmt: skip
+    offload = "optimizer" if case.offload else "none"
+    return Config.model_validate(
+        {
+            "model": {"name_or_path": "unused"},
+            "data": {"train": "unused"},
+            "start": "seed",
+            "stages": named,
+            "parallel": {"zero_stage": case.zero, "vocab_group_size": case.group, "offload": offload},
+            "train": {"precision": case.precision, "max_grad_norm": CLIP, "weight_decay": DECAY},
+        }
+    )
+
+
+def shares(case: Case, step: int, rank: int) -> list[Batch]:
+    """This rank's micro-batches of a step: rows cut at random, some of them none, the text-only ones at the end."""
+    batch, cells = step_batch(step), case.world * case.accumulation
+    cuts = random.Random(f"{case.world} {case.accumulation} {step}")
+    inner = sorted(cuts.randint(0, ROWS) for _ in range(cells - 1))
+    if step % 2 and inner:
+        inner[0] = 0  # the first one gets nothing
+    edges = [0, *inner, ROWS]
+    return [
+        _rows(batch, edges[i], edges[i + 1]) for i in range(rank * case.accumulation, (rank + 1) * case.accumulation)
+    ]
+
+
+def _rows(batch: Batch, start: int, stop: int) -> Batch:
+    if start < stop:
+        return Batch(**{name: value[start:stop] for name, value in vars(batch).items()})
+    none = {name: value[:1] for name, value in vars(batch).items()}
+    for name in ("attention_mask", "numeric_mask"):
+        none[name] = torch.zeros_like(none[name])
+    none["labels"] = torch.full_like(none["labels"], IGNORE_INDEX)
+    return Batch(**none)
+
+
+def train_sharded(case: Case, groups: Groups) -> Trained:
+    """The training of `case`; parameters as this rank holds them (its rows; features whole)."""
+    rank, config = dist.get_rank(), config_of(case)
+    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
+    model = fresh_model(case.kind, vocab_start=start, rows=stop - start)
+    if case.checkpointing:
+        model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = Engine(model, config, Runtime(rank, case.world, rank, torch.device("cpu")), groups)
+    schedule = Schedule(config.stages, 1)
+    losses, norms, plan = [], [], None
+    gemm_dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    for step in range(STEPS):
+        if schedule.at(step) is not plan:
+            plan = schedule.at(step)
+            engine.enter_stage(plan, schedule.woken(plan))
+        engine.set_lr(plan, step)
+        batches = shares(case, step, rank)
+        whole = step_batch(step)
+        words, numbers = int(whole.label_mask.sum()), int(whole.numeric_mask.sum())
+        total = torch.zeros(())
+        for i, batch in enumerate(batches):
+            keep = batch.label_mask.flatten().nonzero()[:, 0]
+            z = engine.forward(batch, keep)
+            terms = fused_loss(
+                model.action,
+                model.abduction(z),
+                batch.labels.flatten()[keep],
+                batch.numeric_labels.flatten()[keep].float(),
+                batch.numeric_mask.flatten()[keep],
+                token_weight=case.world / words,
+                number_weight=case.world / numbers,
+                num_token_id=NUM,
+                group=groups.vocab,
+                gemm_dtype=gemm_dtype,
+            )
+            engine.backward(terms.loss, i == len(batches) - 1)
+            total += terms.cls_sum / words + terms.reg_sum / numbers
+        norms.append(float(engine.step()))
+        dist.all_reduce(total)
+        losses.append(float(total))
+    features, _, _ = engine.feature_state()
+    parameters = {f"features.{name}": value for name, value in features.items()}
+    parameters |= {m.name: m.parameter.detach() for m in engine.heads.members}
+    return Trained(losses, norms, parameters, {})
+
+
+def distance(case: Case, groups: Groups, found: Trained, oracle: Trained) -> Found:
+    """How far; equal on every rank."""
+    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
+    worst, name = 0.0, ""
+    squares = torch.zeros(2, 2, dtype=torch.float64)  # [replicated or rows][off, moved]
+    assert found.parameters.keys() == oracle.parameters.keys()
+    for key, value in found.parameters.items():
+        expected, begin = oracle.parameters[key], oracle.start[key]
+        by_rows = key in ("action.cls_weight", "action.threshold")
+        if by_rows:
+            expected, begin = expected[start:stop], begin[start:stop]
+        assert value.shape == expected.shape, key
+        error = float((value - expected).abs().max()) if value.numel() else 0.0
+        if not error <= worst:
+            worst, name = error, key
+        squares[int(by_rows)] += torch.stack([(value - expected).square().sum(), (expected - begin).square().sum()])
+    dist.all_reduce(squares[1], group=groups.vocab)
+    off, moved = squares.sum(0).tolist()
+    losses, norms = (
+        max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
+        for mine, theirs in ((found.losses, oracle.losses), (found.norms, oracle.norms))
+    )
+    everyone: list[Any] = [None] * case.world
+    dist.all_gather_object(everyone, (losses, norms, worst, (off / moved) ** 0.5))
+    return Found(*(max(column) for column in zip(*everyone, strict=True)), name)  # type: ignore[arg-type]
+
+
+def run_cases(cases: list[Case], oracles: dict[str, Trained]) -> list[tuple[Case, Found]]:
+    """Every case of one world size, on this rank."""
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=str(dist.get_rank()))
+    groups = {size: build_groups(size) for size in sorted({case.group for case in cases})}
+    results = []
+    for case in cases:
+        trained = train_sharded(case, groups[case.group])
+        results.append((case, distance(case, groups[case.group], trained, oracles[case.kind])))
+    return results

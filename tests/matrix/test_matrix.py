@@ -1,0 +1,88 @@
+"""Ranks x vocabulary group x ZeRO x precision x accumulation x what trains: the same training as one process's.
+
+The oracle (`plain_training`) knows no ranks, no DeepSpeed and no fused loss. Every case trains 6 steps with active
+clipping on rows that are spread unevenly over ranks and micro-batches, some of which hold none, some no number.
+fp32: losses, norms and every parameter as the oracle's. bf16: no further from it than unsharded bf16 is.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from matrix.plain_training import KINDS, Trained, train_plainly
+from matrix.sharded_training import Case, Found, run_cases
+from support.ranks import run_ranks
+
+TOLERANCE = 1e-5  # relative for losses and norms, absolute for parameters of order 1
+SPREAD = 1.5  # bf16 on ranks, over the worst of unsharded bf16
+GROUPS = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4)}
+BOTH = "heads+lora"
+
+WHOLE = {
+    world: [Case(world, *rest) for rest in product(sizes, (1, 2, 3), ("fp32", "bf16"), (1, 2), KINDS)]
+    for world, sizes in GROUPS.items()
+}
+# Every value of every column, the pairs that differ in code, and what has no column of its own.
+THIN = {
+    1: [Case(1, 1, 1, "fp32", 2, BOTH), Case(1, 1, 3, "fp32", 1, BOTH, checkpointing=True)],
+    2: [
+        Case(2, 2, 1, "fp32", 2, BOTH),
+        Case(2, 1, 2, "fp32", 1, BOTH, offload=True),
+        Case(2, 2, 3, "fp32", 1, BOTH, offload=True),
+        Case(2, 2, 2, "bf16", 2, BOTH, checkpointing=True),
+        Case(2, 2, 1, "fp32", 2, "heads"),
+    ],
+    3: [Case(3, 3, 2, "fp32", 2, BOTH), Case(3, 1, 1, "bf16", 1, "heads")],
+    4: [Case(4, 2, 3, "fp32", 2, BOTH), Case(4, 2, 1, "bf16", 1, BOTH), Case(4, 4, 3, "bf16", 2, BOTH)],
+}
+UNSHARDED_BF16 = [Case(1, 1, 1, "bf16", accumulation, kind) for accumulation, kind in product((1, 2), KINDS)]
+
+
+@pytest.fixture(scope="module")
+def oracles() -> dict[str, Trained]:
+    return {kind: train_plainly(kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def bf16_spread(oracles: dict[str, Trained]) -> dict[str, Found]:
+    """The furthest that bf16 in one process, no vocabulary group, is from the fp32 oracle."""
+    found = run_ranks(run_cases, 1, UNSHARDED_BF16, oracles, timeout=120)[0]
+    return {
+        kind: Found(*(max(f[i] for case, f in found if case.kind == kind) for i in range(4)), "")  # type: ignore[arg-type]
+        for kind in KINDS
+    }
+
+
+def check(cases: list[Case], oracles: dict[str, Trained], spread: dict[str, Found]) -> None:
+    results = run_ranks(run_cases, cases[0].world, cases, oracles, timeout=280)[0]
+    wrong = []
+    for case, found in results:
+        if case.precision == "fp32":
+            good = max(found[:3]) <= TOLERANCE
+        else:
+            limit = spread[case.kind]
+            good = found.loss <= SPREAD * limit.loss and found.drift <= SPREAD * limit.drift
+        line = f"loss {found.loss:.1e}, norm {found.norm:.1e}, parameter {found.parameter:.1e}, drift {found.drift:.1e}"
+        print(f"{case}: {line}")
+        if not good:
+            wrong.append(f"{case}: {line} ({found.name})")
+    assert len(results) == len(cases)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", GROUPS)
+def test_a_choice_of_the_matrix(world: int, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
+    check(THIN[world], oracles, bf16_spread)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", GROUPS)
+def test_the_whole_matrix(world: int, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
+    check(WHOLE[world], oracles, bf16_spread)
+
+
+def test_the_choice_covers_every_value() -> None:
+    for column in ("world", "group", "zero", "precision", "accumulation", "kind", "offload", "checkpointing"):
+        values = {getattr(case, column) for cases in THIN.values() for case in cases}
+        assert values >= {getattr(case, column) for cases in WHOLE.values() for case in cases}, column
