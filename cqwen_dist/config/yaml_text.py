@@ -161,6 +161,13 @@ def _lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
             _lines(value, here, lines)
 
 
+_UNICODE_BREAKS = frozenset("\x85\u2028\u2029")  # line breaks to YAML 1.1
+
+
 def dump(value: Any) -> str:
     """YAML text that `parse` reads back as an equal value."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    if _UNICODE_BREAKS.isdisjoint(text):
+        return text
+    # PyYAML writes these inside a string as they are, and reads them back as a space: escape all but ASCII
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False))

@@ -160,13 +160,14 @@ def generate(
             past_key_values=cache,
         )
         u_prime = chosen.law(action, Cauchy(u.loc[:, -1], u.scale[:, -1]), draws)
-        word = chosen.choose(action, u_prime, draws, options)
+        seen = action.word_part(u_prime)
+        word = chosen.choose(action, seen, draws, options)
         number = (word == num_token_id) & ~done
         y = action.value(u_prime)
         ids[:, end] = torch.where(done, pad_token_id, word)
         values[:, end] = model.target.inverse(y.loc).where(number, 0.0)
         loc[:, end], scale[:, end] = y.loc.double().where(number, 0.0), y.scale.double().where(number, 0.0)
-        p_num[:, end] = _prob_of(action, u_prime, num_token_id).where(number, 0.0)
+        p_num[:, end] = _prob_of(action, seen, num_token_id).where(number, 0.0)
         generated[:, end] = number
         if on_token is not None:
             on_token(ids[:, end], values[:, end])

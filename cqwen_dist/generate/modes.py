@@ -1,7 +1,7 @@
 """The ways to decide the next word and number, each a pair of small functions.
 
     law(action, U, draws)        -> U', what the action network is given: which randomness is drawn, which stays a law
-    choose(action, U', options)  -> the word of each row; the number is the location of Y(U'), in every mode
+    choose(action, U', options)  -> the word of each row (of what words see of U'); the number is Y(U')'s location
 
     mode        law of U'                                  word
     standard    Cauchy(loc, scale + |b|)                   argmax P                        S3 3.1
@@ -36,12 +36,14 @@ class Action(Protocol):
 
     vocab_size: int
     vocab_start: int
-    cls_weight: Tensor  # [V,C]
+    cls_weight: Tensor  # [V,C] without the number dimensions
     cls_bias: Tensor  # [V]
     threshold: Tensor  # [] or [V]
     b_noise: Tensor  # [C]
 
     def add_noise(self, u: Cauchy) -> Cauchy: ...
+
+    def word_part(self, u: Cauchy) -> Cauchy: ...
 
     def value(self, u_prime: Cauchy) -> Cauchy: ...
 

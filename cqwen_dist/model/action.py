@@ -16,7 +16,8 @@ class ActionNetwork(nn.Module):
 
     A bias shifts a location and never enters a scale (S2 3.4). The thresholds C live here because they, like
     W_cls and b_cls, are rows of the vocabulary: this module may hold all V of them or a rank's range
-    [vocab_start, vocab_start + rows). Weights are fp32 masters.
+    [vocab_start, vocab_start + rows). word_size: how many of the C dimensions words see (default all; the rest are
+    number dimensions). Weights are fp32 masters.
     """
 
     def __init__(
@@ -24,6 +25,7 @@ class ActionNetwork(nn.Module):
         causal_hidden_size: int,
         vocab_size: int,
         *,
+        word_size: int | None = None,
         vocab_start: int = 0,
         rows: int | None = None,
         scalar_threshold: bool = False,
@@ -32,7 +34,8 @@ class ActionNetwork(nn.Module):
         rows = vocab_size if rows is None else rows
         self.vocab_size = vocab_size
         self.vocab_start = vocab_start
-        self.cls_weight = nn.Parameter(torch.empty(rows, causal_hidden_size))
+        self.word_size = causal_hidden_size if word_size is None else word_size
+        self.cls_weight = nn.Parameter(torch.empty(rows, self.word_size))
         self.cls_bias = nn.Parameter(torch.zeros(rows))
         self.threshold = nn.Parameter(torch.zeros(()) if scalar_threshold else torch.zeros(rows))
         self.reg_weight = nn.Parameter(torch.empty(causal_hidden_size))
@@ -56,13 +59,21 @@ class ActionNetwork(nn.Module):
         """U' of U: independent scales add (S0 4 step 1). [..., C]."""
         return Cauchy(u.loc, u.scale + self.b_noise.abs())
 
+    def word_part(self, u: Cauchy) -> Cauchy:
+        """What words see of U or U' [..., C]: all but the number dimensions, [..., word_size].
+
+        W_cls is zero on number dimensions and stays so: their scale is of order 1 where the words' is 1e-5 to 1e-3,
+        so one optimizer step on them would multiply every word's scale_S.
+        """
+        return Cauchy(u.loc[..., : self.word_size], u.scale[..., : self.word_size])
+
     def value(self, u_prime: Cauchy) -> Cauchy:
         """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`)."""
         return u_prime.affine(self.reg_weight, self.reg_bias)
 
     def scores(self, u_prime: Cauchy) -> Cauchy:
         """S of U' [..., C]: Cauchy [..., rows], materialised: for one position, small models and tests."""
-        return u_prime.affine(self.cls_weight, self.cls_bias)
+        return self.word_part(u_prime).affine(self.cls_weight, self.cls_bias)
 
     def forward(self, loc_U: Tensor, scale_U: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """loc_U, scale_U [..., C] -> loc_S, scale_S [..., rows], loc_Y, scale_Y [...] (the seeds' S2 3.4).

@@ -154,7 +154,12 @@ class CausalQwenModel(nn.Module):
             hidden, size, scale_activation=config.scale_activation, scale_floor=config.scale_floor
         )
         self.action = ActionNetwork(
-            size, config.vocab_size, vocab_start=vocab_start, rows=rows, scalar_threshold=config.scalar_threshold
+            size,
+            config.vocab_size,
+            word_size=config.causal_size,
+            vocab_start=vocab_start,
+            rows=rows,
+            scalar_threshold=config.scalar_threshold,
         )
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))

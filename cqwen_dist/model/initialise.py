@@ -40,7 +40,7 @@ def inherit_head(
     """W_cls from the base's output head [V,H] (cloned: the base may tie it to the embeddings), W_loc to match.
 
     Word part C_w = H: W_loc = I, W_cls = W. C_w > H: zero-padded, loc_S unchanged. C_w < H: the top C_w right singular
-    directions of W. Number dimensions: zero in W_cls and W_loc, 1/m in W_reg, so that words see nothing of them.
+    directions of W. Number dimensions: none in W_cls, zero in W_loc, 1/m in W_reg: words see nothing of them.
     bias: the base head's, or None (Qwen has none): b_cls. num_row_init: <NUM>'s row inherited, the mean row, or
     small and random. Returns the relative error of the logits (Frobenius; 0 unless C_w < H).
     """
@@ -141,20 +141,16 @@ def calibrate(
     """
     z, labels = _labelled_features(model, batches, features or model.kept_features, max_tokens)
     vocab = None if groups is None else groups.vocab
-    action, words = model.action, model.config.causal_size
-    u = model.abduction(z)
-    loc = u.loc.contiguous()
-    number_scale = u.scale + action.b_noise.abs()
+    action = model.action
+    loc = action.word_part(model.abduction(z)).loc.contiguous()
     count = _sum(torch.tensor(float(labels.numel()), device=z.device), groups)
     if not count:
         raise ValueError("no labelled positions to calibrate on")
 
     def evaluate(threshold: float, gamma: float) -> tuple[float, Tensor]:
-        scale = number_scale.clone()
-        scale[:, :words] = gamma
         out = vocab_parallel_ovr(
             loc,
-            scale,
+            torch.full_like(loc, gamma),
             action.cls_weight,
             action.cls_bias,
             torch.tensor(threshold, device=z.device),
@@ -172,13 +168,11 @@ def calibrate(
     set_scales(model, gamma, b_noise_init)
     action.threshold.fill_(threshold)
     loss, prob_sum = evaluate(threshold, gamma)
-    scale = number_scale.clone()
-    scale[:, :words] = gamma
 
     def accuracy(rank_by: str) -> float:
         _, ids = vocab_parallel_topk(
             loc,
-            scale,
+            torch.full_like(loc, gamma),
             action.cls_weight,
             action.cls_bias,
             action.threshold,

@@ -150,9 +150,10 @@ def fused_loss(
     Collective over `group`, forward and backward.
     """
     u_prime = action.add_noise(u)
+    words = action.word_part(u_prime)
     out = vocab_parallel_ovr(
-        u_prime.loc.to(gemm_dtype),
-        u_prime.scale.to(gemm_dtype),
+        words.loc.to(gemm_dtype),
+        words.scale.to(gemm_dtype),
         action.cls_weight.to(gemm_dtype),
         action.cls_bias,
         action.threshold,

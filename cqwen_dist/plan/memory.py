@@ -125,7 +125,9 @@ def plan(
         gpu_memory_gib=gpu_memory_gib,
         accumulation=sizes.accumulation,
         base_parameters=sizes.base.base_parameters,
-        trainable_parameters=sum(sizes.engine_parameters.values()) + sizes.trained_rows * sizes.base.vocab,
+        trainable_parameters=sum(sizes.engine_parameters.values())
+        + sum(trained for _, trained in sizes.replicated_parameters.values())
+        + sizes.trained_rows * sizes.base.vocab,
         parts=tuple(part for part in parts if part.bytes),
         advice=_advice(config, parts),
     )
@@ -156,6 +158,11 @@ class _Sizes:
         return (self.config.model.causal_size or self.base.hidden) + self.config.number_dims
 
     @property
+    def words(self) -> int:
+        """The dimensions of U that words see: C without the number dimensions."""
+        return self.config.model.causal_size or self.base.hidden
+
+    @property
     def group(self) -> int:
         """g."""
         return self.config.parallel.vocab_group_size
@@ -184,20 +191,32 @@ class _Sizes:
     def trained_rows(self) -> int:
         """Trained numbers for each word."""
         bias = self.config.train.train_class_bias and "classifier" in self.awake
-        return self.causal * ("classifier" in self.awake) + bias + (self.per_word and self.trained_threshold)
+        return self.words * ("classifier" in self.awake) + bias + (self.per_word and self.trained_threshold)
 
     @property
     def engine_parameters(self) -> dict[str, int]:
         """Trained parameters that DeepSpeed's engine holds, by part."""
-        c, h, lora = self.causal, self.base.hidden, self.config.model.lora
-        lora_size = self.base.lora_parameters(lora.r, lora.target_modules)
-        small = {"regression": c + 1, "noise": c, "embedding": 2 * h}  # embedding: w_num and the <NUM> row's delta
+        lora = self.config.model.lora
         sizes = {
-            "LoRA": lora_size if "lora" in self.awake else 0,
-            "abduction": 2 * (c * h + c) if "abduction" in self.awake else 0,
-            "small vectors": sum(size for name, size in small.items() if name in self.awake),
+            "LoRA": self.base.lora_parameters(lora.r, lora.target_modules) if "lora" in self.awake else 0,
+            # w_num and the difference of <NUM>'s row
+            "embedding of numbers": 2 * self.base.hidden if "embedding" in self.awake else 0,
         }
         return {name: size for name, size in sizes.items() if size}
+
+    @property
+    def replicated_parameters(self) -> dict[str, tuple[int, int]]:
+        """(parameters, of which trained) of the heads that every rank holds whole, outside the engine, by part."""
+        c, h = self.causal, self.base.hidden
+        vectors = {"regression": c + 1, "noise": c}
+        abduction = 2 * (c * h + c)
+        return {
+            "abduction": (abduction, abduction * ("abduction" in self.awake)),
+            "regression and noise": (
+                sum(vectors.values()),
+                sum(size for name, size in vectors.items() if name in self.awake),
+            ),
+        }
 
     def over(self, stage: int) -> int:
         """Over how many ranks ZeRO spreads what it shards from `stage` on."""
@@ -211,15 +230,12 @@ def _frozen(s: _Sizes) -> Iterator[Part]:
     if s.over(3) > 1:
         gathered = 2 * s.base.layer_parameters + s.base.embedding_parameters
         yield Part("gathered by ZeRO-3", gathered * s.width, "two whole layers and the embedding, while in use")
-    if "abduction" not in s.awake:
-        size = 2 * s.causal * (s.base.hidden + 1) * FP32
-        yield Part("abduction (never trained)", _share(size, s.over(3)), "W_loc, W_scale [C, H], 4 bytes each")
 
 
 def _engine(s: _Sizes) -> Iterator[Part]:
     """Weights, gradients, fp32 masters (of bf16 weights, or ZeRO's own partition) and two moments, by ZeRO stage."""
     for name, count in s.engine_parameters.items():
-        width = s.width if name == "LoRA" else FP32
+        width = s.width
         yield Part(f"{name}: weights", _share(count * width, s.over(3)), f"{count:,} x {width} bytes / {s.over(3)}")
         yield Part(f"{name}: gradients", _share(count * width, s.over(2)), f"{count:,} x {width} bytes / {s.over(2)}")
         master = FP32 if width < FP32 or s.config.parallel.zero_stage else 0
@@ -232,8 +248,11 @@ def _engine(s: _Sizes) -> Iterator[Part]:
 
 
 def _heads(s: _Sizes) -> Iterator[Part]:
-    """The rows that lie outside the engine, over the vocabulary group; their AdamW is the project's own, in fp32."""
-    v, c = s.rows, s.causal
+    """The heads lie outside the engine, in fp32, with an AdamW of their own: small ones whole, rows over the group."""
+    for name, (count, trained_count) in s.replicated_parameters.items():
+        size = count * FP32 + trained_count * (FP32 + MOMENTS)
+        yield Part(name, size, f"{count:,} x 4 bytes, {trained_count:,} trained x 12 more (gradient, two moments)")
+    v, c = s.rows, s.words
     trained = "classifier" in s.awake
     each = FP32 * (2 if trained else 1) + (MOMENTS if trained else 0)
     state = "master, gradient, two moments" if trained else "weight only (never trained)"
@@ -268,7 +287,7 @@ def _activations(s: _Sizes) -> Iterator[Part]:
         yield Part("OvR loss", REFERENCE_TENSORS * scores, f"{REFERENCE_TENSORS} tensors [N, v] (loss.impl: reference)")
     else:
         tile = TILE_BUFFERS * min(TILE_BYTES, scores)
-        second = s.rows * c * FP32 if "classifier" in s.awake and s.accumulation > 1 else 0
+        second = s.rows * s.words * FP32 if "classifier" in s.awake and s.accumulation > 1 else 0
         yield Part("OvR loss", tile + second, "tiles" + (" + a micro-batch's own gradient of W_cls" if second else ""))
 
 

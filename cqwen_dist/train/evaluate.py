@@ -136,9 +136,10 @@ class Evaluator:
 
     def _words(self, u_prime: Cauchy, labels: Tensor) -> VocabParallelOutput:
         action = self.model.action
+        seen = action.word_part(u_prime)
         return vocab_parallel_ovr(
-            u_prime.loc.to(self.gemm_dtype),
-            u_prime.scale.to(self.gemm_dtype),
+            seen.loc.to(self.gemm_dtype),
+            seen.scale.to(self.gemm_dtype),
             action.cls_weight.to(self.gemm_dtype),
             action.cls_bias,
             action.threshold,
@@ -151,9 +152,10 @@ class Evaluator:
 
     def _top1(self, u_prime: Cauchy, rank_by: str = "ovr") -> Tensor:
         action = self.model.action
+        seen = action.word_part(u_prime)
         _, ids = vocab_parallel_topk(
-            u_prime.loc.to(self.gemm_dtype),
-            u_prime.scale.to(self.gemm_dtype),
+            seen.loc.to(self.gemm_dtype),
+            seen.scale.to(self.gemm_dtype),
             action.cls_weight.to(self.gemm_dtype),
             action.cls_bias,
             action.threshold,

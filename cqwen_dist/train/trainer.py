@@ -14,7 +14,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint, write_atomically
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, save_checkpoint
-from cqwen_dist.checkpoint.status import write_status
+from cqwen_dist.checkpoint.status import read_status, write_status
 from cqwen_dist.config import Config
 from cqwen_dist.data.dataset import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -30,7 +30,7 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_topk, vocab_range
 from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.engine import Engine
 from cqwen_dist.train.evaluate import Evaluator
-from cqwen_dist.train.metrics import MetricsLog, Progress
+from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.run_folder import START, open_run, write_environment
 from cqwen_dist.train.stages import Schedule, StagePlan
 
@@ -128,6 +128,9 @@ class Trainer:
         total = self.schedule.total_steps
         if step >= total:
             self._say(f"already done: {total} steps in {self.folder}")
+            if self.runtime.is_main and read_status(self.folder)["status"] != "done":  # killed before it could say so
+                MetricsFile(self.folder / METRICS, step).close()
+                write_status(self.folder, "done", step=step, total_steps=total)
             return last
         log = None
         if self.runtime.is_main:
@@ -157,9 +160,10 @@ class Trainer:
             if at_end or step % self.config.train.eval_every == 0:
                 last = self._evaluate(step, log)
             if at_end or step % self.config.train.checkpoint_every == 0:
+                if log is not None:
+                    log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
                 self._save(step, plan, last)
                 if log is not None:
-                    log.flush()
                     write_status(self.folder, "running", step=step, total_steps=total)
         if log is not None:
             log.close()
@@ -250,7 +254,7 @@ class Trainer:
         """[right, seen] of argmax P over some of the last micro-batch's tokens."""
         some = slice(0, ACCURACY_TOKENS)
         action = self.model.action
-        u = action.add_noise(self.model.abduction(z.detach()[some]))
+        u = action.word_part(action.add_noise(self.model.abduction(z.detach()[some])))
         _, ids = vocab_parallel_topk(
             u.loc.to(self.gemm_dtype),
             u.scale.to(self.gemm_dtype),
