@@ -154,7 +154,7 @@ def fused_loss(
     out = vocab_parallel_ovr(
         words.loc.to(gemm_dtype),
         words.scale.to(gemm_dtype),
-        action.cls_weight.to(gemm_dtype),
+        action.cls_weight,
         action.cls_bias,
         action.threshold,
         labels,

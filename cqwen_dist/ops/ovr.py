@@ -65,7 +65,8 @@ def linear_ovr(
     """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
 
     loc_u, scale_u: [N, C], location and scale of U' (scale_u >= 0 already holds |b_noise|); weight: [v, C]; all
-        three of one dtype, fp32, bf16 or fp64: the GEMMs' dtype. Elementwise maths and sums are fp32 (fp64).
+        three of one dtype, fp32, bf16 or fp64: the GEMMs' dtype. With bf16 the weight may be fp32: then blocks of it
+        are rounded as they are visited, and its gradient is fp32. Elementwise maths and sums are fp32 (fp64).
     bias: [v] or None. threshold: C_k, scalar or [v], or a float.
     labels: [N] int64 in the *whole* vocabulary; a label outside the slice leaves only negatives here.
         label == ignore_index takes no part: loss, per_token and gradients 0.

@@ -54,10 +54,11 @@ class Gradients(NamedTuple):
 def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[OvrSums, Gradients]:
     """The sums and, at upstream gradient 1, the gradients; ``need`` says for which of the five inputs.
 
-    GEMMs run in the weight's dtype on a GPU (fp32 accumulation), in fp32 on a CPU; fp64 throughout for fp64.
+    GEMMs run in loc_u's dtype on a GPU (fp32 accumulation), in fp32 on a CPU; fp64 throughout for fp64. A weight in
+    fp32 is rounded block by block where they want bf16: no copy of it exists, and its gradient stays fp32.
     """
     weight, real = inputs.weight, inputs.real
-    gemm = weight.dtype if weight.is_cuda else real
+    gemm = inputs.loc_u.dtype if weight.is_cuda else real
     (tokens, c), rows = inputs.loc_u.shape, inputs.rows
     x, g = inputs.loc_u.detach().to(gemm), inputs.scale_u.detach().to(gemm)
     token_weights = inputs.token_weights.to(real)[:, None] / math.pi  # the tile's gradients come times pi

@@ -28,6 +28,7 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loc_S, scale_S, C - loc_S), [N, rows] in fp32 (fp64 for fp64), of the rows given."""
     real = torch.promote_types(weight.dtype, torch.float32)
+    weight = weight.to(loc_u.dtype)
     loc = (loc_u @ weight.T).to(real)
     if bias is not None:
         loc = loc + bias.to(real)

@@ -11,7 +11,8 @@ from torch import Tensor
 class OvrInputs(NamedTuple):
     """A slice's loss, checked and reduced to what the sum needs.
 
-    loc_u, scale_u [N, C], weight [v, C]: one dtype (fp32, bf16, fp64). bias [v] or None; threshold [] or [v].
+    loc_u, scale_u [N, C], weight [v, C]: one dtype (fp32, bf16, fp64), or bf16 with a weight in fp32. bias [v] or
+    None; threshold [] or [v].
     target [N] int64: the label's row in the slice, -1 for none. token_weights [N]: factor of each token in the loss,
     0 for one that takes no part. class_weights [v] or None. rows: the words summed are the slice's first ``rows``.
     The last five are constants: no gradient.
@@ -53,8 +54,10 @@ def check_head(
         raise ValueError(f"loc_u, scale_u must be [N, C], found {tuple(loc_u.shape)}, {tuple(scale_u.shape)}")
     if weight.ndim != 2 or weight.shape[1] != loc_u.shape[1]:
         raise ValueError(f"weight must be [v, {loc_u.shape[1]}], found {tuple(weight.shape)}")
-    if not loc_u.dtype == scale_u.dtype == weight.dtype:
-        raise TypeError(f"one dtype wanted, found {loc_u.dtype}, {scale_u.dtype}, weight {weight.dtype}")
+    masters = weight.dtype == torch.float32 and loc_u.dtype == torch.bfloat16
+    if loc_u.dtype != scale_u.dtype or not (loc_u.dtype == weight.dtype or masters):
+        found = f"{loc_u.dtype}, {scale_u.dtype}, weight {weight.dtype}"
+        raise TypeError(f"one dtype wanted (or bf16 with a weight in fp32), found {found}")
     v = weight.shape[0]
     if bias is not None and bias.shape != (v,):
         raise ValueError(f"bias must have shape ({v},), found {tuple(bias.shape)}")

@@ -15,7 +15,7 @@ def ovr_reference(inputs: OvrInputs) -> OvrSums:
     """sum_i token_weights_i sum_k w_k BCE_ik over the slice's words in use (S0 5.1 formulas 3-5, S4 3.4.3)."""
     loc_u, scale_u, weight, bias, threshold, target, token_weights, class_weights, rows, want_prob_sum = inputs
     real = inputs.real
-    weight = weight[:rows]
+    weight = weight[:rows].to(loc_u.dtype)
     loc = (loc_u @ weight.T).to(real)
     if bias is not None:
         loc = loc + bias[:rows].to(real)

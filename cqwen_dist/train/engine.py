@@ -37,8 +37,6 @@ class NonFiniteStep(RuntimeError):
 def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration, derived from ours by this one function."""
     stage = config.parallel.zero_stage
-    if stage == 0:
-        raise UserError("parallel.zero_stage", 0, "1, 2 or 3")
     bf16 = config.train.precision == "bf16"
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
@@ -208,7 +206,8 @@ def _leave_sleepers_out(optimizer: torch.optim.Optimizer) -> None:
 
     def after(*_: Any) -> None:
         while held:
-            parameter, parameter.grad = held.pop()
+            parameter, gradient = held.pop()
+            parameter.grad = gradient
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
