@@ -12,12 +12,12 @@ gradients, four GEMMs spread those. Nothing of size [N, V] exists and nothing is
             d_x += D_loc W                          d_g += D_scale |W|
             d_W += D_loc^T x + sign(W) * (D_scale^T g)
 
-Token weights ride on the [N, C] operands of the gradient GEMMs, so masks and denominators cost nothing.
+Token weights are an input (an upstream gradient per token cannot be known in one visit), so masks and global
+denominators cost nothing.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +61,7 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
     gemm = inputs.loc_u.dtype if weight.is_cuda else real
     (tokens, c), rows = inputs.loc_u.shape, inputs.rows
     x, g = inputs.loc_u.detach().to(gemm), inputs.scale_u.detach().to(gemm)
-    token_weights = inputs.token_weights.to(real)[:, None] / math.pi  # the tile's gradients come times pi
-    token_rows = _in_parts(token_weights.T, gemm)
+    token_weights = inputs.token_weights.to(real)
     offset = inputs.threshold.detach().to(real).expand(weight.shape[0])
     if inputs.bias is not None:
         offset = offset - inputs.bias.detach().to(real)
@@ -72,9 +71,7 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
     d_x = x.new_zeros(x.shape, dtype=real) if need_x else None
     d_g = x.new_zeros(x.shape, dtype=real) if need_g else None
     d_w = torch.empty_like(weight) if need_w else None
-    d_gap = x.new_zeros(len(token_rows), weight.shape[0], dtype=real) if any(need_gap) else None
-    xw = (inputs.loc_u.detach() * token_weights).to(gemm) if need_w else x
-    gw = (inputs.scale_u.detach() * token_weights).to(gemm) if need_w else g
+    d_gap = x.new_zeros(weight.shape[0], dtype=real) if any(need_gap) else None
     per_token = torch.zeros(tokens, dtype=torch.float64, device=x.device)
     prob_sum = torch.zeros_like(per_token) if inputs.want_prob_sum else None
 
@@ -106,20 +103,21 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
                 low.view(*shape),
                 offset[words],
                 inputs.target[some] - v0,
+                token_weights[some],
                 None if class_weights is None else class_weights[words],
                 per_token[some],
                 None if prob_sum is None else prob_sum[some],
             )
             d_loc, d_scale = maths(tile, any(need))
             if d_gap is not None:
-                _mm(token_rows[:, some], d_loc, d_gap[:, words], add=True)
+                d_gap[words] += d_loc.sum(0, dtype=real)
             if d_x is not None:
                 _mm(d_loc, w, d_x[some], add=True)
             if d_g is not None:
                 _mm(d_scale, abs_w, d_g[some], add=True)
             if d_w_loc is not None and d_w_scale is not None:
-                _mm(d_loc.T, xw[some], d_w_loc, add=i0 > 0)
-                _mm(d_scale.T, gw[some], d_w_scale, add=i0 > 0)
+                _mm(d_loc.T, x[some], d_w_loc, add=i0 > 0)
+                _mm(d_scale.T, g[some], d_w_scale, add=i0 > 0)
         if d_w is not None and d_w_loc is not None and d_w_scale is not None and tokens:
             torch.sign(w, out=abs_w)
             d_w_loc.addcmul_(abs_w, d_w_scale)
@@ -136,12 +134,12 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
     )
     d_threshold = None
     if need[4] and d_gap is not None:
-        d_threshold = -(d_gap.sum(0) if inputs.threshold.ndim else d_gap.sum()).to(inputs.threshold.dtype)
+        d_threshold = -(d_gap if inputs.threshold.ndim else d_gap.sum()).to(inputs.threshold.dtype)
     return out, Gradients(
-        None if d_x is None else d_x.mul_(token_weights).to(inputs.loc_u.dtype),
-        None if d_g is None else d_g.mul_(token_weights).to(inputs.scale_u.dtype),
+        None if d_x is None else d_x.to(inputs.loc_u.dtype),
+        None if d_g is None else d_g.to(inputs.scale_u.dtype),
         d_w,
-        d_gap.sum(0).to(inputs.bias.dtype) if need[3] and inputs.bias is not None and d_gap is not None else None,
+        d_gap.to(inputs.bias.dtype) if need[3] and inputs.bias is not None and d_gap is not None else None,
         d_threshold,
     )
 
@@ -193,12 +191,6 @@ class _Flat:
 
     def view(self, a: int, b: int) -> list[Tensor]:
         return [flat[: a * b].view(a, b) for flat in self._flat]
-
-
-def _in_parts(row: Tensor, dtype: torch.dtype) -> Tensor:
-    """[1, t] -> [1, t], or, in a narrower dtype, [2, t]: the value and what its rounding left out."""
-    first = row.to(dtype)
-    return first if dtype == row.dtype else torch.cat([first, (row - first.to(row.dtype)).to(dtype)])
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:

@@ -38,14 +38,15 @@ class Tile(NamedTuple):
     low: list[Tensor]  # two [t, n] in the GEMM's dtype for the gradients, or none where that is fp32
     offset: Tensor  # [n] in: C - b
     target: Tensor  # [t] in: the label's column in this tile, or anything outside [0, n)
+    token_weights: Tensor  # [t] in: factor of the gradients (not of per_token)
     class_weights: Tensor | None  # [n] in
     per_token: Tensor  # [t] fp64, added to: sum_k w_k loss_ik
     prob_sum: Tensor | None  # [t] fp64, added to: sum_k P_ik
 
 
 class TileMaths(Protocol):
-    """How a tile is computed. Returns pi dloss/dloc and pi dloss/dscale, [t, n], in buffers of the tile; for
-    with_grad=False the two are undefined."""
+    """How a tile is computed. Returns dloss/dloc and dloss/dscale, token and class weights in them, [t, n], in buffers
+    of the tile; for with_grad=False the two are undefined."""
 
     buffers: int  # work buffers wanted
 
@@ -77,11 +78,11 @@ class TorchTile:
 
         torch.addcmul(b, a, b, out=a)  # 1 - P
         torch.mul(gap, gap, out=b).addcmul_(scale, scale).mul_(a).add_(MIN_DENOMINATOR)
-        d_loc, d_scale = scale.div_(b), gap.div_(b)
-        d_loc.view(-1)[at] *= sign
+        torch.div(tile.token_weights[:, None] / math.pi, b, out=b)
         if tile.class_weights is not None:
-            d_loc.mul_(tile.class_weights)
-            d_scale.mul_(tile.class_weights)
+            b.mul_(tile.class_weights)
+        d_loc, d_scale = scale.mul_(b), gap.mul_(b)
+        d_loc.view(-1)[at] *= sign
         return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if tile.low else (d_loc, d_scale)
 
 

@@ -4,7 +4,7 @@ Plan: the six products stay with cuBLAS; everything between them is one pass tha
 both gradients once, in the GEMM's dtype. A program owns BM tokens and walks all n words of the tile in steps of BN,
 so a token's loss is summed in one place, in one order: no atomics, the same result every time.
 
-    reads   loc, scale [t, n] fp32; offset [n], class weights [n] fp32; target [t] int64
+    reads   loc, scale [t, n], offset, class weights [n], token weights [t], all fp32; target [t] int64
     writes  d_loc, d_scale [t, n] (fp32 in place, or bf16/fp16)
     adds    per_token [t], prob_sum [t] fp64
 
@@ -71,6 +71,7 @@ def _tile_kernel(
     d_scale_ptr,  # [t, n] out; may be loc_ptr
     offset_ptr,  # [n] fp32 in
     target_ptr,  # [t] int64 in
+    token_weights_ptr,  # [t] fp32 in, factor of the gradients
     class_weights_ptr,  # [n] fp32 in, if HAS_CLASS_WEIGHTS
     per_token_ptr,  # [t] fp64 added to
     prob_sum_ptr,  # [t] fp64 added to, if WANT_PROB_SUM
@@ -85,6 +86,7 @@ def _tile_kernel(
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     in_rows = rows < t
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
+    token_weights = tl.load(token_weights_ptr + rows, mask=in_rows, other=0.0) * _INV_PI
     loss = tl.zeros([BM], dtype=tl.float32)
     prob = tl.zeros([BM], dtype=tl.float32)
     for start in range(0, n, BN):
@@ -112,7 +114,7 @@ def _tile_kernel(
             prob += tl.sum(tl.where(inside, p, 0.0), 1)
         if WITH_GRAD:
             rest = tl.where(rare, 1.0 - small, small)
-            f = 1.0 / ((d * d + s * s) * rest + _MIN_DENOMINATOR)
+            f = token_weights[:, None] / ((d * d + s * s) * rest + _MIN_DENOMINATOR)
             if HAS_CLASS_WEIGHTS:
                 f = f * w[None, :]
             d_loc = s * f
@@ -142,6 +144,7 @@ class TritonTile:
                 d_scale,
                 tile.offset,
                 tile.target,
+                tile.token_weights,
                 tile.offset if tile.class_weights is None else tile.class_weights,
                 tile.per_token,
                 tile.per_token if tile.prob_sum is None else tile.prob_sum,

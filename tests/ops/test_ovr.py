@@ -88,6 +88,15 @@ def test_odd_shapes_and_dtypes(impl, shape, dtype):
 
 
 @pytest.mark.parametrize("impl", FAST)
+def test_fp32_rows_under_bf16_activations(impl):
+    """The rows keep their own precision, and so does their gradient."""
+    leaves, labels = problem(9, 16, 300, gamma=0.1, dtype=torch.bfloat16)
+    leaves[2] = (leaves[2].detach().float() + 1e-3).requires_grad_()
+    assert_as_exact_as_the_materialised(leaves, labels, impl)
+    assert [g.dtype for g in gradients(leaves, labels, impl=impl)[1]] == [leaf.dtype for leaf in leaves]
+
+
+@pytest.mark.parametrize("impl", FAST)
 def test_every_option_together(impl):
     leaves, labels = problem(11, 20, 300, gamma=0.05, threshold=2.0)
     labels = labels.clamp(max=279)
@@ -285,6 +294,7 @@ def test_bad_input_is_refused():
         (ValueError, (loc_u, scale_u, weight, bias, threshold[:3], labels), {}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels[:3]), {}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels.float()), {}),
+        (TypeError, (loc_u, scale_u.bfloat16(), weight, bias, threshold, labels), {}),
         (TypeError, (loc_u, scale_u, weight.bfloat16(), bias, threshold, labels), {}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"impl": "magic"}),
         (ValueError, (loc_u, scale_u, weight, bias, threshold, labels), {"impl": "triton"}),  # no CUDA here
