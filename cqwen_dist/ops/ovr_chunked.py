@@ -18,6 +18,8 @@ denominators cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -194,13 +196,41 @@ class _Flat:
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = a b, or out += a b; out may be wider than a and b (bf16 in, fp32 accumulated and kept; CUDA only)."""
+    """out = a b, or out += a b. On CUDA out may be fp32 where a and b are bf16: the sum is then never rounded."""
     if a.dtype == out.dtype:
         if add:
             out.addmm_(a, b)
         else:
             torch.mm(a, b, out=out)
-    elif add:
+        return
+    writes, adds = _wide_products()
+    if add and adds:
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
-    else:
+    elif add:
+        out.add_(torch.ops.aten.mm.dtype(a, b, out.dtype) if writes else torch.mm(a, b))
+    elif writes:
         torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
+
+
+@cache
+def _wide_products() -> tuple[bool, bool]:
+    """Whether this torch keeps a bf16 product in fp32 on CUDA: written; added to an fp32 matrix. Tried once.
+
+    torch before 2.8 has neither; some later ones want the matrix added to in bf16 too.
+    """
+    a = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    out = torch.zeros(16, 16, device="cuda")
+
+    def works(product: Callable[[], object]) -> bool:
+        try:
+            product()
+        except (AttributeError, RuntimeError):
+            return False
+        return True
+
+    return (
+        works(lambda: torch.ops.aten.mm.dtype_out(a, a, out.dtype, out=out)),
+        works(lambda: torch.ops.aten.addmm.dtype_out(out, a, a, out.dtype, out=out)),
+    )
