@@ -100,7 +100,10 @@ def export(path: str | Path, out: str | Path, merge: bool = False) -> Path:
         model.merge_adapters()
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    try:
+        beside.mkdir(parents=True)
+    except OSError as error:
+        raise UserError("OUT", str(out), f"a folder that can be made ({error.strerror})") from None
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     if model.config.lora is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -98,19 +99,19 @@ def _well_formed(manifest: Any) -> bool:
 
 
 def verify(folder: Path, checksums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one line each; an empty list if it is good."""
+    """What is wrong with a checkpoint, one line a file; an empty list if it is good."""
     manifest = read_manifest(folder)
     if manifest is None:
-        return [f"{folder / MANIFEST}: missing or not readable"]
+        return [f"{MANIFEST}: missing or not readable"]
     problems = []
     for name, record in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            problems.append(f"{path}: missing")
+            problems.append(f"{name}: missing")
         elif path.stat().st_size != record["size"]:
-            problems.append(f"{path}: {path.stat().st_size} bytes, {record['size']} in the manifest")
+            problems.append(f"{name}: {path.stat().st_size} bytes, {record['size']} in the manifest")
         elif checksums and file_record(path)["sha256"] != record["sha256"]:
-            problems.append(f"{path}: checksum differs from the manifest")
+            problems.append(f"{name}: checksum differs from the manifest")
     return problems
 
 
@@ -125,8 +126,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [folder for folder in folders if read_manifest(folder) is not None]
 
 
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint a resumed run goes on from, verified; None where there is none yet.
+def latest_checkpoint(run_dir: Path, check: bool = True) -> Path | None:
+    """The checkpoint a resumed run goes on from, verified (unless it was before); None where there is none yet.
 
     Raises `UserError` where `latest` names one that is damaged: which file, and the newest good one before it.
     """
@@ -134,11 +135,11 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     if not pointer.is_file():
         return None
     folder = run_dir / pointer.read_text(encoding="utf-8").strip()
-    problems = verify(folder)
+    problems = verify(folder) if check else []
     if problems:
         good = [f for f in list_checkpoints(run_dir) if f != folder and not verify(f)]
         advice = f"write {good[-1].relative_to(run_dir)} into {pointer}" if good else "no other checkpoint is good"
-        raise UserError("checkpoint", problems[0], f"a whole checkpoint ({advice})")
+        raise UserError("checkpoint", Said(problems[0]), f"a whole checkpoint ({advice})", str(folder))
     return folder
 
 
@@ -148,7 +149,7 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if read_manifest(path) is not None:
         problems = verify(path)
         if problems:
-            raise UserError("checkpoint", problems[0], "a whole checkpoint")
+            raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))
         return path.parent.parent, path
     if (path / LATEST).is_file():
         folder = latest_checkpoint(path)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.train.run_folder import is_done, refuse_changes
 
 
 def preflight(path: Path, overrides: Sequence[str]) -> Config:
-    """What can be known before ranks are started: the config, and that its data files are there.
+    """What can be known before ranks are started: the config, that its data files are there, that the run is its own.
 
     Raises `UserError`.
     """
@@ -23,6 +24,7 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
         for source in [sources] if isinstance(sources, str) else sources or []:
             if not source.startswith("bundled:") and not Path(source).expanduser().is_file():
                 raise UserError(key, source, "a file that exists, or bundled:NAME")
+    refuse_changes(config)
     return config
 
 
@@ -55,6 +57,9 @@ def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
     config = preflight(path, overrides)
+    if is_done(Path(config.run.dir)):
+        (sys.stderr if quiet else sys.stdout).write(f"already done: {config.run.dir}\n")
+        return 0
     environment = dict(os.environ)
     if not _has_gpu():
         environment.setdefault("DS_ACCELERATOR", "cpu")

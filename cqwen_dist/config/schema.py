@@ -255,7 +255,7 @@ class Stage(Section):
 class ParallelConfig(Section):
     """How the run is spread over ranks."""
 
-    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_no_bool)] = Field(
+    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(_no_bool)] = Field(
         1, description="DeepSpeed ZeRO stage of everything but the heads."
     )
     vocab_group_size: Positive = Field(

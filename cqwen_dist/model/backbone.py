@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -64,8 +65,8 @@ def load_base(name_or_path: str, dtype: torch.dtype, trust_remote_code: bool = F
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})") from None
 
 

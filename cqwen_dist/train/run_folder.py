@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cqwen_dist.checkpoint.manifest import git_commit, versions, write_atomically
+from cqwen_dist.checkpoint.manifest import LATEST, git_commit, versions, write_atomically
+from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import Config, UserError, changed_keys, load_config
 
 CONFIG = "config.yaml"
@@ -25,22 +24,33 @@ def open_run(config: Config) -> Path:
     Raises `UserError` by key where it is not, or where the folder cannot be written.
     """
     folder = Path(config.run.dir)
+    refuse_changes(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        known = folder / CONFIG
-        if known.is_file():
-            for key, old, new in changed_keys(load_config(known), config):
-                raise UserError(
-                    key, new, f"{old!r}, with which the run in {folder} began (or another run.dir)", str(known)
-                )
-        write_atomically(known, config.to_yaml())
+        write_atomically(folder / CONFIG, config.to_yaml())
     except OSError as error:
         raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None
     return folder
 
 
+def refuse_changes(config: Config) -> None:
+    """Raises `UserError` by key where the run in the folder was begun with another config; reads only."""
+    known = Path(config.run.dir) / CONFIG
+    if known.is_file():
+        for key, old, new in changed_keys(load_config(known), config):
+            allowed = f"{old!r}, with which the run in {known.parent} began (or another run.dir)"
+            raise UserError(key, new, allowed, str(known))
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a run says that it ended well, and its result is there."""
+    return read_status(folder)["status"] == "done" and (folder / LATEST).is_file()
+
+
 def write_environment(folder: Path, world_size: int, details: dict[str, Any]) -> None:
     """What the run ran on: packages, machine, commit, ranks."""
+    import torch  # the rest of this file is asked before ranks are started
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     environment = {
         "python": sys.version.split()[0],

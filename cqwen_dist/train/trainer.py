@@ -80,6 +80,7 @@ class Trainer:
         seed_everything(config.train.seed)
         self.groups: Groups = build_groups(config.parallel.vocab_group_size)
         self.progress: Progress | None = None
+        main_rank_first(lambda: latest_checkpoint(self.folder))  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         base = load_base(config.base_folder, dtype, config.model.trust_remote_code)
@@ -273,7 +274,7 @@ class Trainer:
 
     def _start_or_resume(self) -> tuple[int, dict[str, Any]]:
         """Load the latest checkpoint, or make the start; returns the step and the figures known so far."""
-        folder = latest_checkpoint(self.folder)
+        folder = latest_checkpoint(self.folder, check=False)  # rank 0 did
         if folder is not None:
             state = load_checkpoint(folder, self.row_range)
             self._load(state)

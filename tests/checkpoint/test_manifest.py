@@ -62,7 +62,7 @@ def test_every_damage_is_named_with_its_file(tmp_path: Path, damage: str) -> Non
     folder = make_checkpoint(tmp_path, 7)
     act: Callable[[Path], None] = DAMAGES[damage]
     act(folder / "a.safetensors")
-    assert verify(folder) == [f"{folder / 'a.safetensors'}: {_said(damage)}"]
+    assert verify(folder) == [f"a.safetensors: {_said(damage)}"]
 
 
 def _said(damage: str) -> str:

@@ -21,6 +21,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+def fork_server() -> Any:
+    """The multiprocessing context whose processes begin with the package imported."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unset, `import deepspeed` looks for one and prints
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.train.trainer"])
+    return context
+
+
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """fn(*args) on `world` ranks with the process group up; what each returns, by rank.
 
@@ -28,9 +36,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds, after every rank
     has said on stderr where it stands.
     """
-    context = mp.get_context("forkserver")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unset, `import deepspeed` looks for one and prints
-    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.train.trainer"])
+    context = fork_server()
     results = context.SimpleQueue()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

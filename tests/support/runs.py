@@ -7,13 +7,14 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from support.ranks import run_ranks
+from support.ranks import fork_server, run_ranks
 
 from cqwen_dist.config import load_config
 
@@ -112,6 +113,32 @@ def cqwen(*args: object, timeout: float = 200.0, **environment: str) -> subproce
         timeout=timeout,
         env=command_environment(**environment),
     )
+
+
+def cqwen_forked(*args: object, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """The command in a fork of the server that `run_ranks` uses: a process of its own without the imports' seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = ["cqwen", *map(str, args)]
+        process = fork_server().Process(target=_command, args=(argv, folder, command_environment()), daemon=True)
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise AssertionError(f"not done after {timeout} s: {argv}")
+        out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("1", "2"))
+    return subprocess.CompletedProcess(argv, process.exitcode, out, err)
+
+
+def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
+    from cqwen_dist.cli import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    for number in (1, 2):
+        os.dup2(os.open(os.path.join(folder, str(number)), os.O_CREAT | os.O_WRONLY), number)
+    sys.argv = argv
+    main()
 
 
 def command_environment(**environment: str) -> dict[str, str]:

@@ -1,0 +1,296 @@
+"""The command: whatever is wrong in the user's input is one line on stderr and exit code 2."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.runs import VOCAB, cqwen_forked, write_config, write_texts
+from transformers import AutoTokenizer, BertConfig
+
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.cli import main
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """(exit code, stdout, stderr) of a command run in this process."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cqwen", *map(str, args)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capfd.readouterr()
+        code = stopped.value.code
+        return code if isinstance(code, int) else int(code is not None), out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(cqwen: Command) -> Callable[..., str]:
+    """The one line of a command that must refuse."""
+
+    def run(*args: object) -> str:
+        code, out, err = cqwen(*args)
+        assert code == 2, f"exit code {code}\n{out}\n{err}"
+        assert len(err.splitlines()) == 1, err
+        assert err.startswith("error: ")
+        return err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def base(one_rank: Path) -> Path:
+    """A base model's folder, tokenizer beside it."""
+    return one_rank / "base"
+
+
+@pytest.fixture
+def config(tmp_path: Path, base: Path) -> Path:
+    return write_config(tmp_path, model__architecture=None, model__tokenizer=None, model__name_or_path=str(base))
+
+
+def data_file(folder: Path, *lines: str | bytes) -> Path:
+    path = folder / "bad.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
+    return path
+
+
+GOOD = '{"text": "tea costs 3 and milk 4.5"}'
+
+
+# ------------------------------------------------------------------------------------------- config and overrides
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trian.seed=1"], "trian"),
+        (["train.sed=1"], "train.sed"),
+        (["nonsense"], "override: found 'nonsense', allowed: key=value"),
+        (["stages.7.steps=1"], "index 7"),
+        (["train.seed=x"], "train.seed"),
+        (["parallel.zero_stage=0"], "parallel.zero_stage: found 0, allowed: 1, 2 or 3"),
+        (["parallel.vocab_group_size=2"], "parallel.vocab_group_size: found 2, allowed: a divisor of the 1 ranks"),
+        (["model.lora.target_modules=[nope]"], "model.lora.target_modules: found ['nope'], allowed: names out of"),
+        (["model.num_token_id=5"], "model.num_token_id: found 5"),
+        ([f"model.num_token_id={VOCAB}"], f"ids below the model's vocabulary size {VOCAB}"),
+        (["data.train=none.jsonl"], "data.train: found no file none.jsonl"),
+        (["data.train=bundled:nope"], "data.train: found 'bundled:nope', allowed: bundled:diabetes"),
+        (["data.eval=none.jsonl", "data.eval_fraction=0"], "data.eval: found no file none.jsonl"),
+        (["data.text_template={question}"], "missing field"),
+        (["data.sequence_length=1"], "data.sequence_length: found 1, allowed: 2 or more"),
+        (["model.name_or_path=./nope"], "model.name_or_path: found './nope', allowed: a folder with a config.json"),
+        (["model.tokenizer=./nope"], "model.tokenizer: found no folder ./nope"),
+    ],
+)
+def test_what_is_wrong_with_the_config(
+    refused: Callable[..., str], config: Path, overrides: list[str], said: str
+) -> None:
+    assert said in refused("train", config, *overrides)
+
+
+def test_a_config_that_is_not_there_or_no_yaml(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "no such file" in refused("train", tmp_path / "none.yaml")
+    assert "no such file" in refused("launch", tmp_path / "none.yaml", "--ranks", 2)
+    assert "no such file" in refused("plan", tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    assert "bad.yaml, line" in refused("config", "validate", tmp_path / "bad.yaml")
+
+
+def test_what_launch_knows_before_ranks_are_started(refused: Callable[..., str], config: Path) -> None:
+    assert "--ranks: found 0" in refused("launch", config, "--ranks", 0)
+    assert "data.train" in refused("launch", config, "--ranks", 2, "data.train=none.jsonl")
+    assert "stages.0.steps" in refused("launch", config, "--ranks", 2, "stages.0.steps=-1")
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{oops", ":2: broken JSON: found '{oops'"),
+        ("[1]", ":2: no JSON object"),
+        ('{"text": ""}', ":2: empty text"),
+        ('{"text": " \\n"}', ":2: empty text"),
+        ('{"texts": "x"}', ":2: missing field: found ['texts'], allowed: a JSON object with the field 'text'"),
+        ('{"text": 3}', ":2: wrong type"),
+        ('{"text": NaN}', ":2: broken JSON"),
+        (b'{"text": "\xff"}', ":2: not UTF-8"),
+        ('{"text": "it costs 1e999 today"}', ":2: number: found '1e999', allowed: numbers that float64 holds"),
+    ],
+)
+def test_a_bad_line_is_named(
+    refused: Callable[..., str], config: Path, tmp_path: Path, line: str | bytes, said: str
+) -> None:
+    assert "bad.jsonl" + said in refused("train", config, f"data.train={data_file(tmp_path, GOOD, line)}")
+
+
+def test_a_number_of_a_template_that_overflows(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
+    path = data_file(tmp_path, '{"q": "x", "a": 1e999}')
+    assert ":1: number: found '1e999'" in refused(
+        "train", config, f"data.train={path}", "data.text_template={q} {a}", "data.eval_fraction=0"
+    )
+
+
+def test_no_text_at_all(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
+    assert "no usable text" in refused("train", config, f"data.train={data_file(tmp_path, '')}")
+    assert "data.train" in refused("train", config, f"data.train={tmp_path}")
+
+
+def test_bad_lines_are_skipped_counted_and_told_where_the_config_says_so(config: Path, tmp_path: Path) -> None:
+    lines = [GOOD, "{oops", '{"text": ""}', '{"text": "it costs 1e999"}', "{again"]
+    lines += write_texts(tmp_path / "texts.jsonl").read_text().splitlines()
+    done = cqwen_forked(
+        "train", config, f"data.train={data_file(tmp_path, *lines)}", "data.on_bad_line=skip", "data.on_nonfinite=skip"
+    )
+    assert done.returncode == 0, done.stderr
+    said = "".join(done.stdout.split())  # the console wraps long lines
+    assert f"skipped:2xbrokenJSON,firstat{tmp_path}/bad.jsonl:2" in said
+    assert "skipped:1xemptytext,firstat" in said
+    assert "1numbersoverflowandstaytext" in said
+
+
+# ----------------------------------------------------------------------------------------- models and vocabularies
+
+
+@pytest.mark.parametrize(("size", "num_token_id"), [(VOCAB, "null"), (VOCAB + 9, "null"), (VOCAB + 9, "295")])
+def test_a_vocabulary_without_a_spare_row_or_smaller_than_the_tokenizer(
+    refused: Callable[..., str], config: Path, base: Path, tmp_path: Path, size: int, num_token_id: str
+) -> None:
+    """Without the check, <NUM> would have no row, or labels would lie outside the vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([f"<{i}>" for i in range(size - len(tokenizer))])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    said = refused("train", config, f"model.tokenizer={tmp_path / 'tokenizer'}", f"model.num_token_id={num_token_id}")
+    assert f"of a tokenizer with {size} words" in said
+    assert f"vocabulary size {VOCAB}" in said
+
+
+def test_a_folder_that_is_no_model(refused: Callable[..., str], config: Path, base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert "a folder with a config.json" in refused("train", config, f"model.name_or_path={folder}")
+    BertConfig().save_pretrained(folder)
+    assert "model_type: found 'bert', allowed: qwen2 or qwen3" in refused(
+        "train", config, f"model.name_or_path={folder}"
+    )
+    (folder / "config.json").write_text("{")
+    assert "model.name_or_path" in refused("train", config, f"model.name_or_path={folder}")
+    shutil.rmtree(folder)
+    shutil.copytree(base, folder)
+    (folder / "model.safetensors").write_bytes(b"\0" * 100)
+    assert "model.name_or_path" in refused("train", config, f"model.name_or_path={folder}")
+    (folder / "model.safetensors").unlink()
+    assert "model.name_or_path" in refused("train", config, f"model.name_or_path={folder}")
+
+
+# ------------------------------------------------------------------------------------------- runs and checkpoints
+
+
+def test_a_run_folder_that_cannot_be(refused: Callable[..., str], config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"run.dir: found '{path}', allowed: a folder that can be written" in refused(
+            "train", config, f"run.dir={path}"
+        )
+
+
+def test_a_run_folder_of_another_run(refused: Callable[..., str], config: Path, one_rank: Path) -> None:
+    for command in (["train", config], ["launch", config, "--ranks", 2]):
+        said = refused(*command, f"run.dir={one_rank}")
+        assert "with which the run in" in said
+        assert "model.name_or_path" in said or "model.architecture" in said
+
+
+VERBS = {
+    "eval": ["--json"],
+    "generate": ["--prompt", "tea costs", "--json"],
+    "export": ["out"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_path_that_is_no_checkpoint(refused: Callable[..., str], tmp_path: Path, verb: str) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        said = refused(verb, path, *VERBS[verb])
+        assert f"checkpoint: found '{path}', allowed: a run folder with `latest`, or a checkpoint folder" in said
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "verify", "train"])
+def test_a_damaged_checkpoint_is_named_by_its_file(
+    refused: Callable[..., str], one_rank: Path, tmp_path: Path, verb: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(one_rank, run)
+    path = checkpoint_folder(run, 6) / "heads.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    commands = {
+        "verify": ["checkpoint", "verify", run],
+        "train": ["train", one_rank.parent / "config.yaml", f"run.dir={run}"],
+        **{name: [name, run, *options] for name, options in VERBS.items()},
+    }
+    said = refused(*commands[verb])
+    assert f"{path.parent}: checkpoint: found heads.safetensors: checksum differs from the manifest" in said
+    assert "write checkpoints/step-00000005 into" in said
+
+
+def test_a_run_whose_base_model_is_gone(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(one_rank, run)
+    shutil.rmtree(run / "base")
+    assert "model.name_or_path" in refused("generate", run, "--prompt", "x")
+
+
+def test_an_empty_prompt_an_unknown_mode_and_no_tokens(refused: Callable[..., str], one_rank: Path) -> None:
+    assert "prompt: found no tokens, allowed: some text" in refused("generate", one_rank, "--prompt", "")
+    assert "mode: found 'loud', allowed:" in refused("generate", one_rank, "--prompt", "x", "--mode", "loud")
+    assert "number: found '1e999'" in refused("generate", one_rank, "--prompt", "x 1e999")
+
+
+def test_what_eval_needs(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
+    assert "--data: found no file none.jsonl" in refused("eval", one_rank, "--data", "none.jsonl")
+    bad = data_file(tmp_path, GOOD, "{oops")
+    assert "bad.jsonl:2: broken JSON" in refused("eval", one_rank, "--data", bad)
+    assert "no texts" in refused("eval", one_rank, "--data", data_file(tmp_path, ""))
+
+
+def test_export_does_not_write_over_anything(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "out", tmp_path / "file"):
+        assert f"OUT: found '{out}', allowed: a folder that does not exist yet, or is empty" in refused(
+            "export", one_rank, out
+        )
+    assert "OUT" in refused("export", one_rank, tmp_path / "file" / "below")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
+
+
+def test_looking_at_what_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "RUN" in refused("status", tmp_path / "none")
+    assert "RUN" in refused("checkpoint", "list", tmp_path / "none")
+    assert "checkpoint" in refused("checkpoint", "verify", tmp_path / "none")
+
+
+# --------------------------------------------------------------------------------------------------- what goes well
+
+
+def test_status_list_and_verify_of_a_good_run(cqwen: Command, one_rank: Path) -> None:
+    code, out, _ = cqwen("status", one_rank)
+    assert (code, json.loads(out)["status"]) == (0, "done")
+    code, out, _ = cqwen("checkpoint", "list", one_rank)
+    assert code == 0
+    assert [line.split("  ")[1:3] for line in out.splitlines()] == [
+        [f"step {step}", f"stage {'heads' if step <= 3 else 'lora'}"] for step in range(1, 7)
+    ]
+    assert cqwen("checkpoint", "verify", one_rank)[1].endswith("good\n")
+    assert cqwen("config", "validate", one_rank / "config.yaml")[1] == (one_rank / "config.yaml").read_text()
