@@ -20,7 +20,14 @@ from cqwen_dist.config.messages import annotation_at, explain, members_of, secti
 from cqwen_dist.config.schema import Config, Section
 
 # What may differ between the command that began a run and the one that goes on with it.
-RESUMABLE = ("run.", "train.micro_batch_size", "train.checkpoint_every", "train.eval_every", "train.keep_checkpoints")
+RESUMABLE = (
+    "run.",
+    "parallel.",
+    "train.micro_batch_size",
+    "train.checkpoint_every",
+    "train.eval_every",
+    "train.keep_checkpoints",
+)
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:

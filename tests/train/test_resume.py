@@ -56,6 +56,20 @@ def test_two_ranks_go_on_as_one(two_ranks: Path, one_rank: Path, tmp_path: Path,
     )
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_another_spread_goes_on(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
+    """A checkpoint knows of no ranks: the rows go to a vocabulary group of two, the features to ZeRO-3, and back."""
+    copy = tmp_path / "run"
+    config = set_back(two_ranks, copy, step)
+    spread = ["parallel.vocab_group_size=2", "parallel.zero_stage=3", "train.checkpoint_every=1"]
+    train_run(config, f"run.dir={copy}", *spread, world=2)
+    assert losses(copy) == pytest.approx(losses(one_rank), rel=1e-5)
+    set_back_again = tmp_path / "again" / "run"
+    set_back(copy, set_back_again, step + 1)
+    train_run(config, f"run.dir={set_back_again}")
+    assert losses(set_back_again) == pytest.approx(losses(one_rank), rel=1e-5)
+
+
 def test_a_finished_run_is_left_as_it_is(one_rank: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in one_rank.rglob("*") if path.is_file()}
     figures = train_run(one_rank.parent / "config.yaml")
