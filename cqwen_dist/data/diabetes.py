@@ -16,7 +16,7 @@ import numpy as np
 _TRAIN = 342
 _WEIGHT_CLASSES = ((18.5, "underweight"), (25.0, "normal"), (30.0, "overweight"), (float("inf"), "obese"))
 _SENTENCE = (
-    "A patient of sex {} aged {} with body mass index {} ({}) and mean blood pressure {}. "
+    "A patient of sex {}, age {}, body mass index {} {}, mean blood pressure {}. "
     "Serum: total cholesterol {}, low-density lipoproteins {}, high-density lipoproteins {}, "
     "cholesterol ratio {}, log triglycerides {}, glucose {}. "
     "The disease progression after one year was {}."
