@@ -30,7 +30,12 @@ from cqwen_dist.bench.memory import peak_growth_bytes
 from cqwen_dist.ops.ovr import NegativeSampling, linear_ovr
 from cqwen_dist.ops.ovr_chunked import tile_shape
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
 PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
 MIB = 1 << 20
 
@@ -52,8 +57,8 @@ def run(
     tokens: int = 512,
     hidden: int = 896,
     vocab: int = 151_936,
-    dtype: str = "float32",
-    device: str = "cpu",
+    dtype: str = "fp32",
+    device: str = "auto",
     impl: str = "auto",
     rounds: int = 5,
     only: list[str] | None = None,
@@ -61,13 +66,16 @@ def run(
 ) -> dict[str, Any]:
     """Time and peak extra memory of every contender (all, or ``only`` those named; floor always).
 
-    impl goes to ``linear_ovr``. A materialising contender that would hold more than plain_limit_gib is skipped and
-    named. Returns a JSON-ready dict: the shape, ``rows`` (name, seconds median/min/max, ratio_to_floor
-    median/min/max/best, extra_mib beyond inputs and gradients or None, tokens_per_second), ``skipped`` (name: reason).
+    dtype: fp32 or bf16. device: cpu, cuda, or auto (cuda where there is one). impl: as ``linear_ovr`` takes it. A
+    materialising contender that would hold more than plain_limit_gib is skipped and named. Returns a JSON-ready
+    dict: the shape, ``rows`` (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond
+    inputs and gradients or None, tokens_per_second), ``skipped`` (name: reason).
     Raises ValueError for an unknown dtype, device or contender.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {dtype!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device must be cpu, or cuda where there is one, found {device!r}")
     makers = contenders(impl)

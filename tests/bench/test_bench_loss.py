@@ -57,6 +57,14 @@ def test_extra_memory_stays_within_64_mib_and_a_few_token_sized_tensors():
     assert extra["seed"] > 4 * 32
 
 
+def test_extra_memory_does_not_grow_with_the_tokens():
+    """At 65,536 tokens, where one [N, V] fp32 would take 64 MiB, as at 512: a few tiles."""
+    row = run(tokens=65_536, hidden=32, vocab=256, rounds=1, only=["this"])["rows"][1]
+    if row["extra_mib"] is None:
+        pytest.skip("not known on this system")
+    assert row["extra_mib"] < 40
+
+
 @pytest.mark.slow
 def test_time_is_near_the_floor_and_grows_linearly():
     """At most 1.15 times the six products alone, best round against best round; four times the tokens, four times."""
@@ -66,5 +74,4 @@ def test_time_is_near_the_floor_and_grows_linearly():
     assert large["rows"][1]["ratio_to_floor"]["best"] < 1.15
     assert large["rows"][1]["seconds"]["min"] < 4.8 * small["rows"][1]["seconds"]["min"]
     if small["rows"][1]["extra_mib"] is not None:
-        token_sized = 10 * 1536 * 896 * 4 / 2**20
-        assert large["rows"][1]["extra_mib"] < small["rows"][1]["extra_mib"] + token_sized
+        assert large["rows"][1]["extra_mib"] < small["rows"][1]["extra_mib"] + 24
