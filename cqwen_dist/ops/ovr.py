@@ -36,7 +36,8 @@ IMPLEMENTATIONS: dict[str, Callable[[OvrInputs], OvrSums]] = {
 
 
 class OvrOutput(NamedTuple):
-    """loss: scalar fp32, differentiable. per_token [N] and prob_sum [N] (or None): fp32, detached."""
+    """loss: scalar, differentiable. per_token [N]: each token's sum over the slice, its token weight not in it, 0 where
+    ignored. prob_sum [N]: sum of P over the slice, or None. All fp32 (fp64 for fp64), the last two detached."""
 
     loss: Tensor
     per_token: Tensor
