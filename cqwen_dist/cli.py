@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
+
+OTHER_RANKS_WAIT_S = 5.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,8 +28,10 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check a config, or print its JSON Schema.")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="List or verify checkpoints.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(bench_app, name="bench")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted overrides.")]
@@ -216,6 +222,34 @@ def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help=
     typer.echo(f"{folder}: good")
 
 
+@bench_app.command("loss")
+def bench_loss(
+    tokens: Annotated[int, typer.Option(help="N, tokens.")] = 512,
+    hidden: Annotated[int, typer.Option(help="H, the width of U.")] = 896,
+    vocab: Annotated[int, typer.Option(help="V, words.")] = 151_936,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    impl: Annotated[str, typer.Option(help="auto, chunked, triton or reference.")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Counted rounds of each contender.")] = 5,
+    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be given several times.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The OvR loss, forward and backward, beside its six matrix products alone, plain formulas, peers' kernels."""
+    _quiet_libraries()
+    from cqwen_dist.bench.loss import run, table
+
+    try:
+        result = run(tokens, hidden, vocab, dtype, device, impl, rounds, only or None)
+    except ValueError as error:
+        raise UserError("bench loss", Said(str(error)), "see cqwen bench loss --help") from None
+    if as_json:
+        _print_json(result)
+    else:
+        from rich.console import Console
+
+        Console().print(table(result))
+
+
 def _quiet_libraries() -> None:
     """Keep transformers, DeepSpeed and tokenizers from talking over the progress line; no hub telemetry."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -248,6 +282,10 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(f"error: {error}", err=True)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            # A launcher ends all ranks when one exits, so rank 0 must be the first; and where this rank alone is
+            # wrong, it is still here to say so.
+            time.sleep(OTHER_RANKS_WAIT_S)
+        typer.echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
         sys.exit(2)
