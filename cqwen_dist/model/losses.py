@@ -147,6 +147,7 @@ def fused_loss(
     u: Cauchy [N,C] of this rank's tokens; labels [N] int64; targets [N] fp32, the labels' values in the target unit
     (0's where text); num_mask [N] bool, positions whose value is learnt. token_weight, number_weight: reciprocals of
     the global counts, times whatever the engine divides by. N may be 0. class_weights [rows]: of this rank's words.
+    gemm_dtype: of the products and of tokens on the wire; the rows stay fp32. ovr_options: `vocab_parallel_ovr`'s.
     Collective over `group`, forward and backward.
     """
     u_prime = action.add_noise(u)

@@ -1,8 +1,14 @@
-"""The few plain collectives the rest of the package needs, each with one name. No gradients: see `mappings`."""
+"""The collectives of the package, each with one name: all that calls `torch.distributed`'s operations.
+
+No gradients here: see `mappings`. A collective that fails, because another rank died or does not answer within the
+group's timeout, raises `CollectiveError` with the operation, the group and its ranks. (NCCL reports a timeout from
+its watchdog, which ends the process and names the group by the same description.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,11 +20,50 @@ from cqwen_dist.config import UserError
 
 T = TypeVar("T")
 
+# How gloo's and NCCL's failures read; torch raises many of them as plain RuntimeError.
+_SIGNS = ("gloo", "NCCL", "Connection closed", "Timed out", "timed out", "Broken pipe", "Connection reset")
+
+
+class CollectiveError(RuntimeError):
+    """The ranks of a group did not come together. No optimizer has stepped since the last step that ended."""
+
+
+@contextmanager
+def naming(operation: str, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Give a failed communication inside the name of its operation and group (default: the world)."""
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
+            raise
+        ranks = dist.get_process_group_ranks(group)
+        name = "world" if group is None or group == dist.group.WORLD else group.group_desc
+        reason = str(error).strip().splitlines()[0]
+        raise CollectiveError(
+            f"{operation} in the {name} group failed (ranks {ranks}, seen by rank {dist.get_rank()}): a rank died or "
+            f"does not answer ({reason})"
+        ) from error
+
+
+def all_gather_into(gathered: Tensor, mine: Tensor, group: ProcessGroup | None = None) -> None:
+    """Equal parts [n, ...] of every rank into [size n, ...], rank 0's first."""
+    with naming("all-gather", group):
+        dist.all_gather_into_tensor(gathered, mine, group=group)
+
+
+def reduce_scatter_into(mine: Tensor, parts: Tensor, group: ProcessGroup | None = None) -> None:
+    """[size n, ...] summed over the ranks; each keeps its own part [n, ...]."""
+    with naming("reduce-scatter", group):
+        dist.reduce_scatter_tensor(mine, parts, group=group)
+
 
 def sum_over(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum in place over the group (default: the world), and return it."""
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
+        with naming("all-reduce", group):
+            dist.all_reduce(values, group=group)
     return values
 
 
@@ -26,14 +71,15 @@ def gather_rows(values: Tensor) -> Tensor:
     """Every rank's equally shaped values [n], stacked [world, n]."""
     world = dist.get_world_size()
     everyone = values.new_empty(world * values.numel())
-    dist.all_gather_into_tensor(everyone, values)
+    all_gather_into(everyone, values)
     return everyone.view(world, -1)
 
 
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's small Python value, by rank."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value)
+    with naming("all-gather of objects"):
+        dist.all_gather_object(parts, value)
     return parts
 
 
@@ -44,7 +90,8 @@ def gather_lists(values: Tensor) -> Tensor:
 
 def barrier() -> None:
     """Wait for every rank of the world."""
-    dist.barrier()
+    with naming("barrier"):
+        dist.barrier()
 
 
 def main_rank_first(action: Callable[[], T]) -> T | None:
@@ -55,16 +102,18 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
     """
     result: T | None = None
     outcome: list[Any] = [None]
+    failure: BaseException | None = None
     if dist.get_rank() == 0:
         try:
             result = action()
         except UserError as error:
             outcome = [(error.key, error.found, error.allowed, error.where)]
         except BaseException as error:
-            outcome = [repr(error)]
-            dist.broadcast_object_list(outcome)
-            raise
-    dist.broadcast_object_list(outcome)
+            outcome, failure = [repr(error)], error
+    with naming("broadcast of rank 0's outcome"):
+        dist.broadcast_object_list(outcome)
+    if failure is not None:
+        raise failure
     if isinstance(outcome[0], tuple):
         raise UserError(*outcome[0])
     if outcome[0] is not None:

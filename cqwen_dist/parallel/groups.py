@@ -11,6 +11,7 @@ Every rank has its own tokens (data = world).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -41,9 +42,10 @@ class Groups:
         return self.vocab.size()
 
 
-def build_groups(vocab_group_size: int) -> Groups:
+def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Groups:
     """Build the groups; collective over the world (every rank calls it with the same size).
 
+    timeout_s: how long a rank waits in them for the others (torch does not hand the world's down; None: its default).
     Raises `UserError` if the size does not divide the number of ranks.
     """
     world = dist.get_world_size()
@@ -51,18 +53,20 @@ def build_groups(vocab_group_size: int) -> Groups:
         divisors = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
         raise UserError("parallel.vocab_group_size", vocab_group_size, f"a divisor of the {world} ranks: {divisors}")
     starts = range(0, world, vocab_group_size)
-    vocab = _mine([list(range(start, start + vocab_group_size)) for start in starts])
-    replica = _mine([list(range(offset, world, vocab_group_size)) for offset in range(vocab_group_size)])
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    vocab = _mine("vocabulary", [list(range(start, start + vocab_group_size)) for start in starts], timeout)
+    offsets = range(vocab_group_size)
+    replica = _mine("replica", [list(range(offset, world, vocab_group_size)) for offset in offsets], timeout)
     everyone = dist.group.WORLD
     assert everyone is not None
     return Groups(everyone, vocab, replica)
 
 
-def _mine(memberships: list[list[int]]) -> ProcessGroup:
-    """Create every group (all ranks must take part) and return the one this rank is in."""
+def _mine(name: str, memberships: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
+    """Create every group (all ranks must take part) and return the one this rank is in; errors will say its name."""
     mine = None
     for ranks in memberships:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=name)
         if dist.get_rank() in ranks:
             mine = group
     assert mine is not None

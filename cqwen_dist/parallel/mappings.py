@@ -13,9 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from cqwen_dist.parallel.collectives import all_gather_into, reduce_scatter_into, sum_over
 
 
 def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
@@ -23,10 +24,15 @@ def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> 
     if group is None or group.size() == 1:
         return rows
     longest = max(counts)
-    padded = rows.new_zeros((longest, *rows.shape[1:]))
-    padded[: rows.shape[0]] = rows
+    even = min(counts) == longest
+    padded = rows.contiguous()
+    if not even:
+        padded = rows.new_zeros((longest, *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
     gathered = rows.new_empty((group.size() * longest, *rows.shape[1:]))
-    dist.all_gather_into_tensor(gathered, padded, group=group)
+    all_gather_into(gathered, padded, group)
+    if even:
+        return gathered
     return torch.cat([gathered[r * longest : r * longest + n] for r, n in enumerate(counts)])
 
 
@@ -35,11 +41,14 @@ def _reduce_scatter(rows: Tensor, counts: list[int], group: ProcessGroup | None)
     if group is None or group.size() == 1:
         return rows
     longest = max(counts)
-    padded = rows.new_zeros((group.size(), longest, *rows.shape[1:]))
-    for rank, part in enumerate(rows.split(counts)):
-        padded[rank, : counts[rank]] = part
+    padded = rows.contiguous()
+    if min(counts) != longest:
+        parts = rows.new_zeros((group.size(), longest, *rows.shape[1:]))
+        for rank, part in enumerate(rows.split(counts)):
+            parts[rank, : counts[rank]] = part
+        padded = parts.flatten(0, 1)
     mine = rows.new_empty((longest, *rows.shape[1:]))
-    dist.reduce_scatter_tensor(mine, padded.flatten(0, 1), group=group)
+    reduce_scatter_into(mine, padded, group)
     return mine[: counts[group.rank()]]
 
 
@@ -68,9 +77,7 @@ class _ScatterSumTokens(torch.autograd.Function):
 class _SumPartials(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: ProcessGroup | None) -> Tensor:
-        whole = partial.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
+        return sum_over(partial.clone(), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -107,5 +114,5 @@ def exchange_counts(count: int, group: ProcessGroup | None, device: torch.device
     if group is None or group.size() == 1:
         return [count]
     counts = torch.empty(group.size(), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(counts, torch.tensor([count], device=device), group=group)
+    all_gather_into(counts, torch.tensor([count], device=device), group)
     return [int(n) for n in counts.tolist()]

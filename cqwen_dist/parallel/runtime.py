@@ -33,6 +33,7 @@ class Runtime:
     world_size: int
     local_rank: int
     device: torch.device
+    timeout_s: float | None = None  # how long it waits for the others in a collective
 
     @property
     def is_main(self) -> bool:
@@ -90,7 +91,7 @@ def distributed(timeout_s: float = 1800.0) -> Iterator[Runtime]:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Runtime(rank, world, local_rank, device)
+        yield Runtime(rank, world, local_rank, device, timeout_s)
     finally:
         dist.destroy_process_group()
         if alone:

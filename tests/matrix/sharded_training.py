@@ -21,6 +21,7 @@ from matrix.plain_training import (
     step_batch,
 )
 from support.tiny import NUM, VOCAB
+from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import Config
@@ -98,50 +99,78 @@ def _rows(batch: Batch, start: int, stop: int) -> Batch:
     return Batch(**none)
 
 
-def train_sharded(case: Case, groups: Groups) -> Trained:
-    """The training of `case`; parameters as this rank holds them (its rows; features whole)."""
-    rank, config = dist.get_rank(), config_of(case)
+def begin(case: Case, groups: Groups) -> Engine:
+    """The engine at its start, on this rank's rows; its groups asleep."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank))  # DeepSpeed reads them
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = fresh_model(case.kind, vocab_start=start, rows=stop - start)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    engine = Engine(model, config, Runtime(rank, case.world, rank, torch.device("cpu")), groups)
-    schedule = Schedule(config.stages, 1)
-    losses, norms, plan = [], [], None
-    gemm_dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    return Engine(model, config_of(case), Runtime(rank, case.world, rank, torch.device("cpu")), groups)
+
+
+def enter(engine: Engine, schedule: Schedule, step: int) -> None:
+    """What comes before a step: its stage, its rates."""
+    plan = schedule.at(step)
+    if step == plan.start:
+        engine.enter_stage(plan, schedule.woken(plan))
+    engine.set_lr(plan, step)
+
+
+def token_counts(case: Case, groups: Groups, step: int) -> list[list[int]]:
+    """[micro-batch][rank of this rank's vocabulary group]: kept tokens."""
+    ranks = dist.get_process_group_ranks(groups.vocab)
+    by_rank = [[int(batch.label_mask.sum()) for batch in shares(case, step, rank)] for rank in ranks]
+    return [list(counts) for counts in zip(*by_rank, strict=True)]
+
+
+def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, gate_grad: str = "stop") -> Tensor:
+    """All micro-batches of this rank; its share of the mean loss, []."""
+    whole = step_batch(step)
+    words, numbers = int(whole.label_mask.sum()), int(whole.numeric_mask.sum())
+    counts = token_counts(case, groups, step)
+    model, total = engine.model, torch.zeros(())
+    for i, batch in enumerate(shares(case, step, dist.get_rank())):
+        keep = batch.label_mask.flatten().nonzero()[:, 0]
+        z = engine.forward(batch, keep)
+        terms = fused_loss(
+            model.action,
+            model.abduction(z),
+            batch.labels.flatten()[keep],
+            batch.numeric_labels.flatten()[keep].float(),
+            batch.numeric_mask.flatten()[keep],
+            token_weight=case.world / words,
+            number_weight=case.world / numbers,
+            num_token_id=NUM,
+            group=groups.vocab,
+            token_counts=counts[i],
+            gemm_dtype=torch.bfloat16 if case.precision == "bf16" else torch.float32,
+            gate_grad=gate_grad,
+        )
+        engine.backward(terms.loss, i == case.accumulation - 1)
+        total += terms.cls_sum / words + terms.reg_sum / numbers
+    return total
+
+
+def train_sharded(case: Case, groups: Groups) -> Trained:
+    """The training of `case`; parameters as this rank holds them (its rows; features whole)."""
+    engine, schedule = begin(case, groups), Schedule(config_of(case).stages, 1)
+    losses, norms = [], []
     for step in range(STEPS):
-        if schedule.at(step) is not plan:
-            plan = schedule.at(step)
-            engine.enter_stage(plan, schedule.woken(plan))
-        engine.set_lr(plan, step)
-        batches = shares(case, step, rank)
-        whole = step_batch(step)
-        words, numbers = int(whole.label_mask.sum()), int(whole.numeric_mask.sum())
-        total = torch.zeros(())
-        for i, batch in enumerate(batches):
-            keep = batch.label_mask.flatten().nonzero()[:, 0]
-            z = engine.forward(batch, keep)
-            terms = fused_loss(
-                model.action,
-                model.abduction(z),
-                batch.labels.flatten()[keep],
-                batch.numeric_labels.flatten()[keep].float(),
-                batch.numeric_mask.flatten()[keep],
-                token_weight=case.world / words,
-                number_weight=case.world / numbers,
-                num_token_id=NUM,
-                group=groups.vocab,
-                gemm_dtype=gemm_dtype,
-            )
-            engine.backward(terms.loss, i == len(batches) - 1)
-            total += terms.cls_sum / words + terms.reg_sum / numbers
+        enter(engine, schedule, step)
+        total = forward_and_backward(case, groups, engine, step)
         norms.append(float(engine.step()))
         dist.all_reduce(total)
         losses.append(float(total))
+    return Trained(losses, norms, parameters(engine), {})
+
+
+def parameters(engine: Engine) -> dict[str, Tensor]:
+    """Everything that trains, by name: this rank's rows, the rest whole. Collective."""
     features, _, _ = engine.feature_state()
-    parameters = {f"features.{name}": value for name, value in features.items()}
-    parameters |= {m.name: m.parameter.detach() for m in engine.heads.members}
-    return Trained(losses, norms, parameters, {})
+    named = {f"features.{name}": value for name, value in features.items()}
+    return named | {m.name: m.parameter.detach().clone() for m in engine.heads.members}
 
 
 def distance(case: Case, groups: Groups, found: Trained, oracle: Trained) -> Found:
@@ -173,7 +202,6 @@ def distance(case: Case, groups: Groups, found: Trained, oracle: Trained) -> Fou
 
 def run_cases(cases: list[Case], oracles: dict[str, Trained]) -> list[tuple[Case, Found]]:
     """Every case of one world size, on this rank."""
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=str(dist.get_rank()))
     groups = {size: build_groups(size) for size in sorted({case.group for case in cases})}
     results = []
     for case in cases:

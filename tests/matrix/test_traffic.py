@@ -1,0 +1,98 @@
+"""What the ranks say in a step, counted by wrapping torch's collectives, is the formula of `plan.comm`, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from matrix.sharded_training import Case, begin, config_of, enter, forward_and_backward, token_counts
+from support.ranks import run_ranks
+
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.plan.comm import Message, head_messages
+from cqwen_dist.train.stages import Schedule
+
+# function, its operation, which argument is the whole buffer
+WRAPPED = (
+    ("all_gather_into_tensor", "all-gather", 0),
+    ("reduce_scatter_tensor", "reduce-scatter", 1),
+    ("all_reduce", "all-reduce", 0),
+)
+SILENT = (
+    "all_gather",
+    "all_gather_object",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "reduce",
+)
+
+
+@contextmanager
+def counting() -> Iterator[list[Message]]:
+    """Every collective inside, as a message; other operations raise."""
+    found: list[Message] = []
+    originals = {name: getattr(dist, name) for name in (*(w[0] for w in WRAPPED), *SILENT)}
+
+    def counter(original: Callable[..., Any], operation: Any, at: int) -> Callable[..., Any]:
+        def call(*args: Any, group: Any = None, **options: Any) -> Any:
+            name: Any = "world" if group is None or group == dist.group.WORLD else group.group_desc
+            found.append(Message(operation, name, dist.get_world_size(group), args[at].nbytes))
+            return original(*args, group=group, **options)
+
+        return call
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("an operation that the formula does not know")
+
+    for name, operation, at in WRAPPED:
+        setattr(dist, name, counter(originals[name], operation, at))
+    for name in SILENT:
+        setattr(dist, name, refuse)
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def traffic(cases: list[tuple[Case, str]]) -> list[tuple[list[Message], list[Message]]]:
+    """(counted, expected) of the first two steps of every case, on this rank."""
+    results = []
+    for case, gate_grad in cases:
+        groups = build_groups(case.group)
+        engine, schedule = begin(case, groups), Schedule(config_of(case).stages, 1)
+        members = engine.heads.members
+        for step in range(2):
+            enter(engine, schedule, step)
+            with counting() as counted:
+                forward_and_backward(case, groups, engine, step, gate_grad)
+                engine.step()
+            expected = head_messages(
+                token_counts(case, groups, step),
+                world=case.world,
+                columns=engine.model.action.cls_weight.shape[1],
+                gemm_bytes=2 if case.precision == "bf16" else 4,
+                row_tensors=[m.parameter.numel() for m in members if m.spread == "rows"],
+                replicated=sum(m.parameter.numel() for m in members if m.spread == "replicated"),
+                full_gate_grad=gate_grad == "full",
+            )
+            results.append((counted, expected))
+    return results
+
+
+@pytest.mark.parametrize(("world", "group"), [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)])
+def test_counted_is_the_formula(world: int, group: int) -> None:
+    cases = [
+        (Case(world, group, 1, "fp32", 2, "heads"), "stop"),
+        (Case(world, group, 1, "bf16", 1, "heads"), "full"),
+    ]
+    for results in run_ranks(traffic, world, cases):
+        assert len(results) == 4
+        for counted, expected in results:
+            assert sorted(counted, key=repr) == sorted(expected, key=repr)

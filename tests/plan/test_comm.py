@@ -1,0 +1,51 @@
+"""The byte formula by itself; that the ranks say exactly this is tests/matrix/test_traffic.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from cqwen_dist.plan.comm import Message, head_messages, transfer_share
+
+SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "replicated": 50}
+
+
+def test_a_group_of_one_rank_alone_says_nothing() -> None:
+    alone = {**SHAPE, "world": 1}
+    assert head_messages([[7], [0]], row_tensors=[100, 10], **alone) == []
+
+
+def test_by_hand() -> None:
+    found = head_messages([[3, 5]], row_tensors=[100, 10], **SHAPE)
+    assert [(m.operation, m.group, m.bytes) for m in found] == [
+        ("all-gather", "vocabulary", 2 * 5 * 10 * 2),
+        ("all-gather", "vocabulary", 2 * 5 * 10 * 2),
+        ("all-gather", "vocabulary", 2 * 5 * 8),
+        ("all-gather", "vocabulary", 2 * 5 * 4),
+        ("reduce-scatter", "vocabulary", 2 * 5 * 3 * 4),
+        ("all-reduce", "vocabulary", 4),
+        ("reduce-scatter", "vocabulary", 2 * 5 * 10 * 2),
+        ("reduce-scatter", "vocabulary", 2 * 5 * 10 * 2),
+        ("all-reduce", "world", 200),
+        ("all-reduce", "replica", 400),
+        ("all-reduce", "replica", 40),
+        ("all-reduce", "vocabulary", 4),
+    ]
+    assert Message("all-gather", "vocabulary", 4, 400).wire_bytes == 300
+    assert Message("all-reduce", "world", 4, 400).wire_bytes == 600
+
+
+def test_only_the_replicas_sum_depends_on_the_vocabulary() -> None:
+    def without_replicas(rows: int) -> list[Message]:
+        found = head_messages([[3, 5], [0, 2]], row_tensors=[rows * 10, rows], **SHAPE)
+        assert sum(m.bytes for m in found if m.group == "replica") == rows * 11 * 4
+        return [m for m in found if m.group != "replica"]
+
+    assert without_replicas(100) == without_replicas(75_968)
+    one_group = {**SHAPE, "world": 2}
+    assert not [m for m in head_messages([[3, 5]], row_tensors=[100], **one_group) if m.group == "replica"]
+
+
+def test_share_of_the_transfers() -> None:
+    inside_a_node = transfer_share(152_064, 8, flops=600e12, bytes_per_s=450e9)
+    assert inside_a_node == pytest.approx(0.041, abs=0.001)
+    assert transfer_share(152_064, 8, flops=600e12, bytes_per_s=50e9) == pytest.approx(9 * inside_a_node)
