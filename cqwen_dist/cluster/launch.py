@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.train.run_folder import is_done, refuse_changes
+
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
 def preflight(path: Path, overrides: Sequence[str]) -> Config:
@@ -64,16 +68,49 @@ def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False
     if not _has_gpu():
         environment.setdefault("DS_ACCELERATOR", "cpu")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    code = subprocess.run(
-        launch_command(path, overrides, ranks, free_port()),
-        env=environment,
-        check=False,
-        stdout=sys.stderr if quiet else None,
-    ).returncode
+    code = _run_to_its_end(launch_command(path, overrides, ranks, free_port()), environment, quiet)
     if code:
         return code if code == 2 else 1
     status = read_status(Path(config.run.dir))["status"]
     return {"done": 0, "preempted": 75}.get(status, 1)
+
+
+def _run_to_its_end(command: list[str], environment: dict[str, str], quiet: bool) -> int:
+    """The exit code of a command; nothing it started outlives this call.
+
+    It runs in a session of its own: Ctrl-C and SIGTERM come here alone, are passed on to the launcher and all ranks
+    at once, and who is still there after a grace period is killed.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None, start_new_session=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        sys.stderr.write("stopping the ranks; the same command goes on from the last checkpoint\n")
+        return 1
+    finally:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        _end_session(process)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to all that a process started with a session of its own has left, then SIGKILL."""
+    began = time.monotonic()
+    try:
+        while (waited := time.monotonic() - began) < 1.5 * GRACE_S:
+            process.poll()
+            os.killpg(process.pid, signal.SIGTERM if waited < GRACE_S else signal.SIGKILL)
+            time.sleep(0.1)
+    except ProcessLookupError:
+        pass  # nobody is left
+    process.wait()
 
 
 def _has_gpu() -> bool:
