@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cqwen_dist.config import UserError
 
@@ -60,6 +61,11 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Group
     everyone = dist.group.WORLD
     assert everyone is not None
     return Groups(everyone, vocab, replica)
+
+
+def limit_wait(group: ProcessGroup, seconds: float) -> None:
+    """How long this rank waits for the others in a group that somebody else made (DeepSpeed's)."""
+    _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _mine(name: str, memberships: list[list[int]], timeout: timedelta | None) -> ProcessGroup:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.collectives import gather_objects, naming
+from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.train import zero_state
 from cqwen_dist.train.groups import feature_members, head_members
@@ -31,7 +32,7 @@ from cqwen_dist.train.stages import StagePlan
 
 
 class NonFiniteStep(RuntimeError):
-    """The gradient is not finite: the step was refused on every rank, no parameter was changed."""
+    """The gradient's norm over the world is not finite: every rank refused the step, no parameter was changed."""
 
 
 def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
@@ -77,7 +78,8 @@ class Engine:
         self.engine = self._start_deepspeed()
         self.features_awake = False
         self._head_norm_sq = torch.zeros((), device=runtime.device)
-        self._norm = torch.zeros((), device=runtime.device)
+        self._norm: Tensor | None = None  # joint, of the step that is being taken
+        self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features of the step
 
     def _start_deepspeed(self) -> Any:
         parameter_groups = []
@@ -91,12 +93,15 @@ class Engine:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
         _leave_sleepers_out(optimizer)
-        engine, *_ = deepspeed.initialize(
-            model=self.model.features,
-            optimizer=optimizer,
-            config=deepspeed_config(self.config, self.groups.world_size),
-            dist_init_required=False,
-        )
+        with naming("DeepSpeed's start"):
+            engine, *_ = deepspeed.initialize(
+                model=self.model.features,
+                optimizer=optimizer,
+                config=deepspeed_config(self.config, self.groups.world_size),
+                dist_init_required=False,
+            )
+        if self.runtime.timeout_s is not None:
+            limit_wait(engine.optimizer.dp_process_group, self.runtime.timeout_s)
         clip = getattr(engine.optimizer, "unscale_and_clip_grads", None)
         if clip is None:
             raise UserError(
@@ -106,12 +111,12 @@ class Engine:
             )
 
         def clip_jointly(gradients: Any, total_norm: Any) -> Any:
-            """DeepSpeed's clip with the norm over features and heads."""
-            feature_norm = torch.as_tensor(total_norm, device=self.runtime.device).float()
-            # DeepSpeed reports a norm that is not finite as -1
-            feature_norm = torch.where(feature_norm < 0, torch.nan, feature_norm)
-            self._norm = (feature_norm.square() + self._head_norm_sq).sqrt()
-            _refuse_non_finite(self._norm)
+            """DeepSpeed's clip with the norm over features and heads; it calls this for each parameter group."""
+            if self._norm is None:
+                feature_norm = torch.as_tensor(total_norm, device=self.runtime.device).float()
+                # DeepSpeed reports a norm that is not finite as -1
+                feature_norm = torch.where(feature_norm < 0, torch.nan, feature_norm)
+                self._norm = self._finite_norm((feature_norm.square() + self._head_norm_sq).sqrt())
             return clip(gradients, self._norm)
 
         engine.optimizer.unscale_and_clip_grads = clip_jointly
@@ -143,32 +148,55 @@ class Engine:
         self.engine.train(graph)
         with torch.set_grad_enabled(graph):
             run = self.engine if graph else self.engine.module
-            return run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+            with naming("DeepSpeed's forward"):
+                z: Tensor = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+        self._finite &= z.detach().isfinite().all()
+        return z
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
         if self.features_awake:
             self.engine.set_gradient_accumulation_boundary(last)
-            self.engine.backward(loss, scale_wrt_gas=False)
+            with naming("DeepSpeed's backward"):
+                self.engine.backward(loss, scale_wrt_gas=False)
         else:
             loss.backward()
 
     def step(self) -> Tensor:
         """Clip by the joint norm and step; returns that norm, [] fp32.
 
-        Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite.
+        Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
+        `CollectiveError` where a rank is lost. The heads step last: what they do needs no other rank. (A rank that is
+        lost inside DeepSpeed's own step leaves the others' memory torn; they end, and no checkpoint is of that step.)
         """
+        self._norm = None
         self._head_norm_sq = self.heads.reduce_gradients()
-        _refuse_non_finite(self._head_norm_sq)
         if self.features_awake:
-            self.engine.step()
-            if not self.engine.was_step_applied():
-                raise NonFiniteStep("DeepSpeed skipped the step: a gradient is not finite")
+            with naming("DeepSpeed's step"):
+                self.engine.step()
+            if self._norm is None or not self.engine.was_step_applied():
+                self._finite_norm(torch.tensor(torch.nan))
         else:
-            self._norm = self._head_norm_sq.sqrt()
+            self._norm = self._finite_norm(self._head_norm_sq.sqrt())
+        assert self._norm is not None
         limit = self.config.train.max_grad_norm
         self.heads.step((limit / (self._norm + 1e-6)).clamp(max=1.0))
+        self._finite.fill_(True)
         return self._norm
+
+    def _finite_norm(self, norm: Tensor) -> Tensor:
+        """The norm, which every rank holds alike, or `NonFiniteStep` on all of them, naming where it came from.
+
+        The one host synchronisation a step: without it a NaN would be in the parameters before anyone knew.
+        """
+        number = float(norm)
+        if not math.isfinite(number):
+            found = [rank for rank, finite in enumerate(gather_objects(bool(self._finite))) if not finite]
+            features = f"the features of rank {', '.join(map(str, found))} are not" if found else "all features are"
+            raise NonFiniteStep(
+                f"the gradient norm, all-reduced over the world group, is {number}; {features} finite; no step taken"
+            )
+        return norm
 
     # ------------------------------------------------------------------------------------ checkpoint
 
@@ -211,10 +239,3 @@ def _leave_sleepers_out(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _refuse_non_finite(value: Tensor) -> None:
-    """One host synchronisation a step: without it a NaN would be in the parameters before anyone knew."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise NonFiniteStep(f"the gradient norm is {number}")

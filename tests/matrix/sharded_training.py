@@ -99,7 +99,7 @@ def _rows(batch: Batch, start: int, stop: int) -> Batch:
     return Batch(**none)
 
 
-def begin(case: Case, groups: Groups) -> Engine:
+def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
     """The engine at its start, on this rank's rows; its groups asleep."""
     rank = dist.get_rank()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank))  # DeepSpeed reads them
@@ -107,7 +107,7 @@ def begin(case: Case, groups: Groups) -> Engine:
     model = fresh_model(case.kind, vocab_start=start, rows=stop - start)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    return Engine(model, config_of(case), Runtime(rank, case.world, rank, torch.device("cpu")), groups)
+    return Engine(model, config_of(case), Runtime(rank, case.world, rank, torch.device("cpu"), timeout_s), groups)
 
 
 def enter(engine: Engine, schedule: Schedule, step: int) -> None:

@@ -1,0 +1,149 @@
+"""A rank that dies, stalls or brings a NaN in mid-step: the others stop, say where, and nothing has stepped."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from matrix.sharded_training import Case, begin, config_of, enter, forward_and_backward
+from torch import Tensor
+
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.train import zero_state
+from cqwen_dist.train.engine import Engine
+from cqwen_dist.train.stages import Schedule
+
+WORLD = 3
+TIMEOUT_S = 4.0
+LOST = 1  # the rank with the fault
+HEADS = Case(WORLD, 3, 1, "fp32", 1, "heads")
+FEATURES = Case(WORLD, 3, 2, "fp32", 1, "heads+lora")
+
+
+def everything(engine: Engine) -> list[Tensor]:
+    """Parameters as this rank holds them: the heads, its pieces of the features."""
+    own = [m.parameter for m in engine.heads.members] + [flat for _, flat in zero_state.flat_masters(engine.engine)]
+    return [tensor.detach().clone() for tensor in own]
+
+
+def take_steps(case: Case, fault: str, where: str) -> tuple[str, str, bool, float]:
+    """One good step, then one with the fault: (error's class, its text, whether nothing moved, seconds it took)."""
+    groups = build_groups(case.group, TIMEOUT_S)
+    engine, schedule = begin(case, groups, TIMEOUT_S), Schedule(config_of(case).stages, 1)
+    enter(engine, schedule, 0)
+    forward_and_backward(case, groups, engine, 0)
+    engine.step()
+    before, began = everything(engine), time.monotonic()
+
+    def trouble() -> None:
+        if fault == "dies":
+            os._exit(0)
+        if fault == "stalls":
+            time.sleep(60)
+
+    try:
+        if dist.get_rank() == LOST:
+            if fault == "nan":
+                engine.model.features.backbone.register_forward_hook(lambda *args: args[2] * torch.nan)
+            elif where == "forward":
+                trouble()
+        forward_and_backward(case, groups, engine, 1)
+        if dist.get_rank() == LOST and where == "step":
+            trouble()
+        engine.step()
+    except RuntimeError as error:
+        still = all(torch.equal(a, b) for a, b in zip(everything(engine), before, strict=True))
+        return type(error).__name__, str(error), still, time.monotonic() - began
+    return "", "the step was taken", False, 0.0
+
+
+def _rank(rank: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    results.put((rank, take_steps(*args)))
+    time.sleep(60)  # stay: a rank that leaves would end the others' waiting
+
+
+def survivors(case: Case, fault: str, where: str) -> dict[int, tuple[str, str, bool, float]]:
+    """What each rank reports; a lost one reports nothing."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.model"])
+    results = context.SimpleQueue()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    ranks = [
+        context.Process(target=_rank, args=(rank, port, results, (case, fault, where)), daemon=True)
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    found: dict[int, tuple[str, str, bool, float]] = {}
+    deadline = time.monotonic() + 50
+    try:
+        while len(found) < WORLD - (fault != "nan") and time.monotonic() < deadline:
+            if not results.empty():
+                rank, report = results.get()
+                found[rank] = report
+            time.sleep(0.01)
+    finally:
+        for process in ranks:
+            process.kill()
+    return found
+
+
+GATHER, SUM = "all-gather in the vocabulary group failed", "all-reduce in the world group failed"
+
+
+@pytest.mark.parametrize(
+    ("case", "fault", "where", "says"),
+    [
+        (HEADS, "dies", "forward", GATHER),
+        (FEATURES, "stalls", "step", SUM),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in (
+                (HEADS, "stalls", "forward", GATHER),
+                (HEADS, "dies", "step", SUM),
+                (HEADS, "stalls", "step", SUM),
+                (FEATURES, "dies", "forward", GATHER),
+                (FEATURES, "stalls", "forward", GATHER),
+                (FEATURES, "dies", "step", SUM),
+            )
+        ),
+    ],
+)
+def test_a_lost_rank_stops_the_others(case: Case, fault: str, where: str, says: str) -> None:
+    found = survivors(case, fault, where)
+    assert sorted(found) == [0, 2]
+    for kind, text, still, seconds in found.values():
+        assert kind == "CollectiveError", text
+        assert re.match(rf"{says} \(ranks \[0, 1, 2\], seen by rank [02]\): a rank died or does not answer", text), text
+        assert still, "a parameter moved in a step that failed"
+        assert seconds < TIMEOUT_S + 10, "longer than the timeout"
+
+
+@pytest.mark.parametrize(
+    "case", [FEATURES, *(pytest.param(c, marks=pytest.mark.slow) for c in (HEADS, FEATURES._replace(zero=3)))]
+)
+def test_a_nan_stops_every_rank_and_is_traced(case: Case) -> None:
+    found = survivors(case, "nan", "")
+    assert sorted(found) == [0, 1, 2]
+    for kind, text, still, _ in found.values():
+        assert kind == "NonFiniteStep", text
+        assert "features of rank 1 are not finite" in text
+        assert still, "a parameter moved in a step that was refused"
