@@ -23,6 +23,7 @@ from cqwen_dist.config.schema import Config, Section
 RESUMABLE = (
     "run.",
     "parallel.",
+    "deepspeed.",
     "train.micro_batch_size",
     "train.checkpoint_every",
     "train.eval_every",

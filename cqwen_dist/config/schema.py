@@ -262,6 +262,7 @@ class ParallelConfig(Section):
         1, description="Ranks that share the vocabulary's rows; 1: every rank holds all."
     )
     offload: Literal["none", "optimizer"] = Field("none", description="Keep the engine's optimizer in host memory.")
+    timeout_min: Above0 = Field(30.0, description="Minutes a rank waits for the others before the run fails.")
 
 
 class TrainConfig(Section):
@@ -313,6 +314,9 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     run: RunConfig = RunConfig()
+    deepspeed: dict[str, Any] = Field(
+        {}, description="Additions to DeepSpeed's configuration; what contradicts the rest is refused by name."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

@@ -10,7 +10,6 @@ no feature group is awake, z is computed without a graph and DeepSpeed takes no 
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -26,6 +25,7 @@ from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.train import zero_state
+from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.groups import feature_members, head_members
 from cqwen_dist.train.optim import HeadOptimizer
 from cqwen_dist.train.stages import StagePlan
@@ -33,31 +33,6 @@ from cqwen_dist.train.stages import StagePlan
 
 class NonFiniteStep(RuntimeError):
     """The gradient's norm over the world is not finite: every rank refused the step, no parameter was changed."""
-
-
-def deepspeed_config(config: Config, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration, derived from ours by this one function."""
-    stage = config.parallel.zero_stage
-    bf16 = config.train.precision == "bf16"
-    result: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        # Accumulation is ours: a step may hold fewer micro-batches at the end of an epoch, so the boundary is set
-        # by hand and the loss is scaled by global counts.
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": config.train.micro_batch_size * world_size,
-        "gradient_clipping": config.train.max_grad_norm,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": bf16},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
-    }
-    if bf16 and stage >= 2:
-        result["data_types"] = {"grad_accum_dtype": "fp32"}
-    if config.parallel.offload == "optimizer":
-        result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    return result
 
 
 class Engine:
@@ -75,6 +50,8 @@ class Engine:
         self.feature_members = feature_members(model.features)
         self.feature_groups = sorted({m.group for m in self.feature_members})
         self.names = {m.parameter: m.name for m in self.feature_members}
+        trained = sum(m.parameter.numel() for m in self.feature_members)
+        self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
         self.engine = self._start_deepspeed()
         self.features_awake = False
         self._head_norm_sq = torch.zeros((), device=runtime.device)
@@ -97,7 +74,7 @@ class Engine:
             engine, *_ = deepspeed.initialize(
                 model=self.model.features,
                 optimizer=optimizer,
-                config=deepspeed_config(self.config, self.groups.world_size),
+                config=self.deepspeed_config,
                 dist_init_required=False,
             )
         if self.runtime.timeout_s is not None:
@@ -212,10 +189,6 @@ class Engine:
         """Put back what `feature_state` gave."""
         zero_state.write_state(self.engine, self.names, parameters, moments)
         zero_state.write_steps(self.engine, {self.feature_groups.index(name): n for name, n in steps.items()})
-
-    def describe(self) -> str:
-        """DeepSpeed's configuration as JSON, for the run's environment file."""
-        return json.dumps(deepspeed_config(self.config, self.groups.world_size))
 
 
 def _leave_sleepers_out(optimizer: torch.optim.Optimizer) -> None:

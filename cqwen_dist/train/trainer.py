@@ -44,7 +44,7 @@ def train(config: Config) -> dict[str, Any]:
 
     Raises `UserError` on every rank alike where the input is wrong.
     """
-    with distributed() as runtime:
+    with distributed(config.parallel.timeout_min * 60) as runtime:
         return train_on(config, runtime)
 
 
@@ -78,7 +78,7 @@ class Trainer:
         self.config, self.runtime = config, runtime
         self.folder = Path(config.run.dir)
         seed_everything(config.train.seed)
-        self.groups: Groups = build_groups(config.parallel.vocab_group_size)
+        self.groups: Groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
         self.progress: Progress | None = None
         main_rank_first(lambda: latest_checkpoint(self.folder))  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say))
@@ -305,9 +305,7 @@ class Trainer:
         figures = self.evaluator() if self.evaluator is not None else {}
         start["eval"] = figures
         if self.runtime.is_main:
-            write_environment(
-                self.folder, self.groups.world_size, {"deepspeed_config": json.loads(self.engine.describe())}
-            )
+            write_environment(self.folder, self.groups.world_size, {"deepspeed_config": self.engine.deepspeed_config})
             write_atomically(self.folder / START, json.dumps(start, indent=1))
         return 0, figures
 

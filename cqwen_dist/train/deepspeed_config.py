@@ -1,0 +1,94 @@
+"""DeepSpeed's configuration, derived from ours by one pure function; the user's additions merged, conflicts refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.plan import Architecture
+
+# What the user may set although we do: speed and talk, not meaning.
+TUNABLE = {
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "steps_per_print",
+    "wall_clock_breakdown",
+}
+# What would contradict us although we do not set it, and where it is set instead.
+ELSEWHERE = {
+    "optimizer": "stages (AdamW with a schedule for each group)",
+    "scheduler": "stages",
+    "fp16": "train.precision: fp32 or bf16",
+    "amp": "train.precision: fp32 or bf16",
+    "torch_autocast": "train.precision: fp32 or bf16",
+    "data_types": "nothing: it follows from train.precision and parallel.zero_stage",
+    "zero_optimization.offload_optimizer": "parallel.offload",
+    "zero_optimization.offload_param": "nothing: frozen parameters stay on the device",
+}
+FOLLOWS = {
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "train_batch_size": "train.micro_batch_size and the number of ranks",
+    "gradient_accumulation_steps": "train.global_batch_size; the trainer accumulates itself",
+    "gradient_clipping": "train.max_grad_norm",
+    "zero_optimization.stage": "parallel.zero_stage",
+    "zero_optimization.offload_optimizer.device": "parallel.offload",
+    "bf16.enabled": "train.precision",
+}
+
+
+def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
+    """How many numbers the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
+    base = Architecture.of(architecture)
+    lora = config.model.lora
+    adapters = any("lora" in stage.groups for stage in config.stages)
+    return 2 * base.hidden + (base.lora_parameters(lora.r, lora.target_modules) if adapters else 0)
+
+
+def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given. trained: numbers that the engine trains (`feature_parameters`).
+
+    Raises `UserError` for an addition under `deepspeed:` that contradicts the rest of the config.
+    """
+    stage = config.parallel.zero_stage
+    bf16 = config.train.precision == "bf16"
+    result: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        # Accumulation is ours: a step may hold fewer micro-batches at the end of an epoch, so the boundary is set
+        # by hand and the loss is scaled by global counts.
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": config.train.micro_batch_size * world_size,
+        "gradient_clipping": config.train.max_grad_norm,
+        "zero_optimization": {
+            "stage": stage,
+            # One bucket for all that trains: DeepSpeed's default of 5e8 numbers is a buffer of 1 to 2 GB.
+            "reduce_bucket_size": trained,
+            "allgather_bucket_size": trained,
+        },
+        "bf16": {"enabled": bf16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+    if bf16 and stage >= 2:  # in stage 1 it would bring an optimizer that has no place to join the heads' norm
+        result["data_types"] = {"grad_accum_dtype": "fp32"}
+    if config.parallel.offload == "optimizer":
+        result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    return _merge(result, config.deepspeed, "")
+
+
+def _merge(ours: dict[str, Any], added: dict[str, Any], above: str) -> dict[str, Any]:
+    merged = dict(ours)
+    for key, value in added.items():
+        path = f"{above}{key}"
+        mine = ours.get(key)
+        if isinstance(mine, dict) and isinstance(value, dict):
+            merged[key] = _merge(mine, value, f"{path}.")
+        elif key not in ours and path in ELSEWHERE:
+            raise UserError(f"deepspeed.{path}", value, f"this to be left to {ELSEWHERE[path]}")
+        elif key in ours and path not in TUNABLE and value != mine:
+            reason = f" (it follows from {FOLLOWS[path]})" if path in FOLLOWS else ""
+            raise UserError(f"deepspeed.{path}", value, f"{mine!r}{reason}")
+        else:
+            merged[key] = value
+    return merged
