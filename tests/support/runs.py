@@ -85,14 +85,19 @@ def train_run(config: Path, *overrides: str, world: int = 1, timeout: float = 12
     return run_ranks(_train, world, str(config), list(overrides), timeout=timeout)[0]
 
 
-def _train(config: str, overrides: list[str]) -> dict[str, Any]:
+def as_rank() -> Any:
+    """The `Runtime` of a rank that `run_ranks` started."""
     from cqwen_dist.parallel.runtime import Runtime
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))  # for DeepSpeed
+    return Runtime(rank, world, rank, torch.device("cpu"))
+
+
+def _train(config: str, overrides: list[str]) -> dict[str, Any]:
     from cqwen_dist.train.trainer import train_on
 
-    rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()), LOCAL_RANK=str(rank))  # for DeepSpeed
-    runtime = Runtime(rank, dist.get_world_size(), rank, torch.device("cpu"))
-    return train_on(load_config(config, overrides), runtime)
+    return train_on(load_config(config, overrides), as_rank())
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -104,13 +109,16 @@ def losses(run: Path) -> list[float]:
     return [record["train/total_loss"] for record in metrics(run)]
 
 
-def cqwen(*args: object, timeout: float = 200.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def cqwen(
+    *args: object, timeout: float = 200.0, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "cqwen_dist", *map(str, args)],
         capture_output=True,
         text=True,
         timeout=timeout,
+        cwd=cwd,
         env=command_environment(**environment),
     )
 
