@@ -28,7 +28,7 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_topk, vocab_range
 from cqwen_dist.train.base import build_run_base, load_tokenizer
-from cqwen_dist.train.engine import Engine
+from cqwen_dist.train.engine import Engine, NonFiniteStep
 from cqwen_dist.train.evaluate import Evaluator
 from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.run_folder import START, open_run, write_environment
@@ -138,6 +138,18 @@ class Trainer:
             log = MetricsLog(self.folder, self.config.run, self.config.model_dump(mode="json"), step)
             self.progress = Progress(total, step)
             write_status(self.folder, "running", step=step, total_steps=total)
+        try:
+            last = self._train_on(step, last, log)
+        finally:  # a run that fails has logged every step that it took
+            if log is not None:
+                log.close()
+        if self.runtime.is_main:
+            write_status(self.folder, "done", step=total, total_steps=total, seconds=round(time.monotonic() - began, 1))
+        return last
+
+    def _train_on(self, step: int, last: dict[str, Any], log: MetricsLog | None) -> dict[str, Any]:
+        """The steps from `step` on; returns the last figures."""
+        total = self.schedule.total_steps
         batches = iter(self.loader)
         entered: StagePlan | None = None
         while step < total:
@@ -147,7 +159,10 @@ class Trainer:
                 entered = plan
             micro_batches = next(batches)
             self.engine.set_lr(plan, step)
-            figures, tokens = self._step(micro_batches, plan, step)
+            try:
+                figures, tokens = self._step(micro_batches, plan, step)
+            except NonFiniteStep as error:
+                raise NonFiniteStep(f"step {step + 1}, stage {plan.stage.name}: {error}; it changed nothing") from error
             step += 1
             loss = None
             if log is not None:
@@ -166,9 +181,6 @@ class Trainer:
                 self._save(step, plan, last)
                 if log is not None:
                     write_status(self.folder, "running", step=step, total_steps=total)
-        if log is not None:
-            log.close()
-            write_status(self.folder, "done", step=step, total_steps=total, seconds=round(time.monotonic() - began, 1))
         return last
 
     def _step(self, micro_batches: list[Batch], plan: StagePlan, step: int) -> tuple[dict[str, Any], int]:

@@ -1,0 +1,119 @@
+"""What goes wrong while training: nothing that is not finite enters a parameter, and the run says where it stood."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.runs import as_rank, cqwen_forked, metrics, write_config
+from torch import Tensor
+
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.config import load_config
+
+
+def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
+    """One step of a stage whose last rank meets a NaN; (what was raised, what changed, gradient norm without it)."""
+    from cqwen_dist.train.engine import NonFiniteStep
+    from cqwen_dist.train.run_folder import open_run
+    from cqwen_dist.train.trainer import Trainer
+
+    config = load_config(path)
+    runtime = as_rank()
+    if runtime.is_main:
+        open_run(config)
+    dist.barrier()
+    trainer = Trainer(config, runtime)
+    trainer._start_or_resume()
+    plan = trainer.schedule.plans[stage]
+    trainer._enter_stage(plan, fresh=True)
+    trainer.engine.set_lr(plan, plan.start)
+    batches = iter(trainer.loader)
+    good, bad = next(batches), next(batches)
+    figures, _ = trainer._step(good, plan, plan.start)
+    if runtime.rank == runtime.world_size - 1:
+        bad[-1].numeric_values[0, 0] = torch.nan
+        bad[-1].input_ids[0, 0] = trainer.model.config.num_token_id
+    before = everything(trainer)
+    try:
+        trainer._step(bad, plan, plan.start + 1)
+        said = "nothing"
+    except NonFiniteStep as error:
+        said = str(error)
+    after = everything(trainer)
+    assert before.keys() == after.keys()
+    return (
+        said,
+        [name for name in before if not torch.equal(before[name], after[name])],
+        float(figures["train/grad_norm"]),
+    )
+
+
+def everything(trainer: object) -> dict[str, Tensor]:
+    """Every parameter and moment that training moves, copied."""
+    engine = trainer.engine  # type: ignore[attr-defined]
+    parameters, moments, _ = engine.feature_state()
+    head_moments, _ = engine.heads.moments()
+    named = {**parameters, **moments, **head_moments, **trainer._head_tensors()}  # type: ignore[attr-defined]
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path, stage: int, precision: str) -> None:
+    config = write_config(tmp_path, train__precision=precision, train__micro_batch_size=3)
+    for said, changed, norm in run_ranks(poisoned_step, 2, str(config), stage):
+        assert "not finite" in said or "nan" in said
+        assert changed == []
+        assert 0 < norm < float("inf")
+
+
+def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_stage(tmp_path: Path) -> None:
+    config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30})
+    done = cqwen_forked("train", config)
+    run = tmp_path / "run"
+    assert done.returncode == 1
+    status = read_status(run)
+    assert status["status"] == "fatal"
+    assert "step 5, stage lora" in status["reason"]
+    assert status["reason"] in done.stderr
+    assert [record["step"] for record in metrics(run)] == [1, 2, 3, 4], "every step that was taken is logged"
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    assert folder.name == "step-00000004"
+
+
+def test_a_failing_disk_is_a_failure_with_a_reason(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    done = cqwen_forked("train", config)
+    assert done.returncode == 1
+    assert read_status(tmp_path / "run")["status"] == "fatal"
+    assert "checkpoints" in read_status(tmp_path / "run")["reason"]
+    assert len(metrics(tmp_path / "run")) == 2, "steps before the first checkpoint"
+
+
+def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
+    steps = {f"stages__{i}__steps": 8 for i in (0, 1)}
+    config = write_config(tmp_path, train__precision="bf16", train__checkpoint_every=8, **steps)
+    done = cqwen_forked("train", config)
+    assert done.returncode == 0, done.stderr
+    records = metrics(tmp_path / "run")
+    losses = [record["train/total_loss"] for record in records]
+    assert all(abs(value) < 1e4 for value in losses)
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    folder = latest_checkpoint(tmp_path / "run")
+    assert folder is not None
+    state = json.loads((folder / "state.json").read_text())
+    assert state["step"] == 16
+    from cqwen_dist.checkpoint.resume import load_checkpoint
+
+    saved = load_checkpoint(folder, (0, 2**62))
+    for part in (saved.features, saved.heads, saved.rows, saved.row_moments):
+        assert {value.dtype for value in part.values()} == {torch.float32}
+    reg_bias = saved.heads["action.reg_bias"]
+    assert not torch.equal(reg_bias, reg_bias.bfloat16().float()), "rounded to bf16 somewhere"
