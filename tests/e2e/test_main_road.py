@@ -1,6 +1,7 @@
 """The main road, by the real command: launch, eval, export, load elsewhere, generate; cut down, and whole (slow)."""
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,3 +187,5 @@ def test_gsm8k_with_the_real_vocabulary_runs_and_its_loss_falls(tmp_path: Path) 
     assert all(abs(value) < float("inf") for value in losses)
     assert sum(losses[-4:]) < sum(losses[:4])
     assert json.loads((run / "start.json").read_text())["statistics"]["count"] > 1000
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of any process the tests waited for
+    assert 2 * largest < 12 * 2**30, f"two ranks of {largest / 2**30:.1f} GiB"
