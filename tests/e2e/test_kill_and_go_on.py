@@ -61,7 +61,8 @@ def step_of(run: Path) -> int:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps = {f"stages__{i}__steps": STEPS for i in (0, 1)}
-    return write_config(tmp_path_factory.mktemp("kill; $(touch x) '数'"), train__checkpoint_every=4, **steps)
+    folder = tmp_path_factory.mktemp("kill; $(touch x) '数'")
+    return write_config(folder, train__checkpoint_every=4, model__lora__dropout=0.1, **steps)
 
 
 def test_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(config: Path) -> None:

@@ -18,6 +18,7 @@ from cqwen_dist.data.dataset import load_datasets
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.train.evaluate_file import evaluate_checkpoint
 from cqwen_dist.train.groups import Member, feature_members, head_members
 from cqwen_dist.train.stages import Schedule, StagePlan
 
@@ -189,6 +190,37 @@ def test_accumulation_does_not_change_the_losses(one_rank: Path, tmp_path: Path)
     config = write_config(tmp_path, train__micro_batch_size=3)
     train_run(config)
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-5)
+
+
+OPTIONS = {
+    "seed start, soft gate, one threshold, packed": [
+        *("start=seed", "loss.gate=soft", "loss.gate_grad=full", "loss.alpha=0.3"),
+        *("train.thresholds=scalar", "data.pack=true", "parallel.zero_stage=2"),
+    ],
+    "used negatives, class weights and biases, means": [
+        *("loss.negatives=used", "loss.class_weights={5: 2.0, 289: 0.5}", "loss.cls_denominator=attention"),
+        *("loss.vocab_reduction=mean", "loss.target_transform=signed_log", "train.train_class_bias=true"),
+    ],
+    "fixed thresholds, smaller U, ZeRO-3": [
+        *("train.thresholds=fixed", "model.causal_size=12", "model.scale_activation=exp", "start=seed-100"),
+        *("model.gradient_checkpointing=true", "parallel.zero_stage=3", "train.weight_decay=0.1"),
+    ],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_whatever_the_options_two_ranks_that_share_the_vocabulary_train_as_one(
+    tmp_path: Path, options: list[str]
+) -> None:
+    config = write_config(tmp_path)
+    train_run(config, *options)
+    train_run(config, *options, f"run.dir={tmp_path}/two", "parallel.vocab_group_size=2", world=2)
+    alone = losses(tmp_path / "run")
+    assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < alone[0]
+    both = [evaluate_checkpoint(tmp_path / name, None)["eval/cls_loss_mean"] for name in ("run", "two")]
+    assert both[0] == pytest.approx(metrics(tmp_path / "run")[-1]["eval/cls_loss_mean"], rel=1e-5)
+    assert both[1] == pytest.approx(both[0], rel=1e-4)
 
 
 def test_a_rank_without_any_sequence_changes_nothing(tmp_path: Path) -> None:
