@@ -174,6 +174,7 @@ class CausalQwenModel(nn.Module):
         *,
         start: str,
         num_token_id: int,
+        head: Any = None,
         vocab_start: int = 0,
         rows: int | None = None,
         w_num_scale: float = 1.0,
@@ -185,13 +186,16 @@ class CausalQwenModel(nn.Module):
         """A base model turned causal; the base object is used up (its transformer moves in).
 
         start: "seed" or "seed-100", or "calibrated" (the seed's constants until `initialise.calibrate` is run).
-        num_row_init, num_bias_init: of <NUM>'s row. shape: further fields of `CausalQwenConfig`.
+        head: the output head's weight where `base` has none (`train.partitioned`). num_row_init, num_bias_init: of
+        <NUM>'s row. shape: further fields of `CausalQwenConfig`.
         """
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
             raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")
-        head = base.get_output_embeddings()
-        weight, bias = head.weight.detach(), head.bias
+        weight, bias = head, None
+        if head is None:
+            output = base.get_output_embeddings()
+            weight, bias = output.weight.detach(), output.bias
         model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=w_num_scale)
         initialise.inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init)
         initialise.apply_preset(model, start, b_noise_init)

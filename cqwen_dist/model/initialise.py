@@ -31,7 +31,7 @@ PRESET_THRESHOLD = {"seed": 0.0, "seed-100": 100.0, "calibrated": 0.0}
 @torch.no_grad()
 def inherit_head(
     model: CausalQwenModel,
-    weight: Tensor,
+    weight: Any,
     bias: Tensor | None,
     *,
     num_row_init: str = "inherit",
@@ -41,8 +41,9 @@ def inherit_head(
 
     Word part C_w = H: W_loc = I, W_cls = W. C_w > H: zero-padded, loc_S unchanged. C_w < H: the top C_w right singular
     directions of W. Number dimensions: none in W_cls, zero in W_loc, 1/m in W_reg: words see nothing of them.
-    bias: the base head's, or None (Qwen has none): b_cls. num_row_init: <NUM>'s row inherited, the mean row, or
-    small and random. Returns the relative error of the logits (Frobenius; 0 unless C_w < H).
+    weight: a tensor, or the part of a safetensors file that is read by what is cut out of it. bias: the base head's,
+    or None (Qwen has none): b_cls. num_row_init: <NUM>'s row inherited, the mean row, or small and random. Returns
+    the relative error of the logits (Frobenius; 0 unless C_w < H).
     """
     config, action, abduction = model.config, model.action, model.abduction
     words, hidden, numbers = config.causal_size, config.hidden_size, config.number_dims
@@ -54,10 +55,11 @@ def inherit_head(
     if words >= hidden:
         action.cls_weight[:, :hidden] = weight[rows].to(action.cls_weight)
     else:
-        gram = weight.double().T @ weight.double()
+        whole = weight[:].double()
+        gram = whole.T @ whole
         values, vectors = torch.linalg.eigh(gram)  # ascending
         top = vectors[:, hidden - words :]
-        action.cls_weight[:, :words] = (weight[rows].double() @ top).to(action.cls_weight)
+        action.cls_weight[:, :words] = (whole[rows] @ top).to(action.cls_weight)
         abduction.loc_net.weight[:words] = top.T.to(abduction.loc_net.weight)
         error = math.sqrt(float(values[: hidden - words].clamp(min=0).sum() / values.sum().clamp(min=1e-300)))
     if numbers:
@@ -68,11 +70,11 @@ def inherit_head(
     row = config.num_token_id - action.vocab_start
     if 0 <= row < action.rows:
         if num_row_init == "mean":
-            action.cls_weight[row, :shared] = weight.float().mean(0)[:shared]
+            action.cls_weight[row, :shared] = weight[:].float().mean(0)[:shared]
         elif num_row_init == "small":
             # not zero: |W| 0 would make scale_S 0 there, P 0 or 1 and the loss's gradient infinite
             with torch.random.fork_rng(devices=[]):  # only its owner draws
-                torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight.float().std()))
+                torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight[:].float().std()))
         action.cls_bias[row] += num_bias_init
     return error
 

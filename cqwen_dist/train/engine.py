@@ -14,7 +14,6 @@ import math
 from typing import Any
 
 import deepspeed
-import deepspeed.ops
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +27,7 @@ from cqwen_dist.train import zero_state
 from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.groups import feature_members, head_members
 from cqwen_dist.train.optim import HeadOptimizer
+from cqwen_dist.train.partitioned import join_deepspeed
 from cqwen_dist.train.stages import StagePlan
 
 
@@ -64,10 +64,11 @@ class Engine:
             members = [m for m in self.feature_members if m.group == name]
             for m in members:
                 m.parameter.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
+                if self.bf16:  # it casts a whole model itself, but wants a partitioned one in one dtype
+                    m.parameter.data = m.parameter.data.bfloat16()
             decay = self.config.train.weight_decay if name == "lora" else 0.0
             parameter_groups.append({"params": [m.parameter for m in members], "lr": 0.0, "weight_decay": decay})
-        # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo serves.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        join_deepspeed()
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
         _leave_sleepers_out(optimizer)
         with naming("DeepSpeed's start"):

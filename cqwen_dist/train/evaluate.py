@@ -140,7 +140,7 @@ class Evaluator:
         return vocab_parallel_ovr(
             seen.loc.to(self.gemm_dtype),
             seen.scale.to(self.gemm_dtype),
-            action.cls_weight.to(self.gemm_dtype),
+            action.cls_weight,
             action.cls_bias,
             action.threshold,
             labels,
@@ -156,7 +156,7 @@ class Evaluator:
         _, ids = vocab_parallel_topk(
             seen.loc.to(self.gemm_dtype),
             seen.scale.to(self.gemm_dtype),
-            action.cls_weight.to(self.gemm_dtype),
+            action.cls_weight,
             action.cls_bias,
             action.threshold,
             1,

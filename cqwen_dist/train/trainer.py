@@ -28,9 +28,11 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_topk, vocab_range
 from cqwen_dist.train.base import build_run_base, load_tokenizer
+from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.engine import Engine, NonFiniteStep
 from cqwen_dist.train.evaluate import Evaluator
 from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
+from cqwen_dist.train.partitioned import load_partitioned_base
 from cqwen_dist.train.run_folder import START, open_run, write_environment
 from cqwen_dist.train.stages import Schedule, StagePlan
 
@@ -83,7 +85,13 @@ class Trainer:
         main_rank_first(lambda: latest_checkpoint(self.folder))  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        base = load_base(config.base_folder, dtype, config.model.trust_remote_code)
+        head = None
+        if config.parallel.zero_stage == 3:
+            settings = deepspeed_config(config, self.groups.world_size, 1)
+            code = config.model.trust_remote_code
+            base, head = load_partitioned_base(config.base_folder, dtype, settings, runtime, code)
+        else:
+            base = load_base(config.base_folder, dtype, config.model.trust_remote_code)
         vocab_size = base.config.vocab_size
         tokenizer = load_tokenizer(config, vocab_size)
         self.datasets: Datasets = load_datasets(config.data, tokenizer)
@@ -96,6 +104,7 @@ class Trainer:
         model = CausalQwenModel.from_base_model(
             base,
             start=config.start,
+            head=head,
             num_token_id=tokenizer.num_token_id,
             used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
             vocab_start=start,
@@ -271,7 +280,7 @@ class Trainer:
         _, ids = vocab_parallel_topk(
             u.loc.to(self.gemm_dtype),
             u.scale.to(self.gemm_dtype),
-            action.cls_weight.to(self.gemm_dtype),
+            action.cls_weight,
             action.cls_bias,
             action.threshold,
             1,

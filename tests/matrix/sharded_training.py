@@ -99,15 +99,21 @@ def _rows(batch: Batch, start: int, stop: int) -> Batch:
     return Batch(**none)
 
 
+def runtime_of(case: Case, timeout_s: float | None = None) -> Runtime:
+    """This rank, also in the environment that DeepSpeed reads."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank))
+    return Runtime(rank, case.world, rank, torch.device("cpu"), timeout_s)
+
+
 def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
     """The engine at its start, on this rank's rows; its groups asleep."""
-    rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank))  # DeepSpeed reads them
+    runtime = runtime_of(case, timeout_s)
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = fresh_model(case.kind, vocab_start=start, rows=stop - start)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    return Engine(model, config_of(case), Runtime(rank, case.world, rank, torch.device("cpu"), timeout_s), groups)
+    return Engine(model, config_of(case), runtime, groups)
 
 
 def enter(engine: Engine, schedule: Schedule, step: int) -> None:

@@ -1,0 +1,125 @@
+"""A base model that no rank ever holds whole: ZeRO-3's partitions, filled module by module.
+
+The architecture is built without weights. Rank 0 reads one module's weights from the safetensors files, DeepSpeed
+broadcasts and partitions them, then comes the next: a rank holds its share and at most one module. The output head
+is not built at all; its rows are read by range where they are wanted.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from cqwen_dist.config import UserError
+from cqwen_dist.model.backbone import check_architecture
+from cqwen_dist.parallel.collectives import main_rank_first, naming
+from cqwen_dist.parallel.runtime import Runtime
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def join_deepspeed() -> None:
+    """Let DeepSpeed use the process group that is up."""
+    # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False)
+
+
+class WeightFiles:
+    """Tensors of a model's safetensors files by name; nothing is read before it is cut out."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.is_file():
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self._files = {name: folder / file for name, file in named.items()}
+        elif single.is_file():
+            with safe_open(single, framework="pt") as file:
+                self._files = {name: single for name in file.keys()}  # noqa: SIM118 (a handle, not a dict)
+        else:
+            raise UserError(
+                "model.name_or_path", str(folder), "a folder with model.safetensors, or its index and parts"
+            )
+        self.folder = folder
+
+    def slice_of(self, name: str) -> Any:
+        """A tensor that is read by what is cut out of it: `[:]`, `[a:b]`. Raises `UserError` where there is none."""
+        if name not in self._files:
+            raise UserError("model.name_or_path", f"no {name} in {self.folder}", "all weights of the architecture")
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_slice(name)
+
+    def head(self) -> Any:
+        """The output head [V,H], the token table where they are tied."""
+        return self.slice_of(HEAD if HEAD in self._files else EMBEDDING)
+
+
+def load_partitioned_base(
+    name_or_path: str,
+    dtype: torch.dtype,
+    deepspeed_config: dict[str, Any],
+    runtime: Runtime,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, Any]:
+    """(base, its output head as a slice of the file). Collective over the world. Raises `UserError`.
+
+    deepspeed_config: the one of the engine that will hold it, stage 3.
+    """
+    main_rank_first(lambda: _folder_of(name_or_path))  # one downloads, the others find it there
+    folder = _folder_of(name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _refusal(name_or_path, error) from None
+    check_architecture(config, name_or_path)
+    files = WeightFiles(folder)
+    join_deepspeed()
+    with init_empty_weights(include_buffers=False):
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    base.lm_head = None
+    for name, module in base.model.named_modules(prefix="model"):
+        own = dict(module.named_parameters(recurse=False))
+        if own:
+            for key, parameter in own.items():
+                value = torch.empty(parameter.shape, dtype=dtype, device=runtime.device)
+                if runtime.is_main:
+                    value.copy_(_whole(files, f"{name}.{key}", parameter.shape))
+                setattr(module, key, nn.Parameter(value, requires_grad=False))
+            with naming("DeepSpeed's partitioning"):
+                deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config, dtype=dtype)
+    return base, files.head()
+
+
+def _folder_of(name_or_path: str) -> Path:
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if name_or_path.startswith((".", "/", "~")):
+        raise UserError("model.name_or_path", name_or_path, "a folder with a config.json, or a hub name")
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise _refusal(name_or_path, error) from None
+
+
+def _refusal(name_or_path: str, error: Exception) -> UserError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})")
+
+
+def _whole(files: WeightFiles, name: str, shape: torch.Size) -> Tensor:
+    value: Tensor = files.slice_of(name)[:]
+    if value.shape != shape:
+        raise UserError("model.name_or_path", f"{name} of shape {tuple(value.shape)}", f"{tuple(shape)}")
+    return value

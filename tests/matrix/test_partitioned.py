@@ -1,0 +1,179 @@
+"""ZeRO-3 from files: no rank ever holds the whole base, and what comes out is the model as it is loaded whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from matrix.plain_training import LORA, STEPS, Trained, step_batch, train_plainly
+from matrix.sharded_training import (
+    Case,
+    Found,
+    config_of,
+    distance,
+    enter,
+    forward_and_backward,
+    parameters,
+    runtime_of,
+)
+from matrix.test_matrix import TOLERANCE
+from support.ranks import run_ranks
+from support.runs import losses, train_run, write_config
+from support.tiny import NUM, VOCAB, tiny_base
+from torch import nn
+
+from cqwen_dist.checkpoint.status import write_status
+from cqwen_dist.config import UserError
+from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.train.deepspeed_config import deepspeed_config
+from cqwen_dist.train.engine import Engine
+from cqwen_dist.train.partitioned import WeightFiles, load_partitioned_base
+from cqwen_dist.train.stages import Schedule
+
+BOTH = "heads+lora"
+
+
+def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runtime, list[tuple[int, int, int]]]:
+    """The oracle's model out of files; of each parameter of the base: (numbers held, numbers partitioned, whole)."""
+    config, runtime = config_of(case), runtime_of(case)
+    torch.manual_seed(1)  # as tiny_model does
+    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    base, head = load_partitioned_base(folder, dtype, deepspeed_config(config, case.world, 1), runtime)
+    sizes = [(p.numel(), p.ds_tensor.numel(), p.ds_numel) for p in base.parameters()]
+    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
+    model = CausalQwenModel.from_base_model(
+        base,
+        head=head,
+        start="seed",
+        num_token_id=NUM,
+        number_dims=2,
+        lora=LORA,
+        vocab_start=start,
+        rows=stop - start,
+    )
+    return model, runtime, sizes
+
+
+def train_from_files(folder: str, case: Case, oracle: Trained) -> tuple[Any, Found]:
+    """The case's training from files, and how far it is from the oracle's."""
+    groups, config = build_groups(case.group), config_of(case)
+    model, runtime, sizes = load(folder, case, groups)
+    engine, schedule = Engine(model, config, runtime, groups), Schedule(config.stages, 1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        enter(engine, schedule, step)
+        total = forward_and_backward(case, groups, engine, step)
+        norms.append(float(engine.step()))
+        dist.all_reduce(total)
+        losses.append(float(total))
+    found = distance(case, groups, Trained(losses, norms, parameters(engine), {}), oracle)
+    return sizes, found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("base")
+    tiny_base().save_pretrained(place, max_shard_size="20KB")
+    assert len(list(place.glob("*.safetensors"))) > 1
+    return str(place)
+
+
+def test_training_from_files_is_the_oracles_and_no_rank_holds_it_whole(folder: str) -> None:
+    case = Case(3, 3, 3, "fp32", 2, BOTH)
+    for sizes, found in run_ranks(train_from_files, 3, folder, case, train_plainly(BOTH), timeout=120):
+        assert max(found[:3]) <= TOLERANCE, found
+        for held, partitioned, whole in sizes:
+            assert held == 0
+            assert partitioned == -(-whole // 3)
+
+
+def features(folder: str, case: Case) -> Any:
+    """z of a batch by the partitioned model, on rank 0's word."""
+    groups = build_groups(1)
+    model, runtime, _ = load(folder, case, groups)
+    engine = Engine(model, config_of(case), runtime, groups)
+    batch = step_batch(0)
+    with torch.no_grad():
+        z = engine.forward(batch, batch.label_mask.flatten().nonzero()[:, 0])
+    return z.float().numpy(), model.action.cls_weight.detach().numpy()
+
+
+def test_bf16_is_the_whole_models_bf16(folder: str) -> None:
+    torch.manual_seed(1)
+    whole = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM, number_dims=2, lora=LORA)
+    for parameter in whole.features.parameters():  # not the buffers: rotary frequencies stay fp32
+        parameter.data = parameter.data.bfloat16()
+    batch = step_batch(0)
+    with torch.no_grad():
+        expected = whole.features.eval()(
+            batch.input_ids,
+            batch.numeric_values,
+            None,
+            batch.position_ids,
+            keep=batch.label_mask.flatten().nonzero()[:, 0],
+        )
+    for z, weight in run_ranks(features, 2, folder, Case(2, 1, 3, "bf16", 1, BOTH)):
+        assert torch.equal(torch.from_numpy(z), expected.float())
+        assert torch.equal(torch.from_numpy(weight), whole.action.cls_weight.detach())
+
+
+def test_a_tied_head_is_the_token_table_and_rows_are_cut_from_the_file(tmp_path: Path) -> None:
+    for tied in (True, False):
+        base = tiny_base(tied=tied)
+        place = tmp_path / str(tied)
+        base.save_pretrained(place)
+        head = WeightFiles(place).head()
+        weight = base.get_output_embeddings().weight.detach()
+        assert torch.equal(head[:], weight)
+        assert torch.equal(head[40:60], weight[40:60])
+        assert head[VOCAB:VOCAB].shape == (0, weight.shape[1])
+        for options in ({}, {"num_row_init": "mean"}, {"num_row_init": "small"}, {"causal_size": 8}):
+            torch.manual_seed(0)
+            one = CausalQwenModel.from_base_model(tiny_base(tied=tied), start="seed", num_token_id=NUM, **options)
+            torch.manual_seed(0)
+            same = tiny_base(tied=tied)
+            same.lm_head = nn.Identity()
+            two = CausalQwenModel.from_base_model(same, head=head, start="seed", num_token_id=NUM, **options)
+            assert torch.equal(one.action.cls_weight, two.action.cls_weight), options
+
+
+def refusals(folders: list[str]) -> list[str]:
+    case, found = Case(1, 1, 3, "fp32", 1, BOTH), []
+    for folder in folders:
+        with pytest.raises(UserError) as refusal:
+            load_partitioned_base(folder, torch.float32, deepspeed_config(config_of(case), 1, 1), runtime_of(case))
+        found.append(refusal.value.key)
+    return found
+
+
+def test_files_that_lack_something_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    missing, empty = str(tmp_path / "no" / "folder"), str(tmp_path / "empty")
+    assert run_ranks(refusals, 1, [missing, empty])[0] == ["model.name_or_path"] * 2
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        WeightFiles(tmp_path)
+    tiny_base().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no model\.layers\.9"):
+        WeightFiles(tmp_path).slice_of("model.layers.9.mlp.up_proj.weight")
+
+
+def test_a_run_in_stage_3_is_the_run_in_stage_1(tmp_path: Path) -> None:
+    """The whole trainer: calibrated start, evaluation, both stages; and it goes on from a checkpoint of stage 1."""
+    config = write_config(tmp_path)
+    one = train_run(config)
+    spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2", "train.micro_batch_size=3"]
+    three = train_run(config, f"run.dir={tmp_path}/three", *spread, world=2)
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
+    assert three["eval/accuracy"] == one["eval/accuracy"]
+    assert three["eval/base_accuracy"] == one["eval/base_accuracy"]
+    folder = tmp_path / "run"
+    (folder / "latest").write_text("checkpoints/step-00000004\n", encoding="utf-8")
+    write_status(folder, "running")
+    train_run(config, *spread, world=2)
+    assert losses(folder) == pytest.approx(losses(tmp_path / "three"), rel=1e-5)
