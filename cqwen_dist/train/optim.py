@@ -34,7 +34,7 @@ class HeadOptimizer:
         self.adamw = torch.optim.AdamW(
             [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
             betas=betas,
-            foreach=False,
+            fused=True,  # one pass and no temporary of W_cls's size
         )
 
     def enter_stage(self, plan: StagePlan, woken: frozenset[str]) -> None:
@@ -71,7 +71,7 @@ class HeadOptimizer:
         norm_sq = torch.zeros(2, device=device)
         for i, parameters in enumerate((replicated, rows)):
             for p in parameters:
-                norm_sq[i] += _grad(p).square().sum()
+                norm_sq[i] += torch.linalg.vector_norm(_grad(p)).square()
         return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
 
     def step(self, coefficient: Tensor) -> None:
@@ -98,7 +98,8 @@ class HeadOptimizer:
         """Put back what `moments` gave (this rank's rows of it)."""
         for member in self.members:
             if member.name in steps:
-                state: dict[str, Any] = {"step": torch.tensor(float(steps[member.name]))}
+                step = torch.tensor(float(steps[member.name]), device=member.parameter.device)
+                state: dict[str, Any] = {"step": step}
                 for key in MOMENTS:
                     state[key] = tensors[f"{member.name}.{key}"].to(member.parameter).clone()
                 self.adamw.state[member.parameter] = state
