@@ -18,8 +18,6 @@ denominators cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.ovr_inputs import OvrInputs, OvrSums
 from cqwen_dist.ops.ovr_tile import Tile, TileMaths, TorchTile
+from cqwen_dist.ops.products import mm_into
 
 # Bytes of one [t, n] buffer, of one [n, C] buffer, and most tokens of a tile. CPU: what a tile touches stays in the
 # outer cache. GPU: the GEMMs want large tiles more than the elementwise pass wants them in L2.
@@ -96,8 +95,8 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
             some = slice(i0, min(tokens, i0 + t))
             shape = (x[some].shape[0], v1 - v0)
             loc, scale, *work = tiles.view(*shape)
-            _mm(x[some], w.T, loc)
-            _mm(g[some], abs_w.T, scale)
+            mm_into(x[some], w.T, loc)
+            mm_into(g[some], abs_w.T, scale)
             tile = Tile(
                 loc,
                 scale,
@@ -114,12 +113,12 @@ def visit(inputs: OvrInputs, need: tuple[bool, ...], maths: TileMaths) -> tuple[
             if d_gap is not None:
                 d_gap[words] += d_loc.sum(0, dtype=real)
             if d_x is not None:
-                _mm(d_loc, w, d_x[some], add=True)
+                mm_into(d_loc, w, d_x[some], add=True)
             if d_g is not None:
-                _mm(d_scale, abs_w, d_g[some], add=True)
+                mm_into(d_scale, abs_w, d_g[some], add=True)
             if d_w_loc is not None and d_w_scale is not None:
-                _mm(d_loc.T, x[some], d_w_loc, add=i0 > 0)
-                _mm(d_scale.T, g[some], d_w_scale, add=i0 > 0)
+                mm_into(d_loc.T, x[some], d_w_loc, add=i0 > 0)
+                mm_into(d_scale.T, g[some], d_w_scale, add=i0 > 0)
         if d_w is not None and d_w_loc is not None and d_w_scale is not None and tokens:
             torch.sign(w, out=abs_w)
             d_w_loc.addcmul_(abs_w, d_w_scale)
@@ -193,44 +192,3 @@ class _Flat:
 
     def view(self, a: int, b: int) -> list[Tensor]:
         return [flat[: a * b].view(a, b) for flat in self._flat]
-
-
-def _mm(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = a b, or out += a b. On CUDA out may be fp32 where a and b are bf16: the sum is then never rounded."""
-    if a.dtype == out.dtype:
-        if add:
-            out.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=out)
-        return
-    writes, adds = _wide_products()
-    if add and adds:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
-    elif add:
-        out.add_(torch.ops.aten.mm.dtype(a, b, out.dtype) if writes else torch.mm(a, b))
-    elif writes:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
-    else:
-        out.copy_(torch.mm(a, b))
-
-
-@cache
-def _wide_products() -> tuple[bool, bool]:
-    """Whether this torch keeps a bf16 product in fp32 on CUDA: written; added to an fp32 matrix. Tried once.
-
-    torch before 2.8 has neither; some later ones want the matrix added to in bf16 too.
-    """
-    a = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-    out = torch.zeros(16, 16, device="cuda")
-
-    def works(product: Callable[[], object]) -> bool:
-        try:
-            product()
-        except (AttributeError, RuntimeError):
-            return False
-        return True
-
-    return (
-        works(lambda: torch.ops.aten.mm.dtype_out(a, a, out.dtype, out=out)),
-        works(lambda: torch.ops.aten.addmm.dtype_out(out, a, a, out.dtype, out=out)),
-    )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import prob_above
 from cqwen_dist.ops.ovr_inputs import check_head, rows_in_use
+from cqwen_dist.ops.products import product
 
 CHUNK_BYTES = 8 << 20  # of one fp32 [N, n], a few of which are alive at once, and of |W|'s [n, C]
 
@@ -26,14 +27,12 @@ def chunk_rows(tokens: int, c: int) -> int:
 def _scores(
     loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loc_S, scale_S, C - loc_S), [N, rows] in fp32 (fp64 for fp64), of the rows given."""
-    real = torch.promote_types(weight.dtype, torch.float32)
+    """(loc_S, scale_S, C - loc_S), [N, rows] in fp32 (fp64 for fp64), of the rows given, in the tokens' precision."""
     weight = weight.to(loc_u.dtype)
-    loc = (loc_u @ weight.T).to(real)
+    loc, scale = product(loc_u, weight), product(scale_u, weight.abs())
     if bias is not None:
-        loc = loc + bias.to(real)
-    scale = (scale_u @ weight.abs().T).to(real)
-    return loc, scale, threshold.to(real) - loc
+        loc = loc + bias.to(loc.dtype)
+    return loc, scale, threshold.to(loc.dtype) - loc
 
 
 def _tiles(

@@ -104,6 +104,24 @@ def test_prob_sum_is_the_loss_visits_own():
     torch.testing.assert_close(ovr_prob_sum(*inputs, used_rows=250), out.prob_sum)
 
 
+@pytest.mark.usefixtures("chunks")
+def test_bf16_tokens_lose_nothing_behind_the_product():
+    """Logits of 15 against scales of 1e-3, as calibrated: rounded to bf16 they are 1/16 apart, and P is off by half."""
+    make = torch.Generator().manual_seed(0)
+    weight = torch.randn(500, 896, generator=make) * 0.0156
+    loc_u = torch.randn(64, 896, generator=make)
+    loc_u = (loc_u * 15 / (loc_u @ weight.T).amax(1, keepdim=True)).bfloat16()
+    inputs = [loc_u, torch.full_like(loc_u, 1e-4), weight.bfloat16(), None, torch.tensor(15.0)]
+    exact = [t if t is None else t.double() for t in inputs]
+    scores, ids = ovr_topk(*inputs, 3)
+    expected, expected_ids = ovr_topk(*exact, 3)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(scores, expected, rtol=1e-3, atol=5e-3)
+    words = expected_ids[:, 0]
+    p = ovr_prob_at(*inputs, words).diagonal()
+    torch.testing.assert_close(p.double(), ovr_prob_at(*exact, words).diagonal(), rtol=5e-3, atol=0.0)
+
+
 def test_bad_input_is_refused():
     inputs = head()
     with pytest.raises(ValueError, match="k must"):

@@ -1,0 +1,67 @@
+"""Matrix products of bf16 whose sums are not rounded to bf16.
+
+A logit near 15 has steps of 1/16 in bf16, and the scales it is measured with are 1e-3 and less: rounded, P of the best
+word is off by half and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T in fp32 (fp64 for fp64), for a [N, C] and b [n, C] of one dtype; differentiable.
+
+    A GPU multiplies bf16 as it is where no gradient is wanted, else both are widened first.
+    """
+    real = torch.promote_types(a.dtype, torch.float32)
+    if a.is_cuda and a.dtype != real and not torch.is_grad_enabled():
+        out = a.new_empty(a.shape[0], b.shape[0], dtype=real)
+        mm_into(a, b.T, out)
+        return out
+    return a.to(real) @ b.to(real).T
+
+
+def mm_into(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = a b, or out += a b. On CUDA out may be fp32 where a and b are bf16: the sum is then never rounded."""
+    if a.dtype == out.dtype:
+        if add:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+        return
+    writes, adds = _wide_products()
+    if add and adds:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    elif add:
+        out.add_(torch.ops.aten.mm.dtype(a, b, out.dtype) if writes else torch.mm(a, b))
+    elif writes:
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
+
+
+@cache
+def _wide_products() -> tuple[bool, bool]:
+    """Whether this torch keeps a bf16 product in fp32 on CUDA: written; added to an fp32 matrix. Tried once.
+
+    torch before 2.8 has neither; some later ones want the matrix added to in bf16 too.
+    """
+    a = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    out = torch.zeros(16, 16, device="cuda")
+
+    def works(product: Callable[[], object]) -> bool:
+        try:
+            product()
+        except (AttributeError, RuntimeError):
+            return False
+        return True
+
+    return (
+        works(lambda: torch.ops.aten.mm.dtype_out(a, a, out.dtype, out=out)),
+        works(lambda: torch.ops.aten.addmm.dtype_out(out, a, a, out.dtype, out=out)),
+    )
