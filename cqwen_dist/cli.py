@@ -56,9 +56,15 @@ def launch(
     config: ConfigFile,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configurations, start nothing.")] = False,
 ) -> None:
     """Train on several ranks of this machine under the `deepspeed` launcher."""
+    from cqwen_dist.cluster.launch import dry_run
     from cqwen_dist.cluster.launch import launch as run
+
+    if dry:
+        _print_json(dry_run(config, overrides or [], ranks))
+        return
 
     raise typer.Exit(run(config, overrides or [], ranks))
 

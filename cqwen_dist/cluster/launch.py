@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.plan import read_architecture
+from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
 from cqwen_dist.train.run_folder import is_done, refuse_changes
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
@@ -50,6 +53,20 @@ def launch_command(path: Path, overrides: Sequence[str], ranks: int, port: int) 
         str(path),
         *overrides,
     ]
+
+
+def dry_run(path: Path, overrides: Sequence[str], ranks: int) -> dict[str, Any]:
+    """What `launch` would do, as a document: the command, the config as resolved, DeepSpeed's configuration.
+
+    Checks what `launch` checks; starts nothing. Raises `UserError`.
+    """
+    config = preflight(path, overrides)
+    trained = feature_parameters(config, read_architecture(config))
+    return {
+        "command": launch_command(path, overrides, ranks, 0),
+        "config": config.model_dump(mode="json"),
+        "deepspeed": deepspeed_config(config, ranks, trained),
+    }
 
 
 def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False) -> int:
