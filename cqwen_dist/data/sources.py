@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.diabetes import diabetes_texts
 
-_MARKS = re.compile(r"<<[^<>\n]*>>")
+# Sums alone: "cout << a; cin >> b" is no mark.
+_MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
 _BUNDLED: dict[str, Callable[[], list[str]]] = {
     "diabetes": lambda: diabetes_texts("train") + diabetes_texts("test"),
     "diabetes/train": lambda: diabetes_texts("train"),

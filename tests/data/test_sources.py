@@ -102,6 +102,8 @@ def test_calculator_marks(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", json.dumps({"text": "48/2 = <<48/2=24>>24 clips, 1 << 2"}))
     assert _texts(path) == ["48/2 = 24 clips, 1 << 2"]
     assert _texts(path, calculator_marks="keep") == ["48/2 = <<48/2=24>>24 clips, 1 << 2"]
+    code = "cout << a; cin >> b; if (x << 1 == y >> 1) f(); <<EOF >>log"
+    assert _texts(_write(tmp_path / "code.jsonl", json.dumps({"text": code}))) == [code]
 
 
 def test_limit_and_several_files(tmp_path: Path) -> None:
