@@ -143,7 +143,7 @@ class ModelConfig(Section):
 class NumberPolicy(Section):
     """Which numerals become `<NUM>`; the full policy is written out in `cqwen_dist.data.numbers`."""
 
-    signs: bool = Field(True, description="Take a leading minus or plus into the value where it is a sign.")
+    signs: bool = Field(True, description="Take a leading minus into the value where it is a sign; a plus stays text.")
     thousands: bool = Field(True, description="Read 1,234,567 as one number.")
     scientific: bool = Field(True, description="Read 1.5e-3 as one number.")
     leading_zeros: bool = Field(False, description="Take numerals such as 007 (else they are identifiers: text).")
@@ -215,7 +215,11 @@ class LossConfig(Section):
         None, description="Unit of the regression; default: standardise when calibrated, none in the seed presets."
     )
     cls_denominator: Literal["valid", "attention"] = Field("valid", description="What L_cls is divided by.")
-    vocab_reduction: Literal["sum", "mean"] = Field("sum", description="Reduction of the word terms.")
+    vocab_reduction: Literal["sum", "mean"] = Field(
+        "sum",
+        description="Reduction of the word terms; mean divides L_cls by their number V (or the used ones), so that a "
+        "reg_weight weighs V times more against it: reg_weight / V keeps what it is under sum.",
+    )
     negatives: Literal["full", "used"] = Field("full", description="All V_full rows, or only the used ones and <NUM>.")
     impl: Literal["auto", "reference", "chunked", "triton"] = Field("auto", description="OvR implementation.")
 
