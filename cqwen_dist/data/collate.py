@@ -1,4 +1,4 @@
-"""Samples to a `Batch`: shifted once, padded on the right (DECISIONS rows 16, 17).
+"""Samples to a `Batch`: shifted once, padded on the right.
 
 labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document; the last token of a document predicts
 nothing (IGNORE_INDEX, 0). Nothing behind the collator shifts again.

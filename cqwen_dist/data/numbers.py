@@ -1,7 +1,7 @@
 """Numerals in text: which ones are numbers, what they are worth, and how a number is written back.
 
-The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the rest open
-(REQUIREMENTS 130, 140; DECISIONS row 34). The policy, by default (`NumberPolicy` switches the parts marked [..]):
+The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the rest open.
+The policy, by default (`NumberPolicy` switches the parts marked [..]):
 
 Numbers
 - integers and decimals: 48, 3.14, .5 (= 0.5; not behind a letter, digit or dot); a dot that ends a sentence

@@ -34,8 +34,8 @@ def numeric_statistics(values: np.ndarray) -> NumericStatistics:
     """Median and IQR/2 of target values.
 
     Args: values [M], of any order, finite. Computed in float64, the median being the mean of the middle two
-    (DECISIONS row 32). Where more than half of the values are equal the IQR is 0 and half the mean distance from the
-    median stands in; constant data has scale 1. So scale > 0 always.
+    (`torch.median` takes the lower). Where more than half of the values are equal the IQR is 0 and half the mean
+    distance from the median stands in; constant data has scale 1. So scale > 0 always.
     """
     values = np.asarray(values, dtype=np.float64)
     if not values.size:

@@ -1,8 +1,9 @@
 """Text to ids and values, and back: numerals become <NUM>, the first reserved row of the vocabulary.
 
 Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>,
-" dollars", which is also how Qwen's own pre-tokeniser cuts around a digit. No embedding is ever resized
-(DECISIONS row 25); the letters of the shapes stand in `cqwen_dist.batch`.
+" dollars", which is also how Qwen's own pre-tokeniser cuts around a digit. No embedding is ever resized: a Qwen2.5
+vocabulary has spare rows (its V is 151,936 or 152,064, its tokenizer uses 151,665). The letters of the shapes stand
+in `cqwen_dist.batch`.
 """
 
 from __future__ import annotations

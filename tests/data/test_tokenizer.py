@@ -128,7 +128,7 @@ def test_a_literal_num_in_the_text_is_text(small: NumericalAwareTokenizer, qwen:
 
 
 def test_a_literal_num_is_text_even_where_num_is_an_added_token() -> None:
-    # REQUIREMENTS row 3, the older variant: <NUM> added to the tokenizer, its id given.
+    # The seeds' older variant (S1 4.1.1): <NUM> added to the tokenizer, its id given.
     inner = train_tokenizer(CORPUS, 320)
     inner.add_tokens(["<NUM>"])
     number = inner.convert_tokens_to_ids("<NUM>")

@@ -192,7 +192,7 @@ def point_head(loc: list[float], threshold: float) -> tuple[ActionNetwork, Cauch
 
 
 def test_without_scale_equal_p_is_told_apart_by_loc() -> None:
-    """b_noise = 0 in causal: P is 0 or 1; the highest loc wins, not the lowest index (DECISIONS row 23)."""
+    """b_noise = 0 in causal: P is 0 or 1; the highest loc wins, not the lowest index."""
     net, u = point_head([1.0, 3.0, 2.0, -1.0], threshold=0.5)
     assert MODES["causal"].law(net, u, draws()).scale.tolist() == [[0.0]]
     assert MODES["standard"].choose(net, u, draws(), Options(4)).tolist() == [1]

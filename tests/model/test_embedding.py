@@ -1,4 +1,4 @@
-"""Module 1: e = embed(x) + phi(v) w_num (REQUIREMENTS of seed S0 1.3)."""
+"""Module 1: e = embed(x) + phi(v) w_num (seed S0 1.3)."""
 
 from __future__ import annotations
 

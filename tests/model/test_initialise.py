@@ -1,4 +1,4 @@
-"""The start: the base's knowledge moved in exactly, presets, calibration (S3 4, S1; DECISIONS' calibrated start)."""
+"""The start: the base's knowledge moved in exactly, presets, calibration (S3 4, S1)."""
 
 from __future__ import annotations
 

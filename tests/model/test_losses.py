@@ -58,7 +58,7 @@ def test_ovr_loss_threshold_shape_ignore_index_and_learning(scores: tuple[Tensor
 
 
 def test_ovr_loss_is_finite_where_the_seeds_form_is_not() -> None:
-    """z = -1e9: 1/2 + atan(z)/pi is 0 in fp32; the loss of the label is log(pi |z|) (DECISIONS' stable formulas)."""
+    """z = -1e9: 1/2 + atan(z)/pi is 0 in fp32; the loss of the label is log(pi |z|) (the stable form)."""
     loc = torch.tensor([[[-1e9, 1e9]]], requires_grad=True)
     scale = torch.ones(1, 1, 2)
     loss, _ = OvrClassificationLoss(2)(loc, scale, torch.tensor([[0]]))

@@ -112,7 +112,7 @@ def loader_of(config: Config, rank: int = 0, world: int = 1, micro_batch_size: i
 
 
 def plain_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
-    """L_cls + L_reg as DESIGN and the seeds' formulas read, [B,T,V] and all (calibrated defaults: alpha 0, stop)."""
+    """L_cls + L_reg as the seeds' formulas read, [B,T,V] and all (calibrated defaults: alpha 0, stop)."""
     loc_s, scale_s, loc_y, scale_y = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
     keep = batch.labels >= 0
     p = 0.5 + torch.atan((loc_s - model.action.threshold) / scale_s) / math.pi
