@@ -62,7 +62,7 @@ class CausalQwenLoss(nn.Module):
 
     Two departures from S2's letter: P_NUM enters the gate without gradient (with alpha = 0 and a gradient the loss
     pays for not predicting <NUM>) unless gate_grad is "full"; and positions whose label is ignored are in neither
-    denominator.
+    denominator. The soft gate, which counts text positions too, divides by all that are valid.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CausalQwenLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.num_token_id, self.alpha, self.reg_weight = num_token_id, alpha, reg_weight
-        self.gate, self.gate_grad = GATES[gate], gate_grad
+        self.gate, self.gate_grad = gate, gate_grad
         self.ovr_loss = OvrClassificationLoss(vocab_size, C_ovr, learnable_threshold)
         self.reg_loss = RegressionLoss()
 
@@ -101,9 +101,9 @@ class CausalQwenLoss(nn.Module):
         if self.gate_grad == "stop":
             p_num = p_num.detach()
         nll = self.reg_loss(loc_Y, scale_Y, numeric_values)
-        gated = self.gate(num_mask, p_num, self.alpha) * nll * cls_mask
+        gated = GATES[self.gate](num_mask, p_num, self.alpha) * nll * cls_mask
         cls_mean = (cls_loss * cls_mask).sum() / cls_mask.sum().clamp(min=1)
-        reg_effective = gated.sum() / num_mask.sum().clamp(min=1)
+        reg_effective = gated.sum() / (cls_mask if self.gate == "soft" else num_mask).sum().clamp(min=1)
         total = cls_mean + self.reg_weight * reg_effective
         return total, {
             "total_loss": float(total.detach()),

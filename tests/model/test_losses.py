@@ -116,6 +116,8 @@ def fused_total(model: CausalQwenModel, batch: Batch, reg_weight: float = 1.0, *
     keep = batch.label_mask.flatten().nonzero()[:, 0]
     z = model.features(batch.input_ids, batch.numeric_values, batch.attention_mask, keep=keep)
     count, numbers = max(keep.numel(), 1), max(int(batch.numeric_mask.sum()), 1)
+    if options.get("gate") == "soft":  # every position counts
+        numbers = count
     return fused_loss(
         model.action,
         model.abduction(z),
@@ -141,7 +143,9 @@ def worn_model() -> CausalQwenModel:
 
 
 @pytest.mark.parametrize("gate_grad", ["stop", "full"])
-@pytest.mark.parametrize(("alpha", "gate"), [(0.0, "alpha"), (0.4, "alpha"), (1.0, "alpha"), (0.0, "hard")])
+@pytest.mark.parametrize(
+    ("alpha", "gate"), [(0.0, "alpha"), (0.4, "alpha"), (1.0, "alpha"), (0.0, "hard"), (0.4, "soft")]
+)
 def test_fused_loss_equals_the_seeds_modules(alpha: float, gate: str, gate_grad: str) -> None:
     """Loss and every parameter's gradient, fp32, relative 1e-5 of the tensor's largest entry."""
     batch, model = random_batch(), worn_model()
