@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.parallel.collectives import gather_lists, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_parallel_topk
 
@@ -70,7 +70,8 @@ def inherit_head(
     row = config.num_token_id - action.vocab_start
     if 0 <= row < action.rows:
         if num_row_init == "mean":
-            action.cls_weight[row, :shared] = weight[:].float().mean(0)[:shared]
+            mean = weight[:].float().mean(0)
+            action.cls_weight[row, :shared] = mean if words >= hidden else (mean.double() @ top).to(action.cls_weight)
         elif num_row_init == "small":
             # not zero: |W| 0 would make scale_S 0 there, P 0 or 1 and the loss's gradient infinite
             with torch.random.fork_rng(devices=[]):  # only its owner draws
@@ -80,21 +81,23 @@ def inherit_head(
 
 
 @torch.no_grad()
-def set_scales(model: CausalQwenModel, gamma: float, b_noise: float | None) -> None:
-    """Give U' the total scale gamma on word dimensions and 1 on number dimensions.
+def set_scales(model: CausalQwenModel, gamma: float, b_noise: float | None) -> float:
+    """Give U' the total scale gamma on word dimensions and 1 on number dimensions; returns the words' total.
 
     Half of each total is |b_noise| and half scale_U; with b_noise given, that is the noise of the words and scale_U
-    the rest of gamma (at least half).
+    the rest of gamma (at least half of it: then the total is more than gamma).
     """
     words = model.config.causal_size
     noise = gamma / 2 if b_noise is None else b_noise
     floor = min(1e-6, gamma * 1e-3)
     model.config.scale_floor = model.abduction.scale_floor = floor
-    model.abduction.set_scale(max(gamma - noise, gamma / 2), 0, words)
+    scale = max(gamma - noise, gamma / 2)
+    model.abduction.set_scale(scale, 0, words)
     model.action.b_noise[:words] = noise
     if model.config.number_dims:
         model.abduction.set_scale(0.5, words)
         model.action.b_noise[words:] = 0.5
+    return scale + noise
 
 
 @torch.no_grad()
@@ -138,10 +141,12 @@ def calibrate(
 
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
     rank are used. features: (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO).
-    A grid of 5 x 5, then a pattern search; gamma is one for all word dimensions, so scale_S = gamma ||W_k||_1.
-    Collective over the world; every rank ends with the same values. Raises ValueError where no rank holds a label.
+    A grid of 5 x 5, then a pattern search; gamma is one for all word dimensions, so scale_S = gamma ||W_k||_1. With
+    b_noise_init the total may come out larger than the best gamma; what is reported is of the total that is set.
+    Collective over the world: with groups, every rank brings the same number of batches, and ends with the same
+    values. Raises ValueError where no rank holds a label.
     """
-    z, labels = _labelled_features(model, batches, features or model.kept_features, max_tokens)
+    z, labels = _labelled_features(model, batches, features or model.kept_features, max_tokens, groups is not None)
     vocab = None if groups is None else groups.vocab
     action = model.action
     loc = action.word_part(model.abduction(z)).loc.contiguous()
@@ -167,9 +172,11 @@ def calibrate(
     middle, spread, norm = _logit_range(model, loc, groups)
     best = _search(lambda f, g: evaluate(middle + f * spread, 10.0**g * spread / norm)[0])
     threshold, gamma = middle + best[0] * spread, 10.0 ** best[1] * spread / norm
-    set_scales(model, gamma, b_noise_init)
+    gamma = set_scales(model, gamma, b_noise_init)
     action.threshold.fill_(threshold)
     loss, prob_sum = evaluate(threshold, gamma)
+    if groups is not None:
+        prob_sum = gather_lists(prob_sum)
 
     def accuracy(rank_by: str) -> float:
         _, ids = vocab_parallel_topk(
@@ -192,15 +199,22 @@ def calibrate(
         seed_loss=evaluate(0.0, SEED_GAMMA + SEED_NOISE)[0],
         accuracy=accuracy("ovr"),
         base_accuracy=accuracy("loc"),
-        prob_sum_median=float(prob_sum.median()) if prob_sum.numel() else math.nan,
+        prob_sum_median=float(prob_sum.quantile(0.5)),
         tokens=int(count),
     )
 
 
 def _labelled_features(
-    model: CausalQwenModel, batches: Iterable[Batch], features: Callable[[Batch, Tensor], Tensor], max_tokens: int
+    model: CausalQwenModel,
+    batches: Iterable[Batch],
+    features: Callable[[Batch, Tensor], Tensor],
+    max_tokens: int,
+    collective: bool,
 ) -> tuple[Tensor, Tensor]:
-    """z [N,H] and labels [N] of the first max_tokens labelled positions of this rank (N may be 0)."""
+    """z [N,H] and labels [N] of the first max_tokens labelled positions of this rank (N may be 0).
+
+    collective: features may need the other ranks (ZeRO-3), so no rank leaves a batch out.
+    """
     device = model.action.cls_weight.device
     kept: list[Tensor] = []
     labels: list[Tensor] = []
@@ -210,7 +224,7 @@ def _labelled_features(
         there = batch.to(device)
         kept.append(features(there, keep))
         labels.append(there.labels.flatten()[keep])
-        if sum(part.numel() for part in labels) >= max_tokens:
+        if not collective and sum(part.numel() for part in labels) >= max_tokens:
             break
     if not kept:
         return torch.zeros(0, model.config.hidden_size, device=device), torch.zeros(0, dtype=torch.int64, device=device)
@@ -218,7 +232,7 @@ def _labelled_features(
 
 
 def _logit_range(model: CausalQwenModel, loc: Tensor, groups: Groups | None) -> tuple[float, float, float]:
-    """(mean logit, median top logit minus it, median ||W_k||_1): the units the search works in."""
+    """(mean logit, mean top logit minus it, mean ||W_k||_1): the units the search works in."""
     action = model.action
     vocab = None if groups is None else groups.vocab
     one = torch.ones((), device=loc.device)

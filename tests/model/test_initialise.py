@@ -126,6 +126,8 @@ def test_num_row_and_num_bias() -> None:
     for action in (mean, small):
         others = torch.arange(VOCAB) != NUM
         assert torch.equal(action.cls_weight[others], weight[others])
+    small_u = tiny_model(num_row_init="mean", causal_size=12).action.cls_weight
+    assert_close(small_u[NUM], tiny_model(causal_size=12).action.cls_weight.mean(0), 1e-5, "mean row, in U's basis")
     bias = tiny_model(num_bias_init=-10.0).action.cls_bias
     assert float(bias[NUM]) == -10.0
     assert bias.count_nonzero() == 1
@@ -206,9 +208,13 @@ def test_calibration_lowers_the_loss_and_keeps_the_ranking(learnt_base: CausalQw
     assert right[0] >= right[1] - 0.03  # on batches it has not seen, too
 
 
-def test_calibration_reports_the_loss_that_the_model_then_has(learnt_base: CausalQwenModel) -> None:
+@pytest.mark.parametrize("noise", [None, 0.0, 0.5])
+def test_calibration_reports_the_loss_that_the_model_then_has(
+    learnt_base: CausalQwenModel, noise: float | None
+) -> None:
+    """Also where the noise that was asked for is more than the best total."""
     model, batch = turned(learnt_base, number_dims=2), chain_batch(learnt_base, 0)
-    report = calibrate(model, [batch], max_tokens=10_000)
+    report = calibrate(model, [batch], max_tokens=10_000, b_noise_init=noise)
     with torch.no_grad():
         loc, scale, *_ = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
         loss, _ = OvrClassificationLoss(VOCAB, model.action.threshold.detach())(loc, scale, batch.labels)
