@@ -1,7 +1,7 @@
 """How many bytes each rank needs, part by part; every part says its formula.
 
 H hidden, C causal dimension (number dimensions included), V vocabulary, v rows of it on a rank, L layers, N tokens of
-a micro-batch (sequence_length x micro_batch_size), g ranks of a vocabulary group. Weights and optimizer states are
+a micro-batch (sequence_length x its sequences), g ranks of a vocabulary group. Weights and optimizer states are
 exact counts; activations are an estimate (attention that never forms [T, T] is assumed: SDPA or flash). Every group
 that any stage trains is counted, as no engine is rebuilt between stages. A pretraining of the base is not counted.
 """
@@ -105,11 +105,7 @@ def plan(
     if world % config.parallel.vocab_group_size:
         allowed = f"a divisor of the number of ranks ({world})"
         raise UserError("parallel.vocab_group_size", config.parallel.vocab_group_size, allowed)
-    per_forward = config.train.micro_batch_size * world
-    if config.train.global_batch_size % per_forward:
-        allowed = f"a multiple of train.micro_batch_size x ranks ({config.train.micro_batch_size} x {world})"
-        raise UserError("train.global_batch_size", config.train.global_batch_size, allowed)
-    sizes = _Sizes(config, Architecture.of(architecture), world, config.train.global_batch_size // per_forward)
+    sizes = _Sizes(config, Architecture.of(architecture), world)
     reserve = int(RESERVE_GIB["gpu" if gpus_per_node else "cpu"] * GIB)
     parts = (
         *_frozen(sizes),
@@ -140,7 +136,16 @@ class _Sizes:
     config: Config
     base: Architecture
     world: int
-    accumulation: int
+
+    @property
+    def share(self) -> int:
+        """Sequences of a step on the rank that has most."""
+        return -(-self.config.train.global_batch_size // self.world)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a step."""
+        return -(-self.share // self.config.train.micro_batch_size)
 
     @property
     def awake(self) -> frozenset[str]:
@@ -175,7 +180,7 @@ class _Sizes:
     @property
     def tokens(self) -> int:
         """N."""
-        return self.config.train.micro_batch_size * self.config.data.sequence_length
+        return min(self.config.train.micro_batch_size, self.share) * self.config.data.sequence_length
 
     @property
     def per_word(self) -> bool:
@@ -257,8 +262,6 @@ def _heads(s: _Sizes) -> Iterator[Part]:
     each = FP32 * (2 if trained else 1) + (MOMENTS if trained else 0)
     state = "master, gradient, two moments" if trained else "weight only (never trained)"
     yield Part("W_cls", v * c * each, f"v C = {v:,} x {c:,}, {each} bytes: {state}, over {s.group} ranks")
-    if s.width < FP32:
-        yield Part("W_cls in bf16", v * c * s.width, "the copy that the GEMMs read")
     bias = v * (FP32 * 2 + MOMENTS if trained and s.config.train.train_class_bias else FP32)
     threshold = (v if s.per_word else 1) * (FP32 * 2 + MOMENTS if s.trained_threshold else FP32)
     yield Part("b_cls and C", bias + threshold, "fp32; with gradient and two moments if trained")
