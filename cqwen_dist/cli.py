@@ -7,6 +7,7 @@ what is allowed), 1 a failure, 75 stopped in order and can be resumed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -275,7 +276,16 @@ def _quiet_libraries() -> None:
 
 
 def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True))
+    """A number that is not finite is null: JSON knows neither NaN nor infinity, and strict readers refuse them."""
+    typer.echo(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The command: whatever is wrong in the user's input is one line on stderr and exit code 2."""
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from support.runs import VOCAB, cqwen_forked, write_config, write_texts
 from transformers import AutoTokenizer, BertConfig
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
-from cqwen_dist.cli import main
+from cqwen_dist.cli import _print_json, main
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -292,6 +293,15 @@ def test_looking_at_what_is_not_there(refused: Callable[..., str], tmp_path: Pat
 
 
 # --------------------------------------------------------------------------------------------------- what goes well
+
+
+def test_json_has_null_where_a_figure_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_json({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": "数"})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [1.5, {"c": None}],
+        "d": "数",
+    }
 
 
 def test_status_list_and_verify_of_a_good_run(cqwen: Command, one_rank: Path) -> None:

@@ -74,8 +74,11 @@ def run(
     materialising contender that would hold more than plain_limit_gib is skipped and named. Returns a JSON-ready
     dict: the shape, ``rows`` (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond
     inputs and gradients or None, tokens_per_second), ``skipped`` (name: reason).
-    Raises ValueError for an unknown dtype, device or contender.
+    Raises ValueError for an unknown dtype, device or contender, and for a size or number of rounds below 1.
     """
+    for name, count in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("rounds", rounds)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, found {count}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {dtype!r}")
     if device == "auto":
