@@ -85,11 +85,14 @@ def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False
     if not _has_gpu():
         environment.setdefault("DS_ACCELERATOR", "cpu")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    before = read_status(Path(config.run.dir))
     code = _run_to_its_end(launch_command(path, overrides, ranks, free_port()), environment, quiet)
     if code:
         return code if code == 2 else 1
-    status = read_status(Path(config.run.dir))["status"]
-    return {"done": 0, "preempted": 75}.get(status, 1)
+    after = read_status(Path(config.run.dir))
+    if after == before:  # ranks that died before they could write theirs
+        return 1
+    return {"done": 0, "preempted": 75}.get(after["status"], 1)
 
 
 def _run_to_its_end(command: list[str], environment: dict[str, str], quiet: bool) -> int:

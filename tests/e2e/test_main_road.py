@@ -98,7 +98,14 @@ def test_the_run_folder_holds_what_it_should(run: Path) -> None:
 def test_eval_gives_the_runs_own_figures_as_one_json_document(run: Path, exported: dict[str, Path]) -> None:
     last = metrics(run)[-1]
     figures = one_document(cqwen_forked("eval", run, "--json"))
-    for name in ("eval/accuracy", "eval/reg_mdae", "eval/cls_loss_mean", "eval/baseline_mdae", "eval/num_f1"):
+    for name in (
+        "eval/accuracy",
+        "eval/reg_mdae",
+        "eval/cls_loss_mean",
+        "eval/baseline_mdae",
+        "eval/num_f1",
+        "eval/base_accuracy",
+    ):
         assert figures[name] == pytest.approx(last[name], rel=1e-4), name
     again = one_document(cqwen_forked("eval", exported["merged"], "--data", "bundled:diabetes/test", "--json"))
     assert again["eval/accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-3)

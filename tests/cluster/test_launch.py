@@ -1,0 +1,82 @@
+"""What `launch` makes of the launcher's end. The launcher is a stand-in here; the real one is in tests/e2e."""
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.runs import write_config
+
+from cqwen_dist.checkpoint.status import write_status
+from cqwen_dist.cluster import launch as module
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return write_config(tmp_path)
+
+
+def end_of(monkeypatch: pytest.MonkeyPatch, config: Path, script: str) -> int:
+    """The exit code of `launch` where the launcher is this Python script; argv[1] is the run's folder."""
+    command = [sys.executable, "-c", script, str(config.parent / "run")]
+    monkeypatch.setattr(module, "launch_command", lambda *_: command)
+    return module.launch(config, [], 2)
+
+
+WRITE = 'import sys; open(sys.argv[1] + "/status.json", "w").write(\'{"status": "%s"}\')'
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("done", 0), ("preempted", 75), ("running", 1), ("fatal", 1), ("whatever", 1)]
+)
+def test_the_runs_own_status_decides_where_the_launcher_is_content(
+    monkeypatch: pytest.MonkeyPatch, config: Path, status: str, code: int
+) -> None:
+    assert end_of(monkeypatch, config, WRITE % status) == code
+
+
+@pytest.mark.parametrize("status", ["done", "preempted"])
+def test_a_status_of_an_earlier_command_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, config: Path, status: str
+) -> None:
+    """The launcher returns 0 where a rank died by a signal, for instance of no memory before its first word."""
+    write_status(config.parent / "run", status)
+    assert end_of(monkeypatch, config, "pass") == 1
+
+
+@pytest.mark.parametrize(("launcher", "code"), [(2, 2), (1, 1), (3, 1), (137, 1)])
+def test_wrong_input_is_2_and_every_other_failure_1(
+    monkeypatch: pytest.MonkeyPatch, config: Path, launcher: int, code: int
+) -> None:
+    assert end_of(monkeypatch, config, WRITE % "done" + f"; sys.exit({launcher})") == code
+
+
+def test_a_rank_that_hears_no_signal_does_not_outlive_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, config: Path
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 1.0)
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
+    script = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {deaf!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+open(sys.argv[1] + "/pid", "w").write(str(child.pid))
+"""
+    began = time.monotonic()
+    end_of(monkeypatch, config, script)
+    pid = int((config.parent / "run" / "pid").read_text())
+    assert time.monotonic() - began < 20
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_nothing_of_the_users_is_read_by_a_shell() -> None:
+    hostile = ["run.dir=a'; echo foo", "data.text_template={question} $(touch x)\n{answer}"]
+    command = module.launch_command(Path("my config.yaml"), hostile, 3, 29500)
+    assert command[-3:] == ["my config.yaml", *hostile]
+    assert command[command.index("--num_accelerators") + 1] == "3"
+
+
+def test_ports_differ_and_are_free() -> None:
+    assert len({module.free_port() for _ in range(5)}) > 1
