@@ -13,7 +13,7 @@ import math
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -164,8 +164,8 @@ class NumericalAwareTokenizer:
             encoded.append(Encoded(ids, values, overflows))
         return encoded
 
-    def preprocess(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        """Texts as padded tensors (seed S2 2; S0 1.1), padding on the right.
+    def preprocess(self, texts: list[str], padding_side: Literal["right", "left"] = "right") -> dict[str, torch.Tensor]:
+        """Texts as padded tensors (seed S2 2; S0 1.1); to generate from several, pad on the left.
 
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
         padding. Raises: UserError for a number that float64 does not hold.
@@ -176,9 +176,11 @@ class NumericalAwareTokenizer:
         numeric_values = torch.zeros(shape, dtype=torch.float64)
         attention_mask = torch.zeros(shape, dtype=torch.int64)
         for i, row in enumerate(rows):
-            input_ids[i, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.int64)
-            numeric_values[i, : len(row.ids)] = torch.tensor(row.values, dtype=torch.float64)
-            attention_mask[i, : len(row.ids)] = 1
+            start = shape[1] - len(row.ids) if padding_side == "left" else 0
+            at = slice(start, start + len(row.ids))
+            input_ids[i, at] = torch.tensor(row.ids, dtype=torch.int64)
+            numeric_values[i, at] = torch.tensor(row.values, dtype=torch.float64)
+            attention_mask[i, at] = 1
         return {"input_ids": input_ids, "numeric_values": numeric_values, "attention_mask": attention_mask}
 
     def decode(

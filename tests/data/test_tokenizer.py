@@ -118,6 +118,11 @@ def test_preprocess_pads_on_the_right(small: NumericalAwareTokenizer) -> None:
     is_number = batch["input_ids"] == small.num_token_id
     assert batch["numeric_values"][is_number].tolist() == [99.9, 21.0, 2.0]
     assert (batch["numeric_values"][~is_number] == 0).all()
+    left = small.preprocess(["价格是99.9元", "A patient aged 21 weighs 2 kg", ""], padding_side="left")
+    for name, tensor in batch.items():
+        for row, moved, length in zip(tensor, left[name], lengths.tolist(), strict=True):
+            assert torch.equal(moved[len(moved) - length :], row[:length])
+            assert torch.equal(moved[: len(moved) - length], row[length:])
 
 
 def test_a_literal_num_in_the_text_is_text(small: NumericalAwareTokenizer, qwen: NumericalAwareTokenizer) -> None:
