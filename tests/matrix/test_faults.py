@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from matrix.sharded_training import Case, begin, config_of, enter, forward_and_backward
+from support.ranks import fork_server
 from torch import Tensor
 
 from cqwen_dist.parallel.groups import build_groups
@@ -80,8 +80,7 @@ def _rank(rank: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
 
 def survivors(case: Case, fault: str, where: str) -> dict[int, tuple[str, str, bool, float]]:
     """What each rank reports; a lost one reports nothing."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.model"])
+    context = fork_server()
     results = context.SimpleQueue()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
