@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan.architecture import Architecture
+from cqwen_dist.plan.comm import head_messages
 
 GIB = 2**30
 FP32 = 4
@@ -47,6 +48,8 @@ class Plan:
     accumulation: int
     base_parameters: int
     trainable_parameters: int
+    head_bytes_sent: int  # by a rank for the heads in an optimizer step
+    head_bytes_sent_unsharded: int  # the same with the whole head on every rank
     parts: tuple[Part, ...]
     advice: str
 
@@ -124,6 +127,8 @@ def plan(
         trainable_parameters=sum(sizes.engine_parameters.values())
         + sum(trained for _, trained in sizes.replicated_parameters.values())
         + sizes.trained_rows * sizes.base.vocab,
+        head_bytes_sent=_head_bytes_sent(sizes, sizes.group),
+        head_bytes_sent_unsharded=_head_bytes_sent(sizes, 1),
         parts=tuple(part for part in parts if part.bytes),
         advice=_advice(config, parts),
     )
@@ -292,6 +297,21 @@ def _activations(s: _Sizes) -> Iterator[Part]:
         tile = TILE_BUFFERS * min(TILE_BYTES, scores)
         second = s.rows * s.words * FP32 if "classifier" in s.awake and s.accumulation > 1 else 0
         yield Part("OvR loss", tile + second, "tiles" + (" + a micro-batch's own gradient of W_cls" if second else ""))
+
+
+def _head_bytes_sent(s: _Sizes, group: int) -> int:
+    """With vocabulary groups of `group` ranks, every position of a full batch kept."""
+    rows = -(-s.base.vocab // group)
+    messages = head_messages(
+        [[s.tokens] * group] * s.accumulation,
+        world=s.world,
+        columns=s.words,
+        gemm_bytes=s.width,
+        row_tensors=[s.trained_rows * rows],
+        replicated=sum(trained for _, trained in s.replicated_parameters.values()),
+        full_gate_grad=s.config.loss.gate_grad == "full",
+    )
+    return round(sum(message.wire_bytes for message in messages))
 
 
 def _share(size: int, ranks: int) -> int:

@@ -16,6 +16,9 @@ def render(plan: Plan) -> Group:
         f"{ranks}; base {plan.base_parameters:,} parameters, trained {plan.trainable_parameters:,}; "
         f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} a step"
     )
+    if plan.world > 1:
+        sent, whole = (size / GIB for size in (plan.head_bytes_sent, plan.head_bytes_sent_unsharded))
+        facts += f"\nheads: a rank sends {sent:.3f} GiB a step ({whole:.3f} GiB with the whole head on every rank)"
     table = Table(title="Memory of one rank", title_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cqwen_dist.config import Config
+from cqwen_dist.plan import plan
 from cqwen_dist.plan.comm import Message, head_messages, transfer_share
 
 SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "replicated": 50}
@@ -49,3 +51,22 @@ def test_share_of_the_transfers() -> None:
     inside_a_node = transfer_share(152_064, 8, flops=600e12, bytes_per_s=450e9)
     assert inside_a_node == pytest.approx(0.041, abs=0.001)
     assert transfer_share(152_064, 8, flops=600e12, bytes_per_s=50e9) == pytest.approx(9 * inside_a_node)
+
+
+def test_the_plan_says_what_sharding_the_head_saves_on_the_wire() -> None:
+    config = Config.model_validate(
+        {
+            "model": {"name_or_path": "unused", "number_dims": 8},
+            "data": {"train": "unused", "sequence_length": 1024},
+            "parallel": {"vocab_group_size": 8},
+            "train": {"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"},
+        }
+    )
+    sizes = {"model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3584, "num_attention_heads": 28}
+    found = plan(config, nodes=1, gpus_per_node=8, gpu_memory_gib=80.0, architecture=sizes)
+    c, u, n = 3584, 3592, 2 * 1024
+    replicated = 7 / 8 * 2 * 4 * (2 * (u * c + u) + 2 * u + 1)
+    tokens = 7 * n * (4 * c * 2 + 8 + 4 + 3 * 4)
+    assert found.head_bytes_sent == round(tokens + replicated + 2 * 7 / 8 * 2 * 4)
+    assert found.head_bytes_sent_unsharded == round(7 / 8 * 2 * 4 * 152_064 * (c + 1) + replicated)
+    assert found.head_bytes_sent < found.head_bytes_sent_unsharded / 4
