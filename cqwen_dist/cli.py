@@ -79,7 +79,11 @@ def quickstart(
 ) -> None:
     """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression."""
     from cqwen_dist.cluster.launch import launch as run
+    from cqwen_dist.config import load_config
 
+    data = load_config(config, overrides or []).data
+    if data.eval is None and not data.eval_fraction:
+        raise UserError("data.eval", data.eval, "held-out texts, on which the quickstart shows what was learned")
     code = run(config, overrides or [], ranks, quiet=as_json)
     if code:
         raise typer.Exit(code)

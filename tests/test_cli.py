@@ -267,6 +267,12 @@ def test_an_empty_prompt_an_unknown_mode_and_no_tokens(refused: Callable[..., st
     assert "number: found '1e999'" in refused("generate", one_rank, "--prompt", "x 1e999")
 
 
+def test_the_quickstart_needs_held_out_texts_before_it_trains(refused: Callable[..., str], tmp_path: Path) -> None:
+    config = write_config(tmp_path, data__eval_fraction=0.0)
+    assert "data.eval: found None, allowed: held-out texts" in refused("quickstart", "--config", config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_eval_needs(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
     assert "--data: found no file none.jsonl" in refused("eval", one_rank, "--data", "none.jsonl")
     bad = data_file(tmp_path, GOOD, "{oops")

@@ -92,11 +92,6 @@ class TextDataset:
         """[M] float64: every value that the regression learns, once (seed S1 2: the statistics' input)."""
         return self._values[self._targets]
 
-    @property
-    def used_ids(self) -> np.ndarray:
-        """[K] int32, ascending: the words that occur, <NUM> included."""
-        return np.unique(self._ids)
-
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
     """Texts to a dataset, an end token behind each.

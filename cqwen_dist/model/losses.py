@@ -6,7 +6,6 @@ total from U without forming them, over a vocabulary that may be spread over ran
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,8 +179,3 @@ def fused_loss(
         prob_sum=out.prob_sum,
         p_num=out.p_num.detach(),
     )
-
-
-def uniform_loss(vocab_size: int) -> float:
-    """1 + ln V: the loss of the uniform solution P_k = 1/V, a trap that a loss curve alone does not show."""
-    return 1.0 + math.log(vocab_size)
