@@ -26,7 +26,14 @@ HEADS = ["heads"]
 KINDS: dict[str, list[list[str]]] = {
     "heads": [HEADS],
     "heads+lora": [[*HEADS, "embedding"], [*HEADS, "lora"], [*HEADS, "embedding", "lora"]],
+    # One C for all words, held by every rank; P of <NUM> in the gate with its gradient.
+    "scalar C, full gate": [[*HEADS, "embedding"]],
 }
+COLUMN = ("heads", "heads+lora")  # of the matrix
+
+
+def gate_grad_of(kind: str) -> str:
+    return "full" if "full gate" in kind else "stop"
 
 
 class Trained(NamedTuple):
@@ -51,7 +58,7 @@ def join(batches: list[Batch]) -> Batch:
 def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
     """The model at its start; `shape` may hold the range of rows."""
     lora = LORA if kind == "heads+lora" else None
-    return tiny_model(number_dims=2, lora=lora, **shape)
+    return tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, **shape)
 
 
 def group_of(name: str) -> str | None:
@@ -67,7 +74,7 @@ def group_of(name: str) -> str | None:
 def train_plainly(kind: str) -> Trained:
     """STEPS steps over the stages of `kind`, equally long."""
     model = fresh_model(kind).train()
-    loss_fn = CausalQwenLoss(VOCAB, NUM)
+    loss_fn = CausalQwenLoss(VOCAB, NUM, gate_grad=gate_grad_of(kind))
     loss_fn.ovr_loss.threshold = model.action.threshold
     trained = {name: p for name, p in model.named_parameters() if group_of(name)}
     start = {name: p.detach().clone() for name, p in trained.items()}

@@ -18,6 +18,7 @@ from matrix.plain_training import (
     STEPS,
     Trained,
     fresh_model,
+    gate_grad_of,
     step_batch,
 )
 from support.tiny import NUM, VOCAB
@@ -71,7 +72,12 @@ def config_of(case: Case) -> Config:
             "start": "seed",
             "stages": named,
             "parallel": {"zero_stage": case.zero, "vocab_group_size": case.group, "offload": offload},
-            "train": {"precision": case.precision, "max_grad_norm": CLIP, "weight_decay": DECAY},
+            "train": {
+                "precision": case.precision,
+                "max_grad_norm": CLIP,
+                "weight_decay": DECAY,
+                "thresholds": "scalar" if "scalar C" in case.kind else "per-word",
+            },
         }
     )
 
@@ -131,7 +137,7 @@ def token_counts(case: Case, groups: Groups, step: int) -> list[list[int]]:
     return [list(counts) for counts in zip(*by_rank, strict=True)]
 
 
-def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, gate_grad: str = "stop") -> Tensor:
+def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, gate_grad: str = "") -> Tensor:
     """All micro-batches of this rank; its share of the mean loss, []."""
     whole = step_batch(step)
     words, numbers = int(whole.label_mask.sum()), int(whole.numeric_mask.sum())
@@ -152,7 +158,7 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
             group=groups.vocab,
             token_counts=counts[i],
             gemm_dtype=torch.bfloat16 if case.precision == "bf16" else torch.float32,
-            gate_grad=gate_grad,
+            gate_grad=gate_grad or gate_grad_of(case.kind),
         )
         engine.backward(terms.loss, i == case.accumulation - 1)
         total += terms.cls_sum / words + terms.reg_sum / numbers
@@ -187,7 +193,7 @@ def distance(case: Case, groups: Groups, found: Trained, oracle: Trained) -> Fou
     assert found.parameters.keys() == oracle.parameters.keys()
     for key, value in found.parameters.items():
         expected, begin = oracle.parameters[key], oracle.start[key]
-        by_rows = key in ("action.cls_weight", "action.threshold")
+        by_rows = key in ("action.cls_weight", "action.threshold") and expected.ndim > 0
         if by_rows:
             expected, begin = expected[start:stop], begin[start:stop]
         assert value.shape == expected.shape, key

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from matrix.plain_training import KINDS, Trained, train_plainly
+from matrix.plain_training import COLUMN, KINDS, Trained, train_plainly
 from matrix.sharded_training import Case, Found, run_cases
 from support.ranks import run_ranks
 
@@ -20,7 +20,7 @@ GROUPS = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4)}
 BOTH = "heads+lora"
 
 WHOLE = {
-    world: [Case(world, *rest) for rest in product(sizes, (1, 2, 3), ("fp32", "bf16"), (1, 2), KINDS)]
+    world: [Case(world, *rest) for rest in product(sizes, (1, 2, 3), ("fp32", "bf16"), (1, 2), COLUMN)]
     for world, sizes in GROUPS.items()
 }
 # Every value of every column, the pairs that differ in code, and what has no column of its own.
@@ -32,11 +32,17 @@ THIN = {
         Case(2, 2, 3, "fp32", 1, BOTH, offload=True),
         Case(2, 2, 2, "bf16", 2, BOTH, checkpointing=True),
         Case(2, 2, 1, "fp32", 2, "heads"),
+        Case(2, 2, 1, "fp32", 2, "scalar C, full gate"),
     ],
     3: [Case(3, 3, 2, "fp32", 2, BOTH), Case(3, 1, 1, "bf16", 1, "heads")],
-    4: [Case(4, 2, 3, "fp32", 2, BOTH), Case(4, 2, 1, "bf16", 1, BOTH), Case(4, 4, 3, "bf16", 2, BOTH)],
+    4: [
+        Case(4, 2, 1, "fp32", 1, "scalar C, full gate"),
+        Case(4, 2, 3, "fp32", 2, BOTH),
+        Case(4, 2, 1, "bf16", 1, BOTH),
+        Case(4, 4, 3, "bf16", 2, BOTH),
+    ],
 }
-UNSHARDED_BF16 = [Case(1, 1, 1, "bf16", accumulation, kind) for accumulation, kind in product((1, 2), KINDS)]
+UNSHARDED_BF16 = [Case(1, 1, 1, "bf16", accumulation, kind) for accumulation, kind in product((1, 2), COLUMN)]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def bf16_spread(oracles: dict[str, Trained]) -> dict[str, Found]:
     found = run_ranks(run_cases, 1, UNSHARDED_BF16, oracles, timeout=120)[0]
     return {
         kind: Found(*(max(f[i] for case, f in found if case.kind == kind) for i in range(4)), "")  # type: ignore[arg-type]
-        for kind in KINDS
+        for kind in COLUMN
     }
 
 
