@@ -142,7 +142,9 @@ class CausalQwenModel(nn.Module):
         else:
             config = source
         if base is None:
-            base = AutoModelForCausalLM.from_config(config.base_config, dtype=torch.get_default_dtype())
+            base = AutoModelForCausalLM.from_config(
+                config.base_config, dtype=torch.get_default_dtype(), attn_implementation=config._attn_implementation
+            )
         self.config = config
         transformer, table = take_transformer(base)
         size, hidden = config.causal_hidden_size, config.hidden_size

@@ -87,6 +87,16 @@ def test_scale_floor_of_a_small_calibrated_gamma_survives(tmp_path: Path) -> Non
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_that_is_asked_for_is_the_backbones(tmp_path: Path, attention: str) -> None:
+    model = worn()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention)
+    assert again.model.transformer.config._attn_implementation == attention
+    for a, b in zip(outputs(again.eval()), outputs(model), strict=True):
+        assert_close(a, b, 1e-4)
+
+
 def test_weights_in_several_files(tmp_path: Path) -> None:
     model = worn()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
