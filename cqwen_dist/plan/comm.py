@@ -13,7 +13,8 @@ largest, n. Nothing but the replicas' sum of the rows' gradients depends on V:
     replica group      all-reduce       gradients of the rows
     vocabulary group   all-reduce       the rows' squared gradient norm (4 bytes)
 
-A group of one says nothing.
+A group of one says nothing. Not in it: what DeepSpeed says for the features, whatever V is, and the trainer's few
+numbers a step (counts, figures, now and then the best words of some tokens).
 """
 
 from __future__ import annotations
