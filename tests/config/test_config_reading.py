@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from cqwen_dist.config import Config, UserError, changed_keys, json_schema, load_config, yaml_text
 from cqwen_dist.config.messages import _places
 
+ROOT = Path(__file__).parents[2]
 BASE = "model: {name_or_path: x}\ndata: {train: a}\n"
 
 
@@ -85,8 +88,12 @@ def test_the_json_schema_knows_every_key():
     schema = json.loads(json_schema())
     assert set(schema["properties"]) == set(Config.model_fields)
     assert schema["additionalProperties"] is False
-    jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        tree, _ = yaml_text.parse(path.read_text(encoding="utf-8"))
+        assert not [error.message for error in validator.iter_errors(tree)], path.name
+        assert not validator.is_valid({**tree, "loss": {"reg_weigth": 1.0}})
 
 
 def test_the_config_is_read_without_torch_and_at_once():
