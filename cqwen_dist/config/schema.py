@@ -217,8 +217,9 @@ class LossConfig(Section):
     cls_denominator: Literal["valid", "attention"] = Field("valid", description="What L_cls is divided by.")
     vocab_reduction: Literal["sum", "mean"] = Field(
         "sum",
-        description="Reduction of the word terms; mean divides L_cls by their number V (or the used ones), so that a "
-        "reg_weight weighs V times more against it: reg_weight / V keeps what it is under sum.",
+        description="Reduction of the word terms; mean divides L_cls by their number V (or the used ones): a reg_weight "
+        "weighs V times more against it (reg_weight / V keeps what it is under sum), and for V in the ten thousands "
+        "W_cls's gradients fall below AdamW's eps of 1e-8.",
     )
     negatives: Literal["full", "used"] = Field("full", description="All V_full rows, or only the used ones and <NUM>.")
     impl: Literal["auto", "reference", "chunked", "triton"] = Field("auto", description="OvR implementation.")
