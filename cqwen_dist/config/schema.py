@@ -217,7 +217,7 @@ class LossConfig(Section):
     cls_denominator: Literal["valid", "attention"] = Field("valid", description="What L_cls is divided by.")
     vocab_reduction: Literal["sum", "mean"] = Field(
         "sum",
-        description="Reduction of the word terms; mean divides L_cls by their number V (or the used ones): a reg_weight "
+        description="Reduction of the word terms; mean divides L_cls by their number V (or the used ones): reg_weight "
         "weighs V times more against it (reg_weight / V keeps what it is under sum), and for V in the ten thousands "
         "W_cls's gradients fall below AdamW's eps of 1e-8.",
     )
