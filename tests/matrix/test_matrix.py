@@ -61,7 +61,7 @@ def bf16_spread(oracles: dict[str, Trained]) -> dict[str, Found]:
 
 
 def check(cases: list[Case], oracles: dict[str, Trained], spread: dict[str, Found]) -> None:
-    results = run_ranks(run_cases, cases[0].world, cases, oracles, timeout=280)[0]
+    results = run_ranks(run_cases, cases[0].world, cases, oracles, timeout=15 + 12 * len(cases))[0]
     wrong = []
     for case, found in results:
         if case.precision == "fp32":
@@ -83,6 +83,7 @@ def test_a_choice_of_the_matrix(world: int, oracles: dict[str, Trained], bf16_sp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world", GROUPS)
 def test_the_whole_matrix(world: int, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
     check(WHOLE[world], oracles, bf16_spread)
