@@ -107,7 +107,9 @@ def export(path: str | Path, out: str | Path, merge: bool = False) -> Path:
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     if model.config.lora is not None:
-        _save_adapter(model, beside / "adapter")
+        _save_adapter(
+            model, beside / "adapter", None if is_exported(Path(path)) else run_of(path)[0].model.name_or_path
+        )
     _verify(model, beside)
     if out.exists():
         out.rmdir()
@@ -115,8 +117,8 @@ def export(path: str | Path, out: str | Path, merge: bool = False) -> Path:
     return out
 
 
-def _save_adapter(model: CausalQwenForCausalLM, folder: Path) -> None:
-    """PEFT's own format, for `PeftModel.from_pretrained` on the base model."""
+def _save_adapter(model: CausalQwenForCausalLM, folder: Path, base: str | None) -> None:
+    """PEFT's own format, for `PeftModel.from_pretrained` on the base model; base: its name in the run's config."""
     folder.mkdir()
     tensors = {
         "base_model.model.model." + name.replace(".default.", "."): p.detach().contiguous()
@@ -128,7 +130,7 @@ def _save_adapter(model: CausalQwenForCausalLM, folder: Path) -> None:
     config = peft_config(LoraConfig(**model.config.lora))
     config.task_type = "CAUSAL_LM"
     config.inference_mode = True
-    config.base_model_name_or_path = model.config.base.get("_name_or_path") or None
+    config.base_model_name_or_path = base
     config.save_pretrained(str(folder))
 
 

@@ -59,6 +59,7 @@ class CausalQwenConfig(PretrainedConfig):
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
         self.base = json.loads(base_config.to_json_string(use_diff=False))  # as it will read from a file
+        self.base.pop("_name_or_path", None)  # a path of the machine that it was trained on
         self.vocab_size = base_config.vocab_size
         self.hidden_size = base_config.hidden_size
         self.num_token_id = self.vocab_size - 1 if num_token_id is None else num_token_id

@@ -8,10 +8,12 @@ dist/U_*             what U looks like                            dist/ovr_prob_
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,13 +120,13 @@ class Evaluator:
             figures["eval/base_accuracy"] = self.base_accuracy
         if lists["error"].numel():
             figures["eval/reg_mae"] = float(lists["error"].mean())
-            figures["eval/reg_mdae"] = float(lists["error"].quantile(0.5))
+            figures["eval/reg_mdae"] = _median(lists["error"])
             figures["eval/reg_nll"] = float(lists["nll"].mean())
             figures["eval/coverage_90"] = float(lists["inside"].mean())
             if lists.get("baseline") is not None:
-                figures["eval/baseline_mdae"] = float(lists["baseline"].quantile(0.5))
+                figures["eval/baseline_mdae"] = _median(lists["baseline"])
         for mode, name in (("standard", "prob_sum"), ("causal", "prob_sum_causal")):
-            figures[f"dist/ovr_prob_sum_median_{mode}"] = float(lists[name].quantile(0.5))
+            figures[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
         for name in ("U_loc", "U_scale"):
             figures.update({f"dist/{name}_{k}": v for k, v in _summary(lists[name]).items()})
         return figures
@@ -151,21 +153,34 @@ class Evaluator:
         )
 
     def _top1(self, u_prime: Cauchy, rank_by: str = "ovr") -> Tensor:
-        action = self.model.action
-        seen = action.word_part(u_prime)
-        _, ids = vocab_parallel_topk(
-            seen.loc.to(self.gemm_dtype),
-            seen.scale.to(self.gemm_dtype),
-            action.cls_weight,
-            action.cls_bias,
-            action.threshold,
-            1,
-            group=self.groups.vocab,
-            vocab_start=action.vocab_start,
-            used_rows=self.used_rows if rank_by == "ovr" else None,
-            rank_by=rank_by,
-        )
-        return ids[:, 0]
+        return top1(self.model, u_prime, self.groups, self.gemm_dtype, rank_by)
+
+
+def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: str) -> Tensor:
+    """The best word of each token [N], by P ("ovr", over the rows that the tokenizer uses) or by loc_S ("loc", all).
+
+    u_prime: Cauchy [N,C]. Collective over the vocabulary group.
+    """
+    action = model.action
+    seen = action.word_part(u_prime)
+    _, ids = vocab_parallel_topk(
+        seen.loc.to(gemm_dtype),
+        seen.scale.to(gemm_dtype),
+        action.cls_weight,
+        action.cls_bias,
+        action.threshold,
+        1,
+        group=groups.vocab,
+        vocab_start=action.vocab_start,
+        used_rows=model.config.used_rows if rank_by == "ovr" else None,
+        rank_by=rank_by,
+    )
+    return ids[:, 0]
+
+
+def _median(values: Tensor) -> float:
+    """The median of a 1-D CPU tensor of any length (torch.quantile refuses more than 16 million); nan of none."""
+    return float(np.median(values.numpy())) if values.numel() else math.nan
 
 
 def _some(values: Tensor) -> Tensor:

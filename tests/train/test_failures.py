@@ -33,13 +33,13 @@ def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
     trainer.engine.set_lr(plan, plan.start)
     batches = iter(trainer.loader)
     good, bad = next(batches), next(batches)
-    figures, _ = trainer._step(good, plan, plan.start)
+    figures, _ = trainer.stepper(good, plan, plan.start)
     if runtime.rank == runtime.world_size - 1:
         bad[-1].numeric_values[0, 0] = torch.nan
         bad[-1].input_ids[0, 0] = trainer.model.config.num_token_id
     before = everything(trainer)
     try:
-        trainer._step(bad, plan, plan.start + 1)
+        trainer.stepper(bad, plan, plan.start + 1)
         said = "nothing"
     except NonFiniteStep as error:
         said = str(error)
@@ -54,10 +54,12 @@ def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
 
 def everything(trainer: object) -> dict[str, Tensor]:
     """Every parameter and moment that training moves, copied."""
+    from cqwen_dist.train.state import head_tensors
+
     engine = trainer.engine  # type: ignore[attr-defined]
     parameters, moments, _ = engine.feature_state()
     head_moments, _ = engine.heads.moments()
-    named = {**parameters, **moments, **head_moments, **trainer._head_tensors()}  # type: ignore[attr-defined]
+    named = {**parameters, **moments, **head_moments, **head_tensors(engine)}
     return {name: value.detach().clone() for name, value in named.items()}
 
 

@@ -1,0 +1,59 @@
+"""Between the engine and a checkpoint: what trains, by name, sorted into whole tensors and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.checkpoint.resume import TrainState
+from cqwen_dist.train.engine import Engine
+
+
+def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str, Any]) -> TrainState:
+    """Everything that trains, ready to be saved. progress: where the run is (step, stage, ...). Collective."""
+    parameters, moments, feature_steps = engine.feature_state()
+    head_moments, head_steps = engine.heads.moments()
+    tensors = head_tensors(engine)
+    rows = {name for name, tensor in tensors.items() if _is_rows(name, tensor)}
+    return TrainState(
+        features=parameters,
+        feature_moments=moments,
+        heads={name: t for name, t in tensors.items() if name not in rows},
+        head_moments={name: t for name, t in head_moments.items() if name.rpartition(".")[0] not in rows},
+        rows={name: t for name, t in tensors.items() if name in rows},
+        row_moments={name: t for name, t in head_moments.items() if name.rpartition(".")[0] in rows},
+        row_range=row_range,
+        state={
+            **progress,
+            "feature_steps": feature_steps,
+            "head_steps": head_steps,
+            "noise_unit": engine.heads.noise_unit,
+            "model": engine.model.config.to_dict(),
+        },
+    )
+
+
+@torch.no_grad()
+def restore_state(engine: Engine, state: TrainState) -> None:
+    """Put what `collect_state` gave, on whatever ranks, back into the engine."""
+    tensors = head_tensors(engine)
+    for name, value in {**state.heads, **state.rows}.items():
+        tensors[name].copy_(value)
+    engine.heads.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
+    engine.load_feature_state(state.features, state.feature_moments, state.state["feature_steps"])
+    engine.heads.noise_unit = state.state["noise_unit"]
+    model = engine.model
+    model.config.scale_floor = model.abduction.scale_floor = state.state["model"]["scale_floor"]
+
+
+def head_tensors(engine: Engine) -> dict[str, Tensor]:
+    """Every parameter of the heads by name, frozen ones too (a calibrated C may be fixed)."""
+    parts = {"abduction": engine.model.abduction, "action": engine.model.action}
+    return {f"{part}.{name}": p for part, module in parts.items() for name, p in module.named_parameters()}
+
+
+def _is_rows(name: str, tensor: Tensor) -> bool:
+    """Whether a head's parameter has a row for each word."""
+    return name in ("action.cls_weight", "action.cls_bias") or (name == "action.threshold" and tensor.ndim == 1)
