@@ -1,0 +1,63 @@
+"""The config of a CausalQwen: what `config.json` beside the weights holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from cqwen_dist.targets import TargetTransform
+
+
+class CausalQwenConfig(PretrainedConfig):
+    """The shape of a CausalQwen and the constants that inference needs.
+
+    base: the base model's own config, as a dict. num_token_id: the row used for <NUM>. used_rows: words from here on
+    are spare and never written (default num_token_id + 1). causal_size: C without the number dimensions (default H).
+    number_dims: m. scalar_threshold: one C for all words. target: the regression's unit (`TargetTransform.to_dict`).
+    lora: adapters present in the backbone (`LoraConfig` as a dict), or None.
+    """
+
+    model_type = "causal_qwen"
+
+    def __init__(
+        self,
+        base: dict[str, Any] | None = None,
+        num_token_id: int | None = None,
+        causal_size: int | None = None,
+        number_dims: int = 0,
+        scale_activation: str = "softplus",
+        scale_floor: float = 1e-6,
+        scalar_threshold: bool = False,
+        target: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
+        used_rows: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
+        self.base = json.loads(base_config.to_json_string(use_diff=False))  # as it will read from a file
+        self.base.pop("_name_or_path", None)  # a path of the machine that it was trained on
+        self.vocab_size = base_config.vocab_size
+        self.hidden_size = base_config.hidden_size
+        self.num_token_id = self.vocab_size - 1 if num_token_id is None else num_token_id
+        self.used_rows = self.num_token_id + 1 if used_rows is None else used_rows
+        self.causal_size = causal_size or self.hidden_size
+        self.number_dims = number_dims
+        self.scale_activation = scale_activation
+        self.scale_floor = scale_floor
+        self.scalar_threshold = scalar_threshold
+        self.target = target or TargetTransform().to_dict()
+        self.lora = lora
+        kwargs.setdefault("tie_word_embeddings", False)
+        super().__init__(**kwargs)
+
+    @property
+    def base_config(self) -> PretrainedConfig:
+        """The base model's config object."""
+        return AutoConfig.for_model(**self.base)
+
+    @property
+    def causal_hidden_size(self) -> int:
+        """C: word part plus number dimensions."""
+        return int(self.causal_size + self.number_dims)
