@@ -50,13 +50,14 @@ def build_run_base(config: Config, say: Callable[[str], None]) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     if config.model.tokenizer == TRAIN_TOKENIZER:
-        trained = train_tokenizer([text.text for text in texts], vocab_size - 1)
+        trained = train_tokenizer([text.text for text in texts], vocab_size - 1, config.data.numbers)
         tokenizer = NumericalAwareTokenizer(trained, config.model.num_token_id, vocab_size, config.data.numbers)
         tokenizer.save_pretrained(beside)
     else:
         tokenizer = load_tokenizer(config, vocab_size)
     if config.model.pretrain is not None:
         pretrain(base, tokenise(texts, tokenizer, config.data), config.model.pretrain, config.train.seed, say)
+    base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # where generation ends
     base.save_pretrained(beside)
     beside.rename(folder)
 
