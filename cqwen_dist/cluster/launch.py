@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
 from cqwen_dist.train.run_folder import is_done, refuse_changes
@@ -136,10 +136,3 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
 def _has_gpu() -> bool:
     """Whether an NVIDIA driver is there, without importing torch."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
-
-
-def free_port() -> int:
-    """A port that nothing listens on, for the ranks to meet at."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

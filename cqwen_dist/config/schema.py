@@ -341,6 +341,10 @@ class Config(Section):
                 raise refused(f"stages.{index}.train", stage.train, allowed)
         return self
 
+    def trains(self, group: str) -> bool:
+        """Whether any stage trains the group."""
+        return any(group in stage.groups for stage in self.stages)
+
     @property
     def base_folder(self) -> str:
         """The base model: the one named, or the folder inside the run in which the run builds it."""

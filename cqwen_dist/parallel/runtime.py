@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from cqwen_dist.parallel.ports import free_port
 
 # (rank, world size, local rank): the first launcher whose names are all set is believed.
 _LAUNCHERS = (
@@ -80,7 +81,7 @@ def distributed(timeout_s: float = 1800.0) -> Iterator[Runtime]:
     if alone:
         if world > 1:
             raise RuntimeError(f"{world} ranks but no MASTER_ADDR in the environment: start them with `cqwen launch`")
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(_free_port())
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
     for name, value in zip(_LAUNCHERS[0], (rank, world, local_rank), strict=True):
         os.environ[name] = str(value)  # what DeepSpeed reads
     dist.init_process_group(
@@ -97,9 +98,3 @@ def distributed(timeout_s: float = 1800.0) -> Iterator[Runtime]:
         if alone:
             for name in ("MASTER_ADDR", "MASTER_PORT", *_LAUNCHERS[0]):
                 os.environ.pop(name, None)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

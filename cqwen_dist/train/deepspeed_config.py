@@ -40,8 +40,7 @@ def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
     """How many numbers the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
     base = Architecture.of(architecture)
     lora = config.model.lora
-    adapters = any("lora" in stage.groups for stage in config.stages)
-    return 2 * base.hidden + (base.lora_parameters(lora.r, lora.target_modules) if adapters else 0)
+    return 2 * base.hidden + (base.lora_parameters(lora.r, lora.target_modules) if config.trains("lora") else 0)
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:

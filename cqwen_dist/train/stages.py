@@ -81,7 +81,3 @@ class Schedule:
         """Groups that are awake in this stage and were not in the one before: their moments begin at zero."""
         before = self.plans[plan.index - 1].stage.groups if plan.index else frozenset()
         return plan.stage.groups - before
-
-    def ever_trains(self, group: str) -> bool:
-        """Whether any stage trains the group."""
-        return any(group in plan.stage.groups for plan in self.plans)

@@ -110,7 +110,7 @@ class Trainer:
             scale_activation=config.model.scale_activation,
             scalar_threshold=config.train.thresholds == "scalar",
             target=self.statistics.transform(config.target_transform).to_dict(),
-            lora=config.model.lora.model_dump() if self._trains_lora() else None,
+            lora=config.model.lora.model_dump() if config.trains("lora") else None,
         )
         if config.model.gradient_checkpointing:
             model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
@@ -312,9 +312,6 @@ class Trainer:
             used_rows=self.used_rows,
             gemm_dtype=self.gemm_dtype,
         )
-
-    def _trains_lora(self) -> bool:
-        return any("lora" in stage.groups for stage in self.config.stages)
 
     def _say(self, text: str) -> None:
         if self.runtime.is_main:

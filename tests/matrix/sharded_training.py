@@ -167,7 +167,12 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
 
 def train_sharded(case: Case, groups: Groups) -> Trained:
     """The training of `case`; parameters as this rank holds them (its rows; features whole)."""
-    engine, schedule = begin(case, groups), Schedule(config_of(case).stages, 1)
+    return take_steps(case, groups, begin(case, groups))
+
+
+def take_steps(case: Case, groups: Groups, engine: Engine) -> Trained:
+    """All steps of `case` with an engine that has just begun."""
+    schedule = Schedule(config_of(case).stages, 1)
     losses, norms = [], []
     for step in range(STEPS):
         enter(engine, schedule, step)

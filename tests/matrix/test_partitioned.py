@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from matrix.plain_training import LORA, STEPS, Trained, step_batch, train_plainly
+from matrix.plain_training import LORA, Trained, step_batch, train_plainly
 from matrix.sharded_training import (
     Case,
     Found,
     config_of,
     distance,
-    enter,
-    forward_and_backward,
-    parameters,
     runtime_of,
+    take_steps,
 )
 from matrix.test_matrix import TOLERANCE
 from support.ranks import run_ranks
@@ -34,7 +31,6 @@ from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.engine import Engine
 from cqwen_dist.train.partitioned import WeightFiles, load_partitioned_base
-from cqwen_dist.train.stages import Schedule
 
 BOTH = "heads+lora"
 
@@ -64,15 +60,8 @@ def train_from_files(folder: str, case: Case, oracle: Trained) -> tuple[Any, Fou
     """The case's training from files, and how far it is from the oracle's."""
     groups, config = build_groups(case.group), config_of(case)
     model, runtime, sizes = load(folder, case, groups)
-    engine, schedule = Engine(model, config, runtime, groups), Schedule(config.stages, 1)
-    losses, norms = [], []
-    for step in range(STEPS):
-        enter(engine, schedule, step)
-        total = forward_and_backward(case, groups, engine, step)
-        norms.append(float(engine.step()))
-        dist.all_reduce(total)
-        losses.append(float(total))
-    found = distance(case, groups, Trained(losses, norms, parameters(engine), {}), oracle)
+    engine = Engine(model, config, runtime, groups)
+    found = distance(case, groups, take_steps(case, groups, engine), oracle)
     return sizes, found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cqwen_dist.config import GROUPS, HEADS, Stage
+from cqwen_dist.config import GROUPS, HEADS, Config, DataConfig, ModelConfig, Stage
 from cqwen_dist.train.stages import DEFAULT_SCALES_LR, Schedule, StagePlan
 
 
@@ -99,6 +99,7 @@ def test_epochs_become_steps_and_never_none(epochs: float, steps: int) -> None:
 
 
 def test_who_ever_trains() -> None:
-    schedule = Schedule(stages(["heads"], ["heads", "embedding"]), 10)
-    assert schedule.ever_trains("embedding")
-    assert not schedule.ever_trains("lora")
+    given = stages(["heads"], ["heads", "embedding"])
+    config = Config(model=ModelConfig(name_or_path="base"), data=DataConfig(train="train.jsonl"), stages=given)
+    assert config.trains("embedding")
+    assert not config.trains("lora")
