@@ -3,21 +3,17 @@
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.reading import changed_keys, json_schema, load_config
 from cqwen_dist.config.schema import (
-    GROUPS,
-    HEADS,
     TRAIN_TOKENIZER,
     Config,
     DataConfig,
-    LoraConfig,
-    LossConfig,
     ModelConfig,
     NumberPolicy,
     ParallelConfig,
     PretrainConfig,
     RunConfig,
-    Stage,
     TrainConfig,
 )
+from cqwen_dist.config.training import GROUPS, HEADS, LoraConfig, LossConfig, Stage
 
 __all__ = [
     "GROUPS",
