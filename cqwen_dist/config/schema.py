@@ -35,6 +35,17 @@ class PretrainConfig(Section):
     steps: Positive = Field(400, description="Optimizer steps of next-token cross-entropy.")
     lr: Above0 = Field(3e-3, description="Peak learning rate (cosine to zero).")
     batch_size: Positive = Field(32, description="Sequences per step.")
+    data: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="Further texts that the pretraining alone reads, as data.train is read."
+    )
+    numerals: Literal["numbers", "digits", "both"] = Field(
+        "numbers", description="Numerals as <NUM> with unseen values, as their digits, or every text both ways."
+    )
+    rows: Literal["all", "occurring"] = Field(
+        "all",
+        description="Train all rows of the vocabulary, or only those that occur and then widen: a real vocabulary in "
+        "minutes.",
+    )
 
 
 class ModelConfig(Section):
@@ -74,6 +85,9 @@ class ModelConfig(Section):
     num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
     gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
     trust_remote_code: bool = Field(False, description="Let transformers run code from the model's folder.")
+    quantize: Literal["none", "nf4"] = Field(
+        "none", description="nf4: the frozen backbone in 4 bits by bitsandbytes (a GPU only; not yet measured on one)."
+    )
     lora: LoraConfig = Field(LoraConfig(), description="Adapters of the stages that train `lora`.")
 
     @model_validator(mode="after")
@@ -179,6 +193,18 @@ class ParallelConfig(Section):
     timeout_min: Above0 = Field(30.0, description="Minutes a rank waits for the others before the run fails.")
 
 
+class FeatureCacheConfig(Section):
+    """Stages in which nothing before z trains: z is computed once, on disk, and the epochs run on the heads alone."""
+
+    mode: Literal["auto", "never", "require"] = Field(
+        "auto", description="auto: where it is valid and saves time; require: refuse the run where it is not."
+    )
+    dir: str | None = Field(
+        None, min_length=1, description="Folder that keeps it for other runs; default: in the run's, for its stage."
+    )
+    max_gib: Above0 | None = Field(None, description="Largest cache in GiB; default: what the disk has free.")
+
+
 class TrainConfig(Section):
     """The optimizer step."""
 
@@ -198,6 +224,9 @@ class TrainConfig(Section):
     keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
     thresholds: Literal["per-word", "scalar", "fixed"] = Field("per-word", description="What of C is learnable.")
     train_class_bias: bool = Field(False, description="Train b_cls too (it moves loc_S; C does not).")
+    feature_cache: FeatureCacheConfig = Field(
+        FeatureCacheConfig(), description="z of stages that train the heads alone, computed once."
+    )
 
 
 class RunConfig(Section):
@@ -248,7 +277,36 @@ class Config(Section):
             if self.train.thresholds == "fixed" and stage.groups == {"thresholds"}:
                 allowed = "a group that learns (train.thresholds is fixed), or train.thresholds per-word or scalar"
                 raise refused(f"stages.{index}.train", stage.train, allowed)
+            self._check_lengths(index, stage)
+        self._check_adapters()
         return self
+
+    def _check_lengths(self, index: int, stage: Stage) -> None:
+        """What a stage sets for itself fits the rest."""
+        size, micro = self.batch_sizes(stage)
+        if size % micro:
+            own = "micro_batch_size" if stage.global_batch_size is None else "global_batch_size"
+            found = micro if stage.global_batch_size is None else size
+            allowed = f"global_batch_size ({size}) to be a multiple of micro_batch_size ({micro}) in this stage"
+            raise refused(f"stages.{index}.{own}", found, allowed)
+        if stage.until is not None and self.data.eval is None and self.data.eval_fraction == 0:
+            raise refused(f"stages.{index}.until", Said("it without held-out data"), "data.eval or data.eval_fraction")
+
+    def _check_adapters(self) -> None:
+        """Combinations of adapters and a partitioned or quantized base that cannot work."""
+        if self.parallel.zero_stage == 3 and self.model.lora.dora and self.trains("lora"):
+            allowed = "false under parallel.zero_stage 3 (DoRA reads whole weights outside their own layers), or 1, 2"
+            raise refused("model.lora.dora", True, allowed)
+        if self.parallel.zero_stage == 3 and self.model.quantize != "none":
+            allowed = "none under parallel.zero_stage 3 (4-bit weights cannot be partitioned), or 1, 2"
+            raise refused("model.quantize", self.model.quantize, allowed)
+
+    def batch_sizes(self, stage: Stage) -> tuple[int, int]:
+        """(global, micro) batch size of a stage."""
+        return (
+            stage.global_batch_size or self.train.global_batch_size,
+            stage.micro_batch_size or self.train.micro_batch_size,
+        )
 
     def trains(self, group: str) -> bool:
         """Whether any stage trains the group."""

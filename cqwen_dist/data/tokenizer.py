@@ -252,6 +252,13 @@ class NumericalAwareTokenizer:
         return [[token_id for _ in ps for token_id in next(flat).ids] for ps in parts]
 
 
+class DigitTokenizer(NumericalAwareTokenizer):
+    """The same tokenizer with every numeral left as its digits: how a base model reads, and what to compare with."""
+
+    def _split(self, text: str) -> tuple[list[str | float], list[str]]:
+        return [text if text.isascii() else unicodedata.normalize("NFC", text)], []
+
+
 def _plain(sequence: Any) -> Any:
     return sequence.tolist() if isinstance(sequence, torch.Tensor) else sequence
 
