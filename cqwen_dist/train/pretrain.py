@@ -87,8 +87,8 @@ def pretrain_base(
     lookup = torch.zeros(len(counts), dtype=torch.int64)
     lookup[torch.from_numpy(rows)] = torch.arange(len(rows))
     say(f"pretraining the {len(rows):,} rows of {len(counts):,} that occur")
-    small: Any = build_base({**architecture, "vocab_size": len(rows)}, seed).to(device)
-    pretrain(small, data, plan, seed, say, lookup)
+    small: Any = build_base({**architecture, "vocab_size": len(rows)}, seed)
+    pretrain(small.to(device), data, plan, seed, say, lookup)
     widen(base, small.cpu(), rows, counts[rows], seed)
 
 

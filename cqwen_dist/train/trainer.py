@@ -70,7 +70,7 @@ class Trainer:
         self.groups: Groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
         self.progress: Progress | None = None
         main_rank_first(lambda: latest_checkpoint(self.folder))  # a damaged one is told before anything is built
-        main_rank_first(lambda: build_run_base(config, self._say))
+        main_rank_first(lambda: build_run_base(config, self._say, runtime.device))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         head = None
         if config.parallel.zero_stage == 3:
