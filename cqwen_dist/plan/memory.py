@@ -23,7 +23,7 @@ MOMENTS = 2 * FP32
 # What stays taken beside tensors: the context, communication buffers, the allocator's slack.
 RESERVE_GIB = {"gpu": 1.5, "cpu": 1.0}
 # The fused loss works in tiles: this many buffers of at most this many bytes. The reference keeps [N, v] tensors alive.
-TILE_BUFFERS, TILE_BYTES = 5, 32 * 2**20
+TILE_BUFFERS, TILE_BYTES = 5, 128 * 2**20
 REFERENCE_TENSORS = 9
 
 
