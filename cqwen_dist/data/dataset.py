@@ -92,6 +92,10 @@ class TextDataset:
         """[M] float64: every value that the regression learns, once (seed S1 2: the statistics' input)."""
         return self._values[self._targets]
 
+    def word_counts(self, vocab_size: int) -> np.ndarray:
+        """[V] int64: how often each word occurs."""
+        return np.bincount(self._ids, minlength=vocab_size)
+
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
     """Texts to a dataset, an end token behind each.
