@@ -77,7 +77,11 @@ def quickstart(
     config: Annotated[Path, typer.Option(help="The quickstart's config.")] = Path("configs/quickstart.yaml"),
     as_json: AsJson = False,
 ) -> None:
-    """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression."""
+    """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression.
+
+    On the CPU, which is fast enough for so small a model; DS_ACCELERATOR=cuda takes GPUs, one a rank.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from cqwen_dist.cluster.launch import launch as run
     from cqwen_dist.config import load_config
 

@@ -10,14 +10,17 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from cqwen_dist.config.errors import UserError
+from cqwen_dist.parallel.hang import HangWatch
 from cqwen_dist.parallel.ports import free_port
+from cqwen_dist.parallel.stop import StopFlag
 
 # (rank, world size, local rank): the first launcher whose names are all set is believed.
 _LAUNCHERS = (
@@ -35,6 +38,8 @@ class Runtime:
     local_rank: int
     device: torch.device
     timeout_s: float | None = None  # how long it waits for the others in a collective
+    stop: StopFlag = field(default_factory=StopFlag)
+    hang: HangWatch = field(default_factory=HangWatch)
 
     @property
     def is_main(self) -> bool:
@@ -51,11 +56,25 @@ def find_ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
+def launched(env: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process, and makes of all ranks' ends the command's."""
+    return any(all(name in env for name in names) for names in _LAUNCHERS)
+
+
 def pick_device(local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU where there is none (or where DS_ACCELERATOR=cpu says so)."""
-    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
+    """This rank's GPU, or the CPU where there is none (or where DS_ACCELERATOR=cpu says so).
+
+    SLURM may show each of its tasks one GPU alone, so there the number wraps. Raises `UserError` for more ranks than
+    GPUs under another launcher: NCCL lets no two ranks share one.
+    """
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if local_rank >= found and "LOCAL_RANK" in os.environ:
+        raise UserError(
+            "--ranks", f"a rank {local_rank + 1} on a machine with {found} GPU", f"at most {found}, or DS_ACCELERATOR=cpu"
+        )
+    return torch.device("cuda", local_rank % found)
 
 
 def seed_everything(seed: int) -> None:
@@ -66,11 +85,12 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def distributed(timeout_s: float = 1800.0) -> Iterator[Runtime]:
+def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None) -> Iterator[Runtime]:
     """Bring the process group up, yield the `Runtime`, take it down again.
 
     gloo on CPU, nccl on GPUs. A single process without a launcher gets a group of one, so that there is one
     path through the code. The group is always destroyed: without that, gloo may abort after a success.
+    stop: the flag that the process's signals set, where they do.
     """
     rank, world, local_rank = find_ranks(os.environ)
     device = pick_device(local_rank)
@@ -92,7 +112,7 @@ def distributed(timeout_s: float = 1800.0) -> Iterator[Runtime]:
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Runtime(rank, world, local_rank, device, timeout_s)
+        yield Runtime(rank, world, local_rank, device, timeout_s, stop or StopFlag())
     finally:
         dist.destroy_process_group()
         if alone:
