@@ -72,7 +72,9 @@ def pick_device(local_rank: int) -> torch.device:
     found = torch.cuda.device_count()
     if local_rank >= found and "LOCAL_RANK" in os.environ:
         raise UserError(
-            "--ranks", f"a rank {local_rank + 1} on a machine with {found} GPU", f"at most {found}, or DS_ACCELERATOR=cpu"
+            "--ranks",
+            f"a rank {local_rank + 1} on a machine with {found} GPU",
+            f"at most {found}, or DS_ACCELERATOR=cpu",
         )
     return torch.device("cuda", local_rank % found)
 
