@@ -21,7 +21,7 @@ def test_one_gpu_a_rank(two_gpus):
 
 def test_more_ranks_than_gpus_are_refused(two_gpus):
     """NCCL would say "Duplicate GPU detected" in a page of its own log."""
-    with pytest.raises(UserError, match="--ranks.*rank 3.*2 GPU.*DS_ACCELERATOR=cpu"):
+    with pytest.raises(UserError, match=r"--ranks.*rank 3.*2 GPU.*DS_ACCELERATOR=cpu"):
         pick_device(2)
 
 
