@@ -1,21 +1,30 @@
-"""status.json: what a run is doing, for people, `cqwen status` and launchers (no torch)."""
+"""status.json: what a run is doing, for people, `cqwen status` and launchers (no torch).
+
+status        running, also after a kill (lost: go on) | done | preempted: stopped in order | fatal: mend first
+step, total_steps, stage          where it is               seconds, eta_s   at work over all starts; still to go
+checkpoint    the newest's name                             restarts         how often it was gone on with
+reason        of preempted and fatal, and of a failure that may pass: a rank that was lost
+host, pid     of rank 0                                     updated          unix time of this file
+"""
 
 from __future__ import annotations
 
 import json
-from datetime import datetime, timezone
+import os
+import platform
+import time
 from pathlib import Path
 from typing import Any
 
 from cqwen_dist.checkpoint.manifest import write_atomically
 
 STATUS = "status.json"
+BEAT_S = 10.0  # between two writes of a run that is only getting on
 
 
 def write_status(run_dir: Path, status: str, **details: Any) -> None:
-    """running | done | fatal | ..., with step and reason; atomic."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "time": now}))
+    """The file as a whole; atomic."""
+    write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "updated": round(time.time(), 3)}))
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
@@ -25,3 +34,60 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         found = None
     return found if isinstance(found, dict) and "status" in found else {"status": "unknown"}
+
+
+def end_status(run_dir: Path, status: str, reason: str) -> None:
+    """How a run ended otherwise than done; the rest stays. Any rank may say `fatal`, and nothing undoes it."""
+    before = read_status(run_dir)
+    if before["status"] != "fatal" or status == "fatal":
+        write_status(run_dir, **{**before, "status": status, "reason": reason, "eta_s": None})
+
+
+class RunStatus:
+    """The status of a run that this process works on; on every rank but the main one it does nothing."""
+
+    def __init__(self, run_dir: Path, main: bool) -> None:
+        self._run_dir, self._main = run_dir, main
+        before = read_status(run_dir)
+        known = before["status"] != "unknown"
+        self._worked = _number(before.get("seconds"))  # before this start
+        self._began = self._written = time.monotonic()
+        self._first_step: int | None = None
+        self._fields: dict[str, Any] = {
+            "status": "running",
+            "step": 0,
+            "total_steps": None,
+            "stage": None,
+            "seconds": self._worked,
+            "eta_s": None,
+            "checkpoint": before.get("checkpoint"),
+            "restarts": int(_number(before.get("restarts"))) + known,
+            "reason": None,
+            "host": platform.node(),
+            "pid": os.getpid(),
+        }
+
+    def at(self, step: int, total_steps: int, stage: str | None) -> None:
+        """Where the run is; the file follows every few seconds."""
+        if not self._main:
+            return
+        now = time.monotonic()
+        if self._first_step is None:
+            self._first_step, self._began_steps = step, now
+        done = step - self._first_step
+        eta = round((total_steps - step) * (now - self._began_steps) / done, 1) if done else None
+        self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=eta)
+        if now - self._written > BEAT_S:
+            self.write()
+
+    def write(self, **fields: Any) -> None:
+        """Write it now, with what is given changed."""
+        if not self._main:
+            return
+        self._written = time.monotonic()
+        self._fields.update(fields, seconds=round(self._worked + self._written - self._began, 1))
+        write_status(self._run_dir, **self._fields)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

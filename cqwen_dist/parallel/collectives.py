@@ -28,6 +28,10 @@ class CollectiveError(RuntimeError):
     """The ranks of a group did not come together. No optimizer has stepped since the last step that ended."""
 
 
+class Stopped(BaseException):
+    """Some rank was told to stop (`parallel.stop`). No failure: nothing but `train` may catch it."""
+
+
 @contextmanager
 def naming(operation: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Give a failed communication inside the name of its operation and group (default: the world)."""
@@ -97,8 +101,8 @@ def barrier() -> None:
 def main_rank_first(action: Callable[[], T]) -> T | None:
     """Run an action on rank 0 alone; the others wait, and fail with it where it fails.
 
-    Returns its result on rank 0, None elsewhere. A `UserError` is raised alike on every rank; without the exchange
-    the others would wait for the timeout.
+    Returns its result on rank 0, None elsewhere. A `UserError` or `Stopped` is raised alike on every rank; without the
+    exchange the others would wait for the timeout.
     """
     result: T | None = None
     outcome: list[Any] = [None]
@@ -108,6 +112,8 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
             result = action()
         except UserError as error:
             outcome = [(error.key, error.found, error.allowed, error.where)]
+        except Stopped as error:
+            outcome, failure = [[str(error)]], error
         except BaseException as error:
             outcome, failure = [repr(error)], error
     with naming("broadcast of rank 0's outcome"):
@@ -116,6 +122,16 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
         raise failure
     if isinstance(outcome[0], tuple):
         raise UserError(*outcome[0])
+    if isinstance(outcome[0], list):
+        raise Stopped(*outcome[0])
     if outcome[0] is not None:
         raise RuntimeError(f"rank 0 failed: {outcome[0]}")
     return result
+
+
+def main_rank_says(action: Callable[[], T]) -> T:
+    """`main_rank_first`, and every rank returns rank 0's result, a small Python value."""
+    said = [main_rank_first(action)]
+    with naming("broadcast of rank 0's result"):
+        dist.broadcast_object_list(said)
+    return said[0]  # type: ignore[return-value]

@@ -1,0 +1,78 @@
+"""Told to stop: SIGTERM, SIGUSR1 and SIGINT set a flag here, and all ranks act on it together.
+
+A handler that did the work itself would meet the ranks in different places, half of them inside a collective. So it
+does nothing but remember, and the flag is looked at where all ranks pass anyway:
+
+    before an optimizer step   it rides on the exchange of token counts; no rank takes that step (`train.step`)
+    before a forward elsewhere `StopFlag.agreed`, one small all-reduce (evaluation, calibration, a cache being built)
+    where a rank works alone   `StopFlag.interruptible`: the signal ends it at once (setting up, waiting for data)
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from cqwen_dist.parallel.collectives import Stopped, sum_over
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopFlag:
+    """Whether this rank was told to stop."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None  # the signal's name
+        self._interrupt = False
+
+    @contextmanager
+    def installed(self) -> Iterator[StopFlag]:
+        """Inside, the signals are taken here. A second Ctrl-C ends the process as it always did.
+
+        They are unblocked too: `cqwen launch` starts its ranks with SIGUSR1 blocked, so that one that arrives while
+        they are still importing waits for this instead of ending them.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # Python handles signals in the main thread alone: whoever owns it decides
+            return
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGINT and self.reason == name:
+            raise KeyboardInterrupt
+        self.reason = self.reason or name
+        if self._interrupt:
+            self._interrupt = False
+            raise Stopped(name)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Inside, a signal raises `Stopped` at once, on this rank alone; so does one that came before."""
+        if self.reason is not None:
+            raise Stopped(self.reason)
+        self._interrupt = True
+        try:
+            yield
+        finally:
+            self._interrupt = False
+
+    def agreed(self, device: torch.device) -> None:
+        """Raise `Stopped` on all ranks where any was told to. Collective over the world."""
+        self.act_on(bool(sum_over(torch.tensor([self.reason is not None], device=device, dtype=torch.int32)).item()))
+
+    def act_on(self, anyone: bool) -> None:
+        """Raise `Stopped` where the ranks have found that any of them was told to."""
+        if anyone:
+            raise Stopped(self.reason or "another rank was told to stop")
