@@ -6,6 +6,7 @@ from cqwen_dist.config.schema import (
     TRAIN_TOKENIZER,
     Config,
     DataConfig,
+    FeatureCacheConfig,
     ModelConfig,
     NumberPolicy,
     ParallelConfig,
@@ -13,23 +14,27 @@ from cqwen_dist.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from cqwen_dist.config.training import GROUPS, HEADS, LoraConfig, LossConfig, Stage
+from cqwen_dist.config.training import GROUPS, HEADS, ConstraintConfig, LoraConfig, LossConfig, Ramp, Stage, Until
 
 __all__ = [
     "GROUPS",
     "HEADS",
     "TRAIN_TOKENIZER",
     "Config",
+    "ConstraintConfig",
     "DataConfig",
+    "FeatureCacheConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "NumberPolicy",
     "ParallelConfig",
     "PretrainConfig",
+    "Ramp",
     "RunConfig",
     "Stage",
     "TrainConfig",
+    "Until",
     "UserError",
     "changed_keys",
     "json_schema",

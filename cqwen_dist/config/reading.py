@@ -9,6 +9,7 @@ Editors complete the keys: `cqwen config schema > cqwen.schema.json`, and as the
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -28,7 +29,9 @@ RESUMABLE = (
     "train.checkpoint_every",
     "train.eval_every",
     "train.keep_checkpoints",
+    "train.feature_cache.",
 )
+_RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -164,5 +167,6 @@ def changed_keys(old: Config, new: Config) -> list[tuple[str, object, object]]:
         return {prefix[:-1]: value}
 
     a, b = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not k.startswith(RESUMABLE)]
+    free = [k for k in {**a, **b} if k.startswith(RESUMABLE) or _RESUMABLE_OF_A_STAGE.fullmatch(k)]
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in free]
     return [(k, a.get(k), b.get(k)) for k in keys]

@@ -308,6 +308,11 @@ class Config(Section):
             stage.micro_batch_size or self.train.micro_batch_size,
         )
 
+    def sequence_lengths(self) -> dict[str, int]:
+        """Every sequence length of the run by its key."""
+        named = {f"stages.{i}.sequence_length": stage.sequence_length for i, stage in enumerate(self.stages)}
+        return {"data.sequence_length": self.data.sequence_length, **{k: v for k, v in named.items() if v is not None}}
+
     def trains(self, group: str) -> bool:
         """Whether any stage trains the group."""
         return any(group in stage.groups for stage in self.stages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from cqwen_dist.config.errors import Said
 from cqwen_dist.config.fields import (
@@ -23,6 +23,13 @@ Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "
 GROUPS: tuple[str, ...] = get_args(Group)
 # `heads` in a stage's `train` stands for these five.
 HEADS: tuple[str, ...] = ("abduction", "classifier", "noise", "regression", "thresholds")
+# Figures of which more is better; of the others less is.
+_RISING = ("accuracy", "precision", "recall", "f1")
+
+
+def _off(value: object) -> object:
+    """YAML takes a bare off for false."""
+    return "off" if value is False else value
 
 
 class LoraConfig(Section):
@@ -35,6 +42,30 @@ class LoraConfig(Section):
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         description="Module names that get an adapter, or all-linear.",
     )
+    rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).")
+    dora: bool = Field(False, description="Learn the magnitude of each weight beside its direction (DoRA).")
+    lr_ratio: Above0 = Field(1.0, description="LoRA+: the rate of the B matrices as a multiple of A's.")
+
+
+class ConstraintConfig(Section):
+    """KL(U || U at the start) against forgetting (seed S3 2.3): a mean over dimensions and tokens, in nats."""
+
+    mode: Annotated[Literal["off", "monitor", "hinge", "dual"], BeforeValidator(_off)] = Field(
+        "monitor",
+        description="off; monitor: report; hinge: add beta times each token's excess over eps; dual: a multiplier, "
+        "adapted at every step, holds the mean at or below eps.",
+    )
+    eps: Above0 = Field(0.1, description="Bound on KL, in nats a dimension.")
+    beta: Above0 = Field(10.0, description="Weight of the hinge; in dual, where the multiplier begins.")
+    unit: Above0 | Literal["spread", "scale"] = Field(
+        "spread",
+        description="What a shift of U's location is measured in: spread, its deviation over tokens at the start by "
+        "dimension; scale, the laws' own scales (the literal KL); or a number.",
+    )
+    rate: Share = Field(0.05, description="dual: how fast the multiplier's logarithm moves, a step.")
+    every: Positive = Field(
+        10, description="monitor: steps between looks; once features have trained, one costs a second forward pass."
+    )
 
 
 class LossConfig(Section):
@@ -44,8 +75,14 @@ class LossConfig(Section):
     gate: Literal["alpha", "soft", "hard"] = Field("alpha", description="Gate formula (seeds S0 5.2, S4 4.7.3, 4.2.4).")
     gate_grad: Literal["stop", "full"] = Field("stop", description="Whether the gate passes gradients to P_NUM.")
     reg_weight: NonNegative = Field(1.0, description="lambda, the weight of the regression loss.")
-    class_weights: dict[WordId, NonNegative] | None = Field(
-        None, description="Weights by word id; words not named weigh 1."
+    class_weights: dict[WordId, NonNegative] | Literal["frequency"] | None = Field(
+        None,
+        description="Weights by word id, words not named weighing 1; or frequency: (mean count / count)^power of the "
+        "words that are labels, within a factor of class_weight_limit, 1 on average over labels.",
+    )
+    class_weight_power: Unit = Field(0.5, description="Exponent of class_weights: frequency; 0 weighs all alike.")
+    class_weight_limit: Annotated[float, Field(ge=1, strict=True)] = Field(
+        10.0, description="class_weights: frequency: no word weighs more than this, or less than its inverse."
     )
     target_transform: Literal["standardise", "none", "signed_log"] | None = Field(
         None, description="Unit of the regression; default: standardise when calibrated, none in the seed presets."
@@ -59,6 +96,41 @@ class LossConfig(Section):
     )
     negatives: Literal["full", "used"] = Field("full", description="All V_full rows, or only the used ones and <NUM>.")
     impl: Literal["auto", "reference", "chunked", "triton"] = Field("auto", description="OvR implementation.")
+    constraint: ConstraintConfig = Field(
+        ConstraintConfig(), description="The bound on how far U may move from where it began."
+    )
+
+
+class Ramp(Section):
+    """A weight that moves over a stage's steps (seed S4 4.5.3: small at first, larger later)."""
+
+    start: NonNegative = Field(description="At the stage's first step.")
+    end: NonNegative = Field(description="Where it arrives and stays.")
+    steps: Positive | None = Field(None, description="Steps it takes; default: the whole stage.")
+    shape: Literal["linear", "cosine"] = Field("linear", description="How it moves.")
+
+
+class Until(Section):
+    """A stage goes on until a held-out figure has stopped improving."""
+
+    max_steps: Positive = Field(description="Where the stage ends at the latest; the learning rate decays over it.")
+    metric: str = Field("eval/cls_loss_mean", description="The figure of an evaluation to look at: eval/...")
+    better: Literal["lower", "higher"] | None = Field(
+        None, description="Which way is better; default: higher for accuracy, precision, recall, f1, else lower."
+    )
+    patience: Positive = Field(3, description="Evaluations in a row without improvement that end the stage.")
+    min_delta: NonNegative = Field(0.0, description="A smaller change is no improvement.")
+
+    @model_validator(mode="after")
+    def _held_out(self) -> Until:
+        if not self.metric.startswith("eval/"):
+            raise refused("metric", self.metric, "a figure of an evaluation, such as eval/cls_loss_mean")
+        return self
+
+    @property
+    def higher_is_better(self) -> bool:
+        """`better`, or what the metric's name says."""
+        return self.metric.endswith(_RISING) if self.better is None else self.better == "higher"
 
 
 class Stage(Section):
@@ -69,8 +141,9 @@ class Stage(Section):
         min_length=1,
         description=f"Groups that train: {', '.join(GROUPS)}; heads stands for {', '.join(HEADS)}.",
     )
-    steps: Positive | None = Field(None, description="Optimizer steps; or give epochs.")
-    epochs: Above0 | None = Field(None, description="Passes over the data; or give steps.")
+    steps: Positive | None = Field(None, description="Optimizer steps; or give epochs, or until.")
+    epochs: Above0 | None = Field(None, description="Passes over the data; or give steps, or until.")
+    until: Until | None = Field(None, description="Until evaluation no longer improves; or give steps, or epochs.")
     lr: Above0 = Field(3e-4, description="Peak learning rate of every group not named below.")
     lr_groups: dict[Group | Literal["scales"], Above0] = Field(
         {}, description="Peak learning rates by group; scales ({b_scale, b_noise, C}) defaults to 1e-2."
@@ -78,13 +151,25 @@ class Stage(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Decay after the warm-up.")
     warmup_steps: Count = Field(0, description="Steps of linear warm-up.")
     min_lr_ratio: Unit = Field(0.1, description="Where the decay ends, as a share of lr.")
-    reg_weight: NonNegative | None = Field(None, description="lambda in this stage; default: loss.reg_weight.")
+    reg_weight: NonNegative | Ramp | None = Field(
+        None, description="lambda in this stage, a number or {start, end}; default: loss.reg_weight."
+    )
+    sequence_length: Positive | None = Field(
+        None, description="Longest sequence in this stage; default: data.sequence_length."
+    )
+    global_batch_size: Positive | None = Field(
+        None, description="Sequences per optimizer step in this stage; default: train.global_batch_size."
+    )
+    micro_batch_size: Positive | None = Field(
+        None, description="Sequences per rank and forward in this stage; default: train.micro_batch_size."
+    )
 
     @model_validator(mode="after")
     def _length(self) -> Stage:
-        if (self.steps is None) == (self.epochs is None):
-            found = Said("neither steps nor epochs" if self.steps is None else "both steps and epochs")
-            raise refused("steps", found, "exactly one of steps and epochs (set the other to null)")
+        given = [key for key in ("steps", "epochs", "until") if getattr(self, key) is not None]
+        if len(given) != 1:
+            found = Said("both " * (len(given) == 2) + " and ".join(given) if given else "neither steps nor epochs")
+            raise refused("steps", found, "exactly one of steps, epochs and until (set the others to null)")
         return self
 
     @property

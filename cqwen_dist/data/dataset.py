@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -66,17 +68,37 @@ class TextDataset:
         tokenizer: NumericalAwareTokenizer,
         report: DataReport,
     ) -> None:
-        length = config.sequence_length
-        if length < 2:
-            raise UserError("data.sequence_length", length, "2 or more")
         self.pad_token_id, self.num_token_id = tokenizer.pad_token_id, tokenizer.num_token_id
         self.report = report
         self._ids, self._values, self._targets = ids, values, targets
+        self._text_bounds, self._pack = text_bounds, config.pack
+        self._cut(config.sequence_length)
+
+    def _cut(self, length: int) -> None:
+        if length < 2:
+            raise UserError("data.sequence_length", length, "2 or more")
         self._bounds = [
-            (cut, min(cut + length, end)) for start, end in text_bounds for cut in range(start, end - 1, length - 1)
+            (cut, min(cut + length, end))
+            for start, end in self._text_bounds
+            for cut in range(start, end - 1, length - 1)
         ]
-        self._rows = _pack([end - start for start, end in self._bounds], length) if config.pack else None
-        report.documents, report.sequences = len(self._bounds), len(self)
+        self._rows = _pack([end - start for start, end in self._bounds], length) if self._pack else None
+        self.report.documents, self.report.sequences = len(self._bounds), len(self)
+
+    def with_length(self, length: int) -> TextDataset:
+        """The same texts, shared in memory, cut and packed at another sequence length."""
+        other = copy(self)
+        other.report = replace(self.report)
+        other._cut(length)
+        return other
+
+    def digest(self) -> str:
+        """SHA-256 of all that samples are made of: ids, values, targets, how they are cut and packed."""
+        found = hashlib.sha256()
+        for part in (self._ids, self._values, self._targets, np.array(self._bounds, np.int64).reshape(-1, 2)):
+            found.update(np.ascontiguousarray(part).data)
+        found.update(repr(self._rows).encode())
+        return found.hexdigest()
 
     def __len__(self) -> int:
         return len(self._bounds) if self._rows is None else len(self._rows)

@@ -85,10 +85,8 @@ class Loader:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         while True:
-            indices = self.indices(self.epoch, self.step)
-            mine = share(len(indices), self.rank, self.world)
             batches = _micro_batches(
-                self.dataset, indices[mine.start : mine.stop], self.micro_batch_size, self.micro_steps
+                self.dataset, self.mine(self.epoch, self.step), self.micro_batch_size, self.micro_steps
             )
             self.step += 1
             if self.step == self.steps_per_epoch:
@@ -100,6 +98,12 @@ class Loader:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, epoch_order(len(self.dataset), self.seed, epoch))
         return self._order[1][step * self.global_batch_size : (step + 1) * self.global_batch_size].tolist()
+
+    def mine(self, epoch: int, step: int) -> list[int]:
+        """This rank's samples of one step, in order; micro-batch k has [k, k+1) times micro_batch_size of them."""
+        indices = self.indices(epoch, step)
+        part = share(len(indices), self.rank, self.world)
+        return indices[part.start : part.stop]
 
     def state_dict(self) -> dict[str, int]:
         """Where the next step comes from: {epoch, step}; the same on all ranks and for any number of ranks."""

@@ -1,16 +1,18 @@
-"""A stage is data: which groups are awake, for how many steps, at what learning rates.
+"""A stage is data: which groups are awake, for how many steps, at what learning rates and what lambda.
 
-The schedule answers two questions about any step: which stage it belongs to, and what learning rate each group has.
-Nothing here knows of an optimizer.
+The schedule answers about any step which stage it belongs to, what learning rate each group has and what the numbers
+weigh; and it ends a stage that goes on *until* evaluation stops improving. What it has decided and seen goes into
+checkpoints, so a run that is taken up again decides the same. Nothing here knows of an optimizer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from cqwen_dist.config import Stage
+from cqwen_dist.config import Ramp, Stage, UserError
 
 # {b_scale, b_noise, C} have a rate of their own: from b_scale = 1 to where training ends are 10 units, 1e5 Adam
 # steps at 1e-4 and a thousand at 1e-2.
@@ -57,21 +59,87 @@ class StagePlan:
             peak = named.get(group, self.stage.lr)
         return peak * self.factor(step)
 
+    def reg_weight(self, step: int, default: float) -> float:
+        """lambda at a step (S4 4.5.3): the stage's number or ramp, or the default where the stage names none."""
+        weight = self.stage.reg_weight
+        if not isinstance(weight, Ramp):
+            return default if weight is None else weight
+        span = max((weight.steps or self.steps) - 1, 1)
+        way = min((step - self.start) / span, 1.0)
+        if weight.shape == "cosine":
+            way = 0.5 * (1.0 - math.cos(math.pi * way))
+        return weight.start + (weight.end - weight.start) * way
+
 
 class Schedule:
-    """All stages of a run, one after the other."""
+    """All stages of a run, one after the other. A stage with `until` covers its max_steps until it is ended."""
 
-    def __init__(self, stages: list[Stage], steps_per_epoch: int) -> None:
+    def __init__(self, stages: list[Stage], steps_per_epoch: int | Sequence[int]) -> None:
+        """steps_per_epoch: of all stages, or of each (its batch size and sequence length decide)."""
         self.plans: list[StagePlan] = []
+        self._best: float | None = None  # of the stage that is being watched
+        self._waited = 0  # evaluations since
         start = 0
         for index, stage in enumerate(stages):
-            steps = stage.steps or max(1, round((stage.epochs or 0.0) * steps_per_epoch))
+            an_epoch = steps_per_epoch if isinstance(steps_per_epoch, int) else steps_per_epoch[index]
+            steps = stage.steps or max(1, round((stage.epochs or 0.0) * an_epoch))
+            if stage.until is not None:
+                steps = stage.until.max_steps
             self.plans.append(StagePlan(stage, index, start, start + steps))
             start += steps
 
     @property
     def total_steps(self) -> int:
+        """Of the whole run; fewer once a stage with `until` has ended early."""
         return self.plans[-1].stop
+
+    def check_metrics(self, figures: Mapping[str, Any]) -> None:
+        """Raises `UserError` by key where a stage watches a figure that evaluation does not give."""
+        for plan in self.plans:
+            metric = None if plan.stage.until is None else plan.stage.until.metric
+            if metric is not None and metric not in figures:
+                known = ", ".join(sorted(name for name in figures if name.startswith("eval/")))
+                raise UserError(f"stages.{plan.index}.until.metric", metric, f"a figure of an evaluation: {known}")
+
+    def observe(self, step: int, figures: Mapping[str, Any]) -> bool:
+        """Take note of an evaluation after `step` steps; True where it ends the stage that the last step was of.
+
+        The same figures on every rank give the same answer. NaN is no improvement.
+        """
+        plan = self.at(step - 1)
+        until = plan.stage.until
+        if until is None:
+            return False
+        value = float(figures[until.metric])
+        gain = math.inf if self._best is None else (value - self._best) * (1 if until.higher_is_better else -1)
+        if not math.isnan(value) and gain > until.min_delta:
+            self._best, self._waited = value, 0
+        else:
+            self._waited += 1
+        if self._waited < until.patience and step < plan.stop:
+            return False
+        self._best, self._waited = None, 0
+        self._end(plan.index, step)
+        return True
+
+    def _end(self, index: int, step: int) -> None:
+        """The stage ends here; the later ones move up."""
+        early = self.plans[index].stop - step
+        self.plans[index] = replace(self.plans[index], stop=step)
+        for later in range(index + 1, len(self.plans)):
+            plan = self.plans[later]
+            self.plans[later] = replace(plan, start=plan.start - early, stop=plan.stop - early)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was decided and seen, for a checkpoint: where each stage ends, the best figure, how long since."""
+        return {"stops": [plan.stop for plan in self.plans], "best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        for index, stop in enumerate(state["stops"]):
+            if self.plans[index].stage.until is not None:
+                self._end(index, stop)
+        self._best, self._waited = state["best"], state["waited"]
 
     def at(self, step: int) -> StagePlan:
         """The stage that a step belongs to; the last one for a finished run."""

@@ -136,7 +136,7 @@ def test_a_wrong_value_is_told_by_key_found_and_allowed(line, override, rest):
 
 
 def test_the_place_is_the_override_or_the_line_that_did_it(line):
-    both = "stages.0.steps: found both steps and epochs, allowed: exactly one of steps and epochs"
+    both = "stages.0.steps: found both steps and epochs, allowed: exactly one of steps, epochs and until"
     assert line(BASE, "stages.0.epochs=1").startswith(f"override stages.0.epochs=1: {both}")
     assert line(BASE, "train.seed=1.5", "run.name=a").startswith("override train.seed=1.5: train.seed: ")
     neither = "FILE, line 3: stages.0.steps: found neither steps nor epochs"

@@ -1,0 +1,70 @@
+"""The training batches of a run whose stages may differ in sequence length and batch size.
+
+Stages that read alike share a place in the data: the order goes on over their boundary. One that reads otherwise
+begins a new epoch. A place is {epoch, step}, the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import Config
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.loader import Loader
+from cqwen_dist.train.stages import StagePlan
+
+
+class StageLoaders:
+    """One loader a stage, over one text in memory."""
+
+    def __init__(self, dataset: TextDataset, config: Config, rank: int, world: int) -> None:
+        by_length = {config.data.sequence_length: dataset}
+        self._loaders: list[Loader] = []
+        for stage in config.stages:
+            length = stage.sequence_length or config.data.sequence_length
+            if length not in by_length:
+                by_length[length] = dataset.with_length(length)
+            size, micro = config.batch_sizes(stage)
+            self._loaders.append(
+                Loader(
+                    by_length[length],
+                    rank=rank,
+                    world=world,
+                    global_batch_size=size,
+                    micro_batch_size=micro,
+                    seed=config.train.seed,
+                )
+            )
+        self._index = 0
+
+    @property
+    def steps_per_epoch(self) -> list[int]:
+        """By stage."""
+        return [loader.steps_per_epoch for loader in self._loaders]
+
+    @property
+    def current(self) -> Loader:
+        """The loader of the stage that was entered last."""
+        return self._loaders[self._index]
+
+    def enter(self, plan: StagePlan) -> Iterator[list[Batch]]:
+        """The batches of a stage, from where the one before it stopped, or from a new epoch's begin."""
+        before = self.current
+        self._index = plan.index
+        if self.current is not before:
+            alike = (
+                before.dataset is self.current.dataset and before.global_batch_size == self.current.global_batch_size
+            )
+            begun = before.epoch + (before.step > 0)
+            self.current.load_state_dict(before.state_dict() if alike else {"epoch": begun, "step": 0})
+        return iter(self.current)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next step of the current stage comes from."""
+        return {"stage": self._index, **self.current.state_dict()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._index = state["stage"]
+        self.current.load_state_dict({"epoch": state["epoch"], "step": state["step"]})
