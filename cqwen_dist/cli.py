@@ -47,9 +47,14 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     checked = load_config(config, overrides or [])
     _quiet_libraries()
+    from cqwen_dist.parallel.collectives import Stopped
+    from cqwen_dist.parallel.runtime import launched
     from cqwen_dist.train.trainer import train as run
 
-    run(checked)
+    try:
+        run(checked)
+    except Stopped:  # a launcher would take any other code for a failure; the run's status.json says what it was
+        raise typer.Exit(0 if launched(os.environ) else 75) from None
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,11 +14,13 @@ from typing import Any
 
 from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
 from cqwen_dist.train.run_folder import is_done, refuse_changes
 
+STOPPED = 75  # exit code: stopped in order, resume me
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
@@ -86,37 +89,58 @@ def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False
         environment.setdefault("DS_ACCELERATOR", "cpu")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     before = read_status(Path(config.run.dir))
-    code = _run_to_its_end(launch_command(path, overrides, ranks, free_port()), environment, quiet)
+    code, told = _run_to_its_end(launch_command(path, overrides, ranks, free_port()), environment, quiet)
+    for stacks in stacks_of(Path(config.run.dir)):
+        sys.stderr.write(f"a rank did not get on; where it stood: {stacks}\n")
     if code:
         return code if code == 2 else 1
     after = read_status(Path(config.run.dir))
-    if after == before:  # ranks that died before they could write theirs
-        return 1
-    return {"done": 0, "preempted": 75}.get(after["status"], 1)
+    if after == before:  # ranks that ended before they could write theirs
+        return STOPPED if told else 1
+    return {"done": 0, "preempted": STOPPED}.get(after["status"], 1)
 
 
-def _run_to_its_end(command: list[str], environment: dict[str, str], quiet: bool) -> int:
-    """The exit code of a command; nothing it started outlives this call.
+def _run_to_its_end(command: list[str], environment: dict[str, str], quiet: bool) -> tuple[int, bool]:
+    """(exit code of a command, whether it was told to stop); nothing it started outlives this call.
 
-    It runs in a session of its own: Ctrl-C and SIGTERM come here alone, are passed on to the launcher and all ranks
-    at once, and who is still there after a grace period is killed.
+    It runs in a session of its own, so signals come here alone. The first one goes to the ranks as SIGUSR1, now and
+    then again (one may just be starting), and they stop in order. The launcher between would kill them for SIGINT or
+    SIGTERM, and die of SIGUSR1: it is started with that signal blocked, and the ranks unblock it (`parallel.stop`).
+    A second signal ends the session: SIGTERM, and after a grace period SIGKILL.
     """
+    told = 0
 
     def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal told
+        told += 1
+        if told > 1:
+            raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None, start_new_session=True)
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    output = sys.stderr if quiet else None
+    process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    said = False
     try:
-        return process.wait()
+        while process.poll() is None:
+            if told:
+                if not said:
+                    sys.stderr.write("stopping the ranks at the next step; the same command goes on from there\n")
+                    said = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGUSR1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        return process.returncode, bool(told)
     except KeyboardInterrupt:
-        sys.stderr.write("stopping the ranks; the same command goes on from the last checkpoint\n")
-        return 1
+        sys.stderr.write("ending the ranks; the same command goes on from the last checkpoint\n")
+        return 1, True
     finally:
-        for number in before:
+        for number in handlers:
             signal.signal(number, signal.SIG_IGN)
         _end_session(process)
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ ENVIRONMENT = "environment.json"
 START = "start.json"
 
 
-def open_run(config: Config) -> Path:
+def open_run(config: Config, before_writing: Callable[[], object] = lambda: None) -> Path:
     """Make the run's folder, or check that it is this run's: same config but for the keys that may change.
 
+    before_writing: called when the folder is there and nothing in it has been touched yet.
     Raises `UserError` by key where it is not, or where the folder cannot be written.
     """
     folder = Path(config.run.dir)
     refuse_changes(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        before_writing()
         write_atomically(folder / CONFIG, config.to_yaml())
     except OSError as error:
         raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None

@@ -112,12 +112,23 @@ class Stepper:
         words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
         numbers = sum(kept) if soft else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
-        mine = torch.tensor([words, numbers, tokens, *kept], device=self.device)
-        table = gather_rows(mine).tolist()
+        table = self._gather([words, numbers, tokens], kept)
         totals = [sum(row[k] for row in table) for k in range(3)]
         first = self.engine.runtime.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
         group = table[first : first + self.groups.vocab_size]
-        return StepCounts(totals[0], totals[1], totals[2], [[row[3 + i] for row in group] for i in range(len(kept))])
+        return StepCounts(totals[0], totals[1], totals[2], [[row[4 + i] for row in group] for i in range(len(kept))])
+
+    def give_up(self, micro_steps: int) -> None:
+        """A rank that was told to stop while it waited for data says so in its place in the exchange: `Stopped`."""
+        self._gather([0, 0, 0], [0] * micro_steps)
+
+    def _gather(self, sums: list[int], kept: list[int]) -> list[list[int]]:
+        """[rank][sums, told to stop, kept] of all ranks. Raises `Stopped` on all of them where any was told to."""
+        stop = self.engine.runtime.stop
+        mine = torch.tensor([*sums, stop.reason is not None, *kept], device=self.device)
+        table: list[list[int]] = gather_rows(mine).tolist()
+        stop.act_on(any(row[3] for row in table))
+        return table
 
     @torch.no_grad()
     def _accuracy(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint, write_atomically
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, save_checkpoint
-from cqwen_dist.checkpoint.status import read_status, write_status
+from cqwen_dist.checkpoint.status import RunStatus, read_status
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.dataset import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -20,17 +20,20 @@ from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import calibrate
-from cqwen_dist.parallel.collectives import main_rank_first
+from cqwen_dist.parallel.collectives import Stopped, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
+from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.engine import Engine, NonFiniteStep
 from cqwen_dist.train.evaluate import Evaluator
+from cqwen_dist.train.loading import StageLoaders
 from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.partitioned import load_partitioned_base
-from cqwen_dist.train.run_folder import START, open_run, write_environment
+from cqwen_dist.train.run_folder import START, write_environment
+from cqwen_dist.train.session import Place, open_session
 from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.state import collect_state, restore_state
 from cqwen_dist.train.step import Stepper
@@ -41,23 +44,19 @@ CALIBRATION_TOKENS = 512  # of all ranks together
 def train(config: Config) -> dict[str, Any]:
     """Train, or go on, or find that it was done before. One call on every rank; returns the last figures.
 
-    Raises `UserError` on every rank alike where the input is wrong.
+    Raises `UserError` on every rank alike where the input is wrong, and `Stopped` where the run was told to stop and
+    can be gone on with.
     """
-    with distributed(config.parallel.timeout_min * 60) as runtime:
+    with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
         return train_on(config, runtime)
 
 
 def train_on(config: Config, runtime: Runtime) -> dict[str, Any]:
     """`train` in a process group that is up."""
-    opened = False
-    try:
-        main_rank_first(lambda: open_run(config))
-        opened = True
-        return Trainer(config, runtime).run()
-    except BaseException as error:
-        if runtime.is_main and opened:
-            write_status(Path(config.run.dir), "fatal", reason=f"{type(error).__name__}: {error}")
-        raise
+    with open_session(config, runtime):
+        with runtime.stop.interruptible():  # nothing is lost yet
+            trainer = Trainer(config, runtime)
+        return trainer.run()
 
 
 class Trainer:
@@ -66,6 +65,9 @@ class Trainer:
     def __init__(self, config: Config, runtime: Runtime) -> None:
         self.config, self.runtime = config, runtime
         self.folder = Path(config.run.dir)
+        self.status = RunStatus(self.folder, runtime.is_main)
+        self.place = Place()
+        self.saved_step = 0
         seed_everything(config.train.seed)
         self.groups: Groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
         self.progress: Progress | None = None
@@ -81,15 +83,14 @@ class Trainer:
             base = load_base(config.base_folder, dtype, config.model.trust_remote_code)
         vocab_size = base.config.vocab_size
         context = base.config.max_position_embeddings
-        if config.data.sequence_length > context:
-            raise UserError(
-                "data.sequence_length", config.data.sequence_length, f"at most {context}, the base model's context"
-            )
+        for key, length in config.sequence_lengths().items():
+            if length > context:
+                raise UserError(key, length, f"at most {context}, the base model's context")
         tokenizer = load_tokenizer(config, vocab_size)
         self.datasets: Datasets = load_datasets(config.data, tokenizer)
         self.statistics: NumericStatistics = numeric_statistics(self.datasets.train.target_values())
-        self.loader = self._loader()
-        self.schedule = Schedule(config.stages, self.loader.steps_per_epoch)
+        self.loaders = StageLoaders(self.datasets.train, config, runtime.rank, self.groups.world_size)
+        self.schedule = Schedule(config.stages, self.loaders.steps_per_epoch)
         start, stop = vocab_range(vocab_size, self.groups.vocab_rank, self.groups.vocab_size)
         self.row_range = (start, stop)
         seed_everything(config.train.seed)  # w_num, W_reg and the adapters alike on all ranks, whatever was read
@@ -125,64 +126,110 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train from where the run is to its end; returns the last figures."""
-        began = time.monotonic()
+        self.runtime.stop.agreed(self.runtime.device)
         step, last = self._start_or_resume()
         total = self.schedule.total_steps
         if step >= total:
             self._say(f"already done: {total} steps in {self.folder}")
             if self.runtime.is_main and read_status(self.folder)["status"] != "done":  # killed before it could say so
                 MetricsFile(self.folder / METRICS, step).close()
-                write_status(self.folder, "done", step=step, total_steps=total)
+                self.status.at(step, total, self.schedule.at(step).stage.name)
+                self.status.write(status="done")
             return last
         log = None
         if self.runtime.is_main:
-            log = MetricsLog(self.folder, self.config.run, self.config.model_dump(mode="json"), step)
+            logged = step - (self.place.due is not None)
+            log = MetricsLog(self.folder, self.config.run, self.config.model_dump(mode="json"), logged)
             self.progress = Progress(total, step)
-            write_status(self.folder, "running", step=step, total_steps=total)
+        self.status.at(step, total, self.schedule.at(step).stage.name)
+        self.status.write(status="running")
         try:
-            last = self._train_on(step, last, log)
+            last = self._train_on(last, log)
+        except Stopped:
+            self._say("told to stop: saving")
+            if self.place.step > self.saved_step:
+                self._save()
+            raise
         finally:  # a run that fails has logged every step that it took
             if log is not None:
                 log.close()
-        if self.runtime.is_main:
-            write_status(self.folder, "done", step=total, total_steps=total, seconds=round(time.monotonic() - began, 1))
+        self.status.write(status="done", eta_s=0)
         return last
 
-    def _train_on(self, step: int, last: dict[str, Any], log: MetricsLog | None) -> dict[str, Any]:
-        """The steps from `step` on; returns the last figures."""
-        total = self.schedule.total_steps
-        batches = iter(self.loader)
+    def _train_on(self, last: dict[str, Any], log: MetricsLog | None) -> dict[str, Any]:
+        """The steps from where the run is on; returns the last figures."""
+        step = self.place.step
+        if (due := self.place.due) is not None:
+            if log is not None:
+                log.push(due)
+            last = self._after_step(step, due, last, log)
         entered: StagePlan | None = None
-        while step < total:
+        while step < self.schedule.total_steps:
             plan = self.schedule.at(step)
+            self._move_to(step, last)
             if plan is not entered:
                 self._enter_stage(plan, fresh=step == plan.start)
+                batches = self.loaders.enter(plan)
                 entered = plan
-            micro_batches = next(batches)
+            micro_batches = self._next(batches)
             self.engine.set_lr(plan, step)
             try:
                 figures, tokens = self.stepper(micro_batches, plan, step)
             except NonFiniteStep as error:
                 raise NonFiniteStep(f"step {step + 1}, stage {plan.stage.name}: {error}; it changed nothing") from error
             step += 1
-            loss = None
+            record = {"step": step, "stage": plan.stage.name, **figures}
             if log is not None:
-                log.push({"step": step, "stage": plan.stage.name, **figures})
+                log.push(record)
             at_end = step == plan.stop
             if self.progress is not None:
                 loss = float(figures["train/total_loss"]) if at_end else None
                 rate = self.progress.step(step, plan.stage.name, tokens, loss, force=at_end)
                 if log is not None:
                     log.add({"perf/tokens_per_s": rate})
-            if at_end or step % self.config.train.eval_every == 0:
-                last = self._evaluate(step, log)
-            if at_end or step % self.config.train.checkpoint_every == 0:
-                if log is not None:
-                    log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
-                self._save(step, plan, last)
-                if log is not None:
-                    write_status(self.folder, "running", step=step, total_steps=total)
+            last = self._after_step(step, record, last, log)
         return last
+
+    def _after_step(
+        self, step: int, record: dict[str, Any], last: dict[str, Any], log: MetricsLog | None
+    ) -> dict[str, Any]:
+        """Evaluate and save where it is time to; returns the last figures."""
+        self.runtime.hang.alive()
+        plan = self.schedule.at(step - 1)
+        at_end = step == plan.stop
+        self.status.at(step, self.schedule.total_steps, plan.stage.name)
+        if at_end or step % self.config.train.eval_every == 0:
+            self._move_to(step, last, due=record)
+            last = self._evaluate(step, log)
+            at_end = self.schedule.observe(step, last) or at_end
+            if self.progress is not None:
+                self.progress.total = self.schedule.total_steps
+        if at_end or step % self.config.train.checkpoint_every == 0:
+            if log is not None:
+                log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
+            self._move_to(step, last)
+            self._save()
+        return last
+
+    def _move_to(self, step: int, figures: dict[str, Any], due: dict[str, Any] | None = None) -> None:
+        """Where the run is from here on. due: the step's record, while its evaluation is still to be added."""
+        stage = self.schedule.at(max(step - 1, 0)).stage.name
+        self.place = Place(step, stage, self.loaders.state_dict(), figures, due)
+
+    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        """The next step's micro-batches. A signal ends the waiting for them, and the other ranks are told."""
+        try:
+            with self.runtime.stop.interruptible():
+                return next(batches)
+        except Stopped:
+            self.stepper.give_up(self.loaders.current.micro_steps)
+            raise
+
+    def _forward(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
+        """The engine's, outside of steps: where the ranks were told to stop, they do before it."""
+        self.runtime.hang.alive()
+        self.runtime.stop.agreed(self.runtime.device)
+        return self.engine.forward(batch, keep)
 
     # ------------------------------------------------------------------------- start, stages, saving
 
@@ -193,18 +240,18 @@ class Trainer:
             state = load_checkpoint(folder, self.row_range)
             self._go_on_from(state)
             self._say(f"going on from {folder}")
-            return int(state.state["step"]), dict(state.state["figures"])
+            return self.place.step, self.place.figures
         for line in (*self.datasets.lines(), *self._warnings()):
             self._say(line)
         start: dict[str, Any] = {"start": self.config.start, "statistics": self.statistics.to_dict()}
         if self.evaluator is not None:
-            start["base_accuracy"] = self.evaluator.measure_base()
+            start["base_accuracy"] = self.evaluator.measure_base()["eval/base_accuracy"]
         if self.config.start == "calibrated":
             calibration = calibrate(
                 self.model,
                 self._calibration_batches(),
                 groups=self.groups,
-                features=self.engine.forward,
+                features=self._forward,
                 b_noise_init=self.config.model.b_noise_init,
                 used_rows=self.used_rows,
             )
@@ -217,6 +264,7 @@ class Trainer:
             )
         self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
         figures = self.evaluator() if self.evaluator is not None else {}
+        self.schedule.check_metrics(figures)
         start["eval"] = figures
         if self.runtime.is_main:
             write_environment(self.folder, self.groups.world_size, {"deepspeed_config": self.engine.deepspeed_config})
@@ -243,24 +291,27 @@ class Trainer:
         self._say(f"  evaluation at step {step}: {', '.join(shown)}")
         return figures
 
-    def _save(self, step: int, plan: StagePlan, figures: dict[str, Any]) -> None:
+    def _save(self) -> None:
         """A checkpoint of everything that trains, and of where the run is."""
         progress = {
-            "step": step,
-            "stage": plan.stage.name,
-            "loader": self.loader.state_dict(),
-            "figures": figures,
-            "base_accuracy": None if self.evaluator is None else self.evaluator.base_accuracy,
+            **self.place.to_dict(),
+            "schedule": self.schedule.state_dict(),
+            "base": {} if self.evaluator is None else self.evaluator.base,
         }
         state = collect_state(self.engine, self.row_range, progress)
-        save_checkpoint(self.folder, step, state, self.groups, self.config.train.keep_checkpoints)
+        folder = save_checkpoint(self.folder, self.place.step, state, self.groups, self.config.train.keep_checkpoints)
+        self.saved_step = self.place.step
+        self.status.write(checkpoint=folder.name)
 
     def _go_on_from(self, state: TrainState) -> None:
         """Put a checkpoint back."""
         restore_state(self.engine, state)
-        self.loader.load_state_dict(state.state["loader"])
+        self.place = Place(**{key: state.state[key] for key in ("step", "stage", "loader", "figures", "due")})
+        self.saved_step = self.place.step
+        self.schedule.load_state_dict(state.state["schedule"])
+        self.loaders.load_state_dict(state.state["loader"])
         if self.evaluator is not None:
-            self.evaluator.base_accuracy = state.state["base_accuracy"]
+            self.evaluator.base = state.state["base"]
 
     # ---------------------------------------------------------------------------------- small parts
 
@@ -282,17 +333,15 @@ class Trainer:
         """This rank's share of about CALIBRATION_TOKENS tokens, the same texts on any number of ranks."""
         report = self.datasets.train.report
         samples = max(1, round(CALIBRATION_TOKENS * report.sequences / report.tokens))
-        return next(iter(self._loader(samples)))
-
-    def _loader(self, global_batch_size: int | None = None) -> Loader:
-        return Loader(
+        loader = Loader(
             self.datasets.train,
             rank=self.runtime.rank,
             world=self.groups.world_size,
-            global_batch_size=global_batch_size or self.config.train.global_batch_size,
+            global_batch_size=samples,
             micro_batch_size=self.config.train.micro_batch_size,
             seed=self.config.train.seed,
         )
+        return next(iter(loader))
 
     def _evaluator(self) -> Evaluator | None:
         if self.datasets.eval is None:
@@ -305,7 +354,7 @@ class Trainer:
         )
         return Evaluator(
             self.model,
-            self.engine.forward,
+            self._forward,
             batches,
             self.groups,
             baseline_value=self.statistics.median if self.statistics.count else None,

@@ -1,0 +1,98 @@
+"""A command at work on a run: the folder opened and held, a clock on it, and how it ended written down."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cqwen_dist.checkpoint.lock import run_lock
+from cqwen_dist.checkpoint.status import end_status
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.parallel.collectives import CollectiveError, Stopped, main_rank_first
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.train.run_folder import open_run
+
+# What a disk says that is the user's to mend.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
+
+
+@dataclass
+class Place:
+    """Where a run is, as a checkpoint made now would say it. The same on every rank."""
+
+    step: int = 0
+    stage: str = ""
+    loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
+    figures: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
+    due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
+
+    def to_dict(self) -> dict[str, Any]:
+        """For state.json."""
+        due = None
+        if self.due is not None:
+            due = {key: float(value) if isinstance(value, Tensor) else value for key, value in self.due.items()}
+        return {
+            "step": self.step,
+            "stage": self.stage,
+            "loader": self.loader,
+            "figures": self.figures,
+            "due": due,
+        }
+
+
+@contextmanager
+def open_session(config: Config, runtime: Runtime) -> Iterator[None]:
+    """Open the run's folder and hold it; inside, the run is made and trains. Collective over the world.
+
+    How it ends stands in status.json: `preempted` for `Stopped`, `fatal` for what another try would meet again;
+    a rank that was lost leaves `running`. A disk that is full, or may not be written, becomes a `UserError`.
+    """
+    folder = Path(config.run.dir)
+    with ExitStack() as held:
+
+        def hold() -> None:
+            open_run(config, before_writing=lambda: held.enter_context(run_lock(folder)))
+
+        main_rank_first(hold)
+        held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s))
+        try:
+            yield
+        except Stopped as stopped:
+            if runtime.is_main:
+                end_status(folder, "preempted", f"told to stop: {stopped}")
+            raise
+        except CollectiveError as error:
+            if runtime.is_main:
+                end_status(folder, "running", str(error))
+            raise
+        except OSError as error:
+            if error.errno not in DISK:
+                _say_fatal(folder, runtime, error)
+                raise
+            refusal = disk_error(folder, error)
+            _say_fatal(folder, runtime, refusal)
+            raise refusal from None
+        except Exception as error:
+            _say_fatal(folder, runtime, error)
+            raise
+
+
+def disk_error(folder: Path, error: OSError) -> UserError:
+    """What a disk refused, in one line."""
+    where = error.filename or folder
+    return UserError(
+        "run.dir", Said(f"{error.strerror} ({where})"), "a disk that can be written; then the same command goes on"
+    )
+
+
+def _say_fatal(folder: Path, runtime: Runtime, error: Exception) -> None:
+    rank = "" if runtime.is_main else f"rank {runtime.rank}: "
+    with suppress(OSError):  # the disk may be what failed; the error itself is told on the console
+        end_status(folder, "fatal", f"{rank}{type(error).__name__}: {error}")
