@@ -110,13 +110,27 @@ def quickstart(
 def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's own held-out data.")] = "",
+    base: Annotated[str, typer.Option(help="Base model to compare with; default: the run's own.")] = "",
+    label_set: Annotated[
+        float | None, typer.Option(help="Also predict sets: every word with P above this (0 to 1).")
+    ] = None,
+    reject_below: Annotated[
+        float | None, typer.Option(help="Also say 'I don't know' where no word's P reaches this (0 to 1).")
+    ] = None,
+    micro_batch_size: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Held-out figures of a trained model, by deterministic inference."""
+    """Held-out figures of a trained model beside its base model's, by deterministic inference."""
+    for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
+        if value is not None and not 0 < value < 1:
+            raise UserError(key, value, "a probability between 0 and 1")
     _quiet_libraries()
+    from cqwen_dist.train.evaluate import Decisions
     from cqwen_dist.train.evaluate_file import evaluate_checkpoint
 
-    figures = evaluate_checkpoint(checkpoint, data or None)
+    figures = evaluate_checkpoint(
+        checkpoint, data or None, micro_batch_size, base=base or None, decisions=Decisions(label_set, reject_below)
+    )
     if as_json:
         _print_json(figures)
     else:

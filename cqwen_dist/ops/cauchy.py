@@ -90,6 +90,23 @@ class Cauchy(NamedTuple):
         """
         return math.log(math.pi) - self.scale.log() + 2.0 * torch.hypot(self.scale, x - self.loc).log()
 
+    def crps(self, x: Tensor | float) -> Tensor:
+        """Continuous ranked probability score at x: the integral of (F(t) - 1[t >= x])^2 dt, in x's unit; x broadcasts.
+
+        Finite, though a Cauchy has no mean (E|X - x| - E|X - X'|/2, its usual form, is infinity less infinity): the
+        tails of F^2 fall as 1/t^2. With r = (x - loc)/scale and F the standard law, d/dr = 2 F(r) - 1 = 2 atan(r)/pi,
+        and the value at 0 is 2 ln(2)/pi, so
+
+            crps = scale (2/pi) (r atan(r) - ln(1 + r^2)/2 + ln 2).
+
+        At scale 0 it is |x - loc|.
+        """
+        gap = (x - self.loc).abs()
+        angle = torch.atan2(gap, self.scale)
+        # scale ln sqrt(1 + r^2) = scale ln(hypot(scale, gap) / scale); xlogy: 0 ln 0 = 0
+        spread = torch.xlogy(self.scale, torch.hypot(self.scale, gap)) - torch.xlogy(self.scale, self.scale)
+        return 2.0 / math.pi * (gap * angle - spread + math.log(2.0) * self.scale)
+
     def quantile(self, p: Tensor | float) -> Tensor:
         """The x with P(X < x) = p: loc + scale tan(pi (p - 1/2)); p in [0, 1] broadcasts, the ends give -+inf.
 

@@ -1,9 +1,11 @@
 """Held-out figures, all by deterministic inference (seed S3 section 5).
 
-eval/accuracy        argmax P over every labelled position        eval/base_accuracy   the base model's own top-1
-eval/num_*           telling <NUM> from words                     eval/baseline_mdae   always the training median
-eval/reg_*           |loc_Y - v| in the raw unit                  eval/coverage_90     raw Cauchy interval
-dist/U_*             what U looks like                            dist/ovr_prob_sum_*  1 is calibrated
+eval/accuracy          argmax P over every labelled position       eval/base_accuracy     the base model's own top-1
+eval/perplexity        of softmax(loc_S)                           eval/base_perplexity   the base model's own
+eval/perplexity_ovr    of P_k / sum P                              eval/num_*             telling <NUM> from words
+eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_figures`)
+eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
+dist/U_*               what U looks like                           dist/ovr_prob_sum_*    1 is calibrated
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +24,43 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.regression import cauchy_nll
-from cqwen_dist.parallel.collectives import gather_lists, sum_over
+from cqwen_dist.ops.ovr_scores import OvrScores
+from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_ovr, vocab_parallel_topk
+from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+from cqwen_dist.train.conformal import IntervalFactors
+from cqwen_dist.train.number_figures import Numbers, number_figures
+from cqwen_dist.train.word_bands import BANDS, band_of
 
 Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
-INTERVAL_90 = 6.313751514675043  # scales: tan(pi 0.45)
 _SAMPLE = 4096  # values a batch of U keeps for its quantiles
+PROBED = 48  # tokens whose U is followed from evaluation to evaluation
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Optional ways to predict (seed S4 3.3.2, 3.3.3, 3.5.3), each a probability in (0, 1), None for none.
+
+    label_set: predict every word with P above it. reject_below: say nothing where the best word's P is below it.
+    """
+
+    label_set: float | None = None
+    reject_below: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the figures alone do not hold, for reports; on rank 0 whole, elsewhere empty where it says so.
+
+    numbers: `number_figures`' drawing, or None without numbers. bands: accuracy by the label's frequency, or None.
+    labels [n] and probe [n,C]: U of the first few held-out tokens of this rank, CPU.
+    """
+
+    numbers: dict[str, Any] | None
+    bands: list[dict[str, float]] | None
+    labels: Tensor
+    probe: Cauchy
 
 
 class Evaluator:
@@ -44,87 +76,149 @@ class Evaluator:
         baseline_value: float | None,
         used_rows: int | None = None,
         gemm_dtype: torch.dtype = torch.float32,
+        word_counts: np.ndarray | None = None,
+        decisions: Decisions | None = None,
+        known_factors: IntervalFactors | None = None,
     ) -> None:
-        """batches: iterated anew at each evaluation. baseline_value: the training numbers' median, raw unit."""
+        """batches: iterated anew at each evaluation. baseline_value: the training numbers' median, raw unit.
+
+        word_counts [V]: how often training has each word, for accuracy by frequency. known_factors: of intervals,
+        measured before, to be tried on this data.
+        """
         self.model, self.features, self.batches, self.groups = model, features, batches, groups
         self.baseline_value, self.used_rows, self.gemm_dtype = baseline_value, used_rows, gemm_dtype
+        self.decisions, self.known_factors = decisions or Decisions(), known_factors
         self.device = model.action.cls_weight.device
-        self.base_accuracy: float | None = None
+        self.band = None if word_counts is None else torch.from_numpy(band_of(word_counts)).to(self.device)
+        self.base: dict[str, float] = {}  # the base model's own figures, which every evaluation repeats
+        self.factors: IntervalFactors | None = None  # of the last evaluation
+        self.last: Evaluation | None = None
 
     @torch.no_grad()
-    def measure_base(self) -> float:
-        """The base model's own top-1: values unseen, adapters off, the heads as inherited. Only before training."""
-        counts = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def measure_base(self) -> dict[str, float]:
+        """The base model's own top-1 and perplexity: values unseen, adapters off, the heads as inherited.
+
+        Only before training.
+        """
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         with adapters_disabled(self.model.transformer):
             for batch, keep in self._kept():
                 unseen = replace(batch, numeric_values=torch.zeros_like(batch.numeric_values))
-                ids = self._top1(self.model.abduction(self.features(unseen, keep)), rank_by="loc")
+                u = self.model.abduction(self.features(unseen, keep))
                 labels = batch.labels.flatten()[keep]
-                counts[0] += (ids == labels).sum()
-                counts[1] += labels.numel()
-        right, total = sum_over(counts).tolist()
-        self.base_accuracy = right / max(total, 1)
-        return self.base_accuracy
+                scores = self._scores(u, labels)
+                sums[0] += (self._top1(u, rank_by="loc") == labels).sum()
+                sums[1] += (scores.log_norm - scores.label_loc).sum()
+                sums[2] += labels.numel()
+        right, surprise, total = sum_over(sums).tolist()
+        self.base = {
+            "eval/base_accuracy": right / max(total, 1),
+            "eval/base_perplexity": perplexity(surprise / max(total, 1)),
+        }
+        return self.base
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """All figures, equal on every rank."""
-        action, target, num_id = self.model.action, self.model.target, self.model.config.num_token_id
-        counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        """All figures, equal on every rank; `factors` and `last` hold the rest."""
+        action, num_id = self.model.action, self.model.config.num_token_id
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        banded = torch.zeros(2, len(BANDS), dtype=torch.float64, device=self.device)
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
+        probe: list[tuple[Tensor, Cauchy]] = []
+        texts = 0
         for batch, keep in self._kept():
             labels = batch.labels.flatten()[keep]
             u = self.model.abduction(self.features(batch, keep))
             u_prime = action.add_noise(u)
+            if not probe and len(labels):
+                probe.append((labels[:PROBED].cpu(), Cauchy(u_prime.loc[:PROBED].cpu(), u_prime.scale[:PROBED].cpu())))
             words = self._words(u_prime, labels)
-            best = self._top1(u_prime)
-            is_num = labels == num_id
-            said_num = best == num_id
-            counts["tokens"] += labels.numel()
-            counts["cls_loss"] += words.per_token.sum()
-            counts["right"] += (best == labels).sum()
-            counts["num_hit"] += (is_num & said_num).sum()
-            counts["num_said"] += said_num.sum()
-            counts["num_true"] += is_num.sum()
+            scores = self._scores(u_prime, labels)
+            strength, best = self._best(u_prime)
+            right, is_num, said_num = best == labels, labels == num_id, best == num_id
+            sums["tokens"] += labels.numel()
+            sums["cls_loss"] += words.per_token.sum()
+            sums["surprise"] += (scores.log_norm - scores.label_loc).sum()
+            sums["surprise_ovr"] += (words.prob_sum.double().log() - scores.label_log_p).sum()
+            sums["right"] += right.sum()
+            sums["num_hit"] += (is_num & said_num).sum()
+            sums["num_said"] += said_num.sum()
+            sums["num_true"] += is_num.sum()
+            self._decide(sums, scores, strength, right)
+            if self.band is not None:
+                banded[0].index_add_(0, self.band[labels], right.double())
+                banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
             learnt = batch.numeric_mask.flatten()[keep]
-            raw = batch.numeric_labels.flatten()[keep][learnt]
             y = action.value(Cauchy(u_prime.loc[learnt], u_prime.scale[learnt]))
-            goal = target.forward(raw).to(self.device)
-            lists["nll"].append(cauchy_nll(y.loc, y.scale, goal))
-            lists["error"].append((target.inverse(y.loc) - raw).abs())
-            lists["inside"].append(((goal - y.loc).abs() <= INTERVAL_90 * y.scale).double())
+            lists["true"].append(batch.numeric_labels.flatten()[keep][learnt])
+            lists["loc"].append(y.loc)
+            lists["scale"].append(y.scale)
+            lists["text"].append(texts + torch.div(keep[learnt], batch.labels.shape[1], rounding_mode="floor"))
+            texts += int(batch.attention_mask.any(1).sum())
             lists["prob_sum"].append(words.prob_sum)
             individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
             causal = Cauchy(individual, action.b_noise.abs().expand_as(individual))
             lists["prob_sum_causal"].append(self._words(causal, labels).prob_sum)
             lists["U_loc"].append(_some(u.loc))
             lists["U_scale"].append(_some(u.scale))
-            if self.baseline_value is not None:
-                lists["baseline"].append((raw - self.baseline_value).abs())
-        return self._figures(counts, {k: gather_lists(torch.cat(v).double()) for k, v in lists.items()})
+        gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
+        names = sorted(sums)
+        packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
+        totals = dict(zip(names, packed.tolist(), strict=False))
+        figures = self._word_figures(totals, gathered)
+        numbers = None
+        if len(gathered["true"]):
+            found = number_figures(
+                Numbers(gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64)),
+                self.model.target,
+                self.baseline_value,
+                self.known_factors,
+            )
+            figures.update(found.figures)
+            self.factors, numbers = found.factors, found.drawing
+        labels, u = probe[0] if probe else (torch.zeros(0, dtype=torch.int64), Cauchy(torch.zeros(0), torch.zeros(0)))
+        bands = None
+        if self.band is not None:
+            hits, seen = packed[len(names) :].view(2, -1).tolist()
+            bands = [{"band": name, "right": h, "labels": n} for (name, _), h, n in zip(BANDS, hits, seen, strict=True)]
+        self.last = Evaluation(numbers, bands, labels, u)
+        return figures
 
-    def _figures(self, counts: dict[str, Tensor], lists: dict[str, Tensor]) -> dict[str, float]:
-        names = ["tokens", "cls_loss", "right", "num_hit", "num_said", "num_true"]
-        summed = sum_over(torch.stack([counts[name] for name in names]))
-        c = dict(zip(names, summed.tolist(), strict=True))
+    def _decide(self, sums: dict[str, Tensor], scores: OvrScores, strength: Tensor, right: Tensor) -> None:
+        """Count what the optional ways to predict come to."""
+        if self.decisions.label_set is not None:
+            size = scores.above[:, 0]
+            sums["set_size"] += size.sum()
+            sums["set_empty"] += (size == 0).sum()
+            sums["set_hit"] += (scores.label_log_p > math.log(self.decisions.label_set)).sum()
+        if self.decisions.reject_below is not None:
+            # P of the decision strength z is atan2(1, -z)/pi, so P >= p where z >= tan(pi (p - 1/2))
+            answered = strength >= math.tan(math.pi * (self.decisions.reject_below - 0.5))
+            sums["answered"] += answered.sum()
+            sums["answered_right"] += (answered & right).sum()
+
+    def _word_figures(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
         tokens = max(c["tokens"], 1)
         figures = {
             "eval/accuracy": c["right"] / tokens,
+            **self.base,
             "eval/cls_loss_mean": c["cls_loss"] / tokens,
+            "eval/perplexity": perplexity(c["surprise"] / tokens),
+            "eval/perplexity_ovr": perplexity(c["surprise_ovr"] / tokens),
             "eval/num_precision": c["num_hit"] / max(c["num_said"], 1),
             "eval/num_recall": c["num_hit"] / max(c["num_true"], 1),
             "eval/num_f1": 2 * c["num_hit"] / max(c["num_said"] + c["num_true"], 1),
         }
-        if self.base_accuracy is not None:
-            figures["eval/base_accuracy"] = self.base_accuracy
-        if lists["error"].numel():
-            figures["eval/reg_mae"] = float(lists["error"].mean())
-            figures["eval/reg_mdae"] = _median(lists["error"])
-            figures["eval/reg_nll"] = float(lists["nll"].mean())
-            figures["eval/coverage_90"] = float(lists["inside"].mean())
-            if lists.get("baseline") is not None:
-                figures["eval/baseline_mdae"] = _median(lists["baseline"])
+        if self.decisions.label_set is not None:
+            figures["eval/multilabel_recall"] = c["set_hit"] / tokens
+            figures["eval/multilabel_precision"] = c["set_hit"] / max(c["set_size"], 1)
+            figures["eval/multilabel_f1"] = 2 * c["set_hit"] / max(c["set_size"] + tokens, 1)
+            figures["eval/multilabel_size_mean"] = c["set_size"] / tokens
+            figures["eval/multilabel_empty"] = c["set_empty"] / tokens
+        if self.decisions.reject_below is not None:
+            figures["eval/reject_rate"] = 1.0 - c["answered"] / tokens
+            figures["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
         for mode, name in (("standard", "prob_sum"), ("causal", "prob_sum_causal")):
             figures[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
         for name in ("U_loc", "U_scale"):
@@ -152,6 +246,25 @@ class Evaluator:
             used_rows=self.used_rows,
         )
 
+    def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
+        action, label_set = self.model.action, self.decisions.label_set
+        seen = action.word_part(u_prime)
+        return vocab_parallel_scores(
+            seen.loc.to(self.gemm_dtype),
+            seen.scale.to(self.gemm_dtype),
+            action.cls_weight,
+            action.cls_bias,
+            action.threshold,
+            labels,
+            group=self.groups.vocab,
+            vocab_start=action.vocab_start,
+            used_rows=self.model.config.used_rows,
+            prob_thresholds=() if label_set is None else (label_set,),
+        )
+
+    def _best(self, u_prime: Cauchy) -> tuple[Tensor, Tensor]:
+        return best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
+
     def _top1(self, u_prime: Cauchy, rank_by: str = "ovr") -> Tensor:
         return top1(self.model, u_prime, self.groups, self.gemm_dtype, rank_by)
 
@@ -161,9 +274,16 @@ def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: to
 
     u_prime: Cauchy [N,C]. Collective over the vocabulary group.
     """
+    return best_word(model, u_prime, groups, gemm_dtype, rank_by)[1]
+
+
+def best_word(
+    model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: str
+) -> tuple[Tensor, Tensor]:
+    """`top1` with what it was ranked by: (z = (loc_S - C)/scale_S or loc_S [N] fp32, ids [N])."""
     action = model.action
     seen = action.word_part(u_prime)
-    _, ids = vocab_parallel_topk(
+    scores, ids = vocab_parallel_topk(
         seen.loc.to(gemm_dtype),
         seen.scale.to(gemm_dtype),
         action.cls_weight,
@@ -175,12 +295,26 @@ def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: to
         used_rows=model.config.used_rows if rank_by == "ovr" else None,
         rank_by=rank_by,
     )
-    return ids[:, 0]
+    return scores[:, 0], ids[:, 0]
 
 
-def _median(values: Tensor) -> float:
-    """The median of a 1-D CPU tensor of any length (torch.quantile refuses more than 16 million); nan of none."""
-    return float(np.median(values.numpy())) if values.numel() else math.nan
+def _gather(mine: dict[str, np.ndarray], texts: int) -> dict[str, np.ndarray]:
+    """Every rank's lists one after the other (a median needs them all), texts numbered over all ranks; one exchange."""
+    everyone = gather_objects((mine, texts))
+    first = np.cumsum([0, *(count for _, count in everyone)])
+    for (lists, _), offset in zip(everyone, first, strict=False):
+        lists["text"] = lists["text"] + offset
+    return {name: np.concatenate([lists[name] for lists, _ in everyone]) for name in mine}
+
+
+def perplexity(surprise: float) -> float:
+    """exp of a mean surprise in nats; infinite where no float holds it."""
+    return math.exp(surprise) if surprise < 709.0 else math.inf
+
+
+def _median(values: np.ndarray) -> float:
+    """The median of any number of values (torch.quantile refuses more than 16 million); nan of none."""
+    return float(np.median(values)) if len(values) else math.nan
 
 
 def _some(values: Tensor) -> Tensor:
@@ -189,10 +323,10 @@ def _some(values: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 
 
-def _summary(values: Tensor) -> dict[str, float]:
+def _summary(values: np.ndarray) -> dict[str, float]:
     """mean, median, std, iqr (S3 5.4) of the sampled values."""
-    if values.numel() < 2:
+    if len(values) < 2:
         return {}
-    sampled = values[:: max(1, values.numel() // 1_000_000)]
-    q1, median, q3 = torch.quantile(sampled, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
-    return {"mean": float(sampled.mean()), "median": median, "std": float(sampled.std()), "iqr": q3 - q1}
+    sampled = values[:: max(1, len(values) // 1_000_000)]
+    q1, median, q3 = np.quantile(sampled, [0.25, 0.5, 0.75]).tolist()
+    return {"mean": float(sampled.mean()), "median": median, "std": float(sampled.std(ddof=1)), "iqr": q3 - q1}

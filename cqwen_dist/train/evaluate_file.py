@@ -3,43 +3,66 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.sources import ReadReport, read_split, read_texts
+from cqwen_dist.model.backbone import load_base
+from cqwen_dist.ops.ovr import ovr_topk
+from cqwen_dist.ops.ovr_scores import ovr_scores
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.train.evaluate import Evaluator
+from cqwen_dist.train.conformal import CALIBRATION, CALIBRATION_FILE, IntervalFactors
+from cqwen_dist.train.evaluate import Decisions, Evaluator, perplexity
 from cqwen_dist.train.run_folder import START
 
+STATE = "state.json"  # of a checkpoint
 
-def evaluate_checkpoint(path: Path, data: str | None, micro_batch_size: int = 8) -> dict[str, float]:
+
+def evaluate_checkpoint(
+    path: Path,
+    data: str | None,
+    micro_batch_size: int = 8,
+    *,
+    base: str | None = None,
+    decisions: Decisions | None = None,
+) -> dict[str, float]:
     """The figures of `train.evaluate` on `data` (default: the run's own held-out texts).
 
-    An exported folder has no run beside it: then `data` is needed, its field is `text`, and there is no baseline.
-    The base model's own top-1 is known for the run's own texts alone. Raises `UserError`.
+    Beside them the base model's own on the same texts: of the run's base, or of `base`. An exported folder has no run
+    beside it: then `data` is needed, its field is `text`, there is no baseline, and no base unless it is given.
+    On other data than the run's own the interval factors that were saved with the model are tried too. Raises
+    `UserError`.
     """
     baseline: float | None = None
-    base_accuracy: float | None = None
-    only_used, gemm_dtype = False, torch.float32
+    known: IntervalFactors | None = None
+    only_used, dtype, remote_code = False, torch.float32, False
     if is_exported(path):
         if data is None:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
         config = DataConfig(train=data)
+        known = _factors(_json(path / CALIBRATION_FILE))
     else:
-        run, _ = run_of(path)
+        run, folder = run_of(path)
         config = run.data
+        base = base or run.base_folder
         only_used = run.loss.negatives == "used"
-        gemm_dtype = torch.bfloat16 if run.train.precision == "bf16" else torch.float32
-        start = _start_of(Path(run.run.dir))
+        dtype = torch.bfloat16 if run.train.precision == "bf16" else torch.float32
+        remote_code = run.model.trust_remote_code
+        start = _json(Path(run.run.dir) / START)
+        if start is None:
+            raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
         baseline = start["statistics"]["median"] if start["statistics"]["count"] else None
-        base_accuracy = start.get("base_accuracy") if data is None else None
+        if data is not None:
+            known = _factors(((_json(folder / STATE) or {}).get("figures") or {}).get(CALIBRATION))
     report = ReadReport()
     texts = list(read_texts(data, config, report, "--data")) if data is not None else read_split(config, report)[1]
     if not texts:
@@ -56,14 +79,54 @@ def evaluate_checkpoint(path: Path, data: str | None, micro_batch_size: int = 8)
             build_groups(1),
             baseline_value=baseline,
             used_rows=inner.config.used_rows if only_used else None,
-            gemm_dtype=gemm_dtype,
+            gemm_dtype=dtype,
+            decisions=decisions,
+            known_factors=known,
         )
-        evaluator.base_accuracy = base_accuracy
+        if base is not None:
+            model_of_base: Any = load_base(base, dtype, remote_code)
+            evaluator.base = base_figures(model_of_base.to(runtime.device), batches, base)
         return evaluator()
 
 
-def _start_of(run: Path) -> dict[str, Any]:
+@torch.no_grad()
+def base_figures(base: Any, batches: Iterable[Batch], name: str) -> dict[str, float]:
+    """The base model's own top-1 and perplexity on the same ids, numbers' values unseen; every labelled position.
+
+    base: a causal language model of transformers; its own head, all V rows. Raises `UserError` where a label is not
+    in its vocabulary.
+    """
+    base.eval()
+    head = base.get_output_embeddings()
+    right = surprise = 0.0
+    count = 0
+    for batch in batches:
+        keep = batch.label_mask.flatten().nonzero()[:, 0].to(head.weight.device)
+        there = batch.to(head.weight.device)
+        labels = there.labels.flatten()[keep]
+        if len(labels) and int(labels.max()) >= head.weight.shape[0]:
+            raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
+        z = base.base_model(input_ids=there.input_ids, position_ids=there.position_ids, use_cache=False)[0]
+        z = z.flatten(0, 1)[keep]
+        score = (z, torch.zeros_like(z), head.weight, head.bias, 0.0)
+        found = ovr_scores(*score, labels)
+        _, best = ovr_topk(*score, 1, rank_by="loc")
+        right += float((best[:, 0] == labels).sum())
+        surprise += float((found.log_norm - found.label_loc).double().sum())
+        count += len(labels)
+    return {
+        "eval/base_accuracy": right / max(count, 1),
+        "eval/base_perplexity": perplexity(surprise / max(count, 1)),
+    }
+
+
+def _factors(found: Any) -> IntervalFactors | None:
+    return IntervalFactors.from_dict(found) if isinstance(found, dict) else None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """An object from a file; None where there is none."""
     try:
-        return dict(json.loads((run / START).read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        raise UserError(START, "no such file", "the file that the run wrote when it began", str(run)) from None
+        return None

@@ -149,3 +149,23 @@ def test_kl_is_the_integral_symmetric_and_zero_at_home():
     assert a.kl(a).item() == 0.0
     near = Cauchy(a.loc + 1e-6, a.scale)
     assert a.kl(near).item() == pytest.approx((1e-6 / 0.7) ** 2 / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loc", "scale", "x"), [(0.0, 1.0, 0.0), (1.0, 0.5, 3.0), (-2.0, 1e-3, 40.0), (5.0, 30.0, 4.0)]
+)
+def test_crps_is_the_integral_of_the_squared_difference(loc: float, scale: float, x: float) -> None:
+    """By quadrature over t = loc + scale tan(phi); finite, though a Cauchy has no mean."""
+    from scipy.integrate import quad
+
+    def squared(phi: float) -> float:
+        t, below = loc + scale * math.tan(phi), 0.5 + phi / math.pi
+        return (below - (t >= x)) ** 2 * scale / math.cos(phi) ** 2
+
+    jump = math.atan((x - loc) / scale)
+    expected = quad(squared, -math.pi / 2, jump)[0] + quad(squared, jump, math.pi / 2)[0]
+    law = Cauchy(torch.tensor(loc, dtype=torch.float64), torch.tensor(scale, dtype=torch.float64))
+    assert float(law.crps(x)) == pytest.approx(expected, rel=1e-6)
+    single = Cauchy(torch.tensor(loc), torch.tensor(scale))
+    assert float(single.crps(x)) == pytest.approx(expected, rel=1e-5)
+    assert float(Cauchy(law.loc, torch.zeros(()).double()).crps(x)) == pytest.approx(abs(x - loc))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.runs import VOCAB, metrics
+from support.runs import VOCAB, cqwen_forked, metrics
 from transformers import AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
@@ -51,6 +51,8 @@ def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, he
         "eval/num_recall": hits / true,
         "eval/num_f1": 2 * hits / (said + true),
         "dist/ovr_prob_sum_median_standard": float(p.sum(-1).quantile(0.5)),
+        "eval/perplexity": float(torch.nn.functional.cross_entropy(loc_s[keep].double(), labels[keep]).exp()),
+        "eval/perplexity_ovr": float((p.sum(-1).log() - (p * target).sum(-1).log()).mean().exp()),
     }
     raw = held_out.numeric_labels[held_out.numeric_mask]
     loc, scale = loc_y[held_out.numeric_mask].double(), scale_y[held_out.numeric_mask].double()
@@ -60,7 +62,13 @@ def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, he
         "eval/reg_mae": float(error.mean()),
         "eval/reg_mdae": float(error.quantile(0.5)),
         "eval/reg_nll": float((torch.log(math.pi * scale) + torch.log1p(((goal - loc) / scale) ** 2)).mean()),
-        "eval/coverage_90": float(((goal - loc).abs() <= math.tan(0.45 * math.pi) * scale).double().mean()),
+        **{
+            f"eval/coverage_{level}": float(
+                ((goal - loc).abs() <= math.tan(level * math.pi / 200) * scale).double().mean()
+            )
+            for level in (50, 90, 95)
+        },
+        "eval/width_90": float((2 * math.tan(0.45 * math.pi) * scale).median()) * model.target.scale,
         "eval/baseline_mdae": float(np.median(np.abs(raw.numpy() - np.median(data.train.target_values())))),
     }
     for name, value in expected.items():
@@ -71,11 +79,61 @@ def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, he
 def test_base_accuracy_is_the_base_models_own_top_1(one_rank: Path, held_out: Batch) -> None:
     """Values unseen: the base reads <NUM>'s row as any other."""
     base = AutoModelForCausalLM.from_pretrained(one_rank / "base").eval()
-    best = base(input_ids=held_out.input_ids, attention_mask=held_out.attention_mask.long()).logits.argmax(-1)
-    keep = held_out.labels >= 0
+    logits = base(input_ids=held_out.input_ids, attention_mask=held_out.attention_mask.long()).logits
+    best, keep = logits.argmax(-1), held_out.labels >= 0
+    surprise = torch.nn.functional.cross_entropy(logits[keep], held_out.labels[keep])
+    assert metrics(one_rank)[-1]["eval/base_perplexity"] == pytest.approx(float(surprise.exp()), rel=1e-5)
     expected = float((best == held_out.labels)[keep].double().mean())
     assert json.loads((one_rank / "start.json").read_text())["base_accuracy"] == pytest.approx(expected, abs=1e-9)
     assert metrics(one_rank)[-1]["eval/base_accuracy"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_eval_of_the_runs_own_texts_is_the_runs_own_evaluation(one_rank: Path) -> None:
+    """The base is loaded again from its folder, and comes to what was measured before training."""
+    done = cqwen_forked("eval", one_rank, "--json", "--label-set", 0.3, "--reject-below", 0.4)
+    assert done.returncode == 0, done.stderr
+    figures, last = json.loads(done.stdout), metrics(one_rank)[-1]
+    names = [name for name in last if name.startswith("eval/")]
+    assert {name: figures[name] for name in names} == pytest.approx({name: last[name] for name in names}, rel=1e-4)
+
+
+@torch.no_grad()
+def test_label_sets_and_saying_i_dont_know(one_rank: Path, held_out: Batch) -> None:
+    """S4 3.3.2: {k: P_k > p}; 3.3.3: no answer where every P is below p. Against the materialised P."""
+    model = load_trained(one_rank)[0].model
+    with torch.no_grad():
+        loc_s, scale_s, _, _ = model(held_out.input_ids, held_out.numeric_values, held_out.attention_mask)
+    keep = held_out.labels >= 0
+    labels = held_out.labels[keep]
+    p = (0.5 + torch.atan((loc_s.double() - model.action.threshold.double()) / scale_s.double()) / math.pi)[keep]
+    p = p[:, : model.config.used_rows]
+    best = p.max(-1)
+    in_set, answer = float(p.quantile(0.99)), float(best.values.quantile(0.4))
+    done = cqwen_forked("eval", one_rank, "--json", "--label-set", in_set, "--reject-below", answer)
+    figures, sets = json.loads(done.stdout), p > in_set
+    inside = sets.gather(1, labels[:, None]).sum()
+    answered = best.values >= answer
+    assert int(inside) > 0
+    expected = {
+        "eval/multilabel_recall": float(inside) / len(labels),
+        "eval/multilabel_precision": float(inside) / int(sets.sum()),
+        "eval/multilabel_f1": 2 * float(inside) / (int(sets.sum()) + len(labels)),
+        "eval/multilabel_size_mean": int(sets.sum()) / len(labels),
+        "eval/multilabel_empty": float((~sets.any(1)).double().mean()),
+        "eval/reject_rate": 1 - float(answered.double().mean()),
+        "eval/reject_accuracy_answered": float((best.indices == labels)[answered].double().mean()),
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--label-set", "0"), ("--reject-below", "1.5"), ("--base", "nowhere/x")]
+)
+def test_an_option_of_eval_that_cannot_be_is_one_line(one_rank: Path, option: str, value: str) -> None:
+    done = cqwen_forked("eval", one_rank, option, value)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert value in done.stderr
 
 
 def test_two_ranks_evaluate_as_one(one_rank: Path, two_ranks: Path) -> None:

@@ -1,0 +1,81 @@
+"""Label scores, normaliser and label sets against the materialised [N, V] in float64; in slices and over ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from cqwen_dist.ops.ovr_scores import OvrScores, ovr_scores
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+
+N, C, V, USED = 37, 12, 123, 117
+P = (0.05, 0.5, 0.7)
+
+
+def problem(tokens: int = N, scalar: bool = False) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    loc, scale = torch.randn(tokens, C, generator=g), torch.rand(tokens, C, generator=g) * 0.1 + 1e-3
+    weight, bias = torch.randn(V, C, generator=g), torch.randn(V, generator=g)
+    threshold = torch.tensor(2.0) if scalar else torch.randn(V, generator=g) + 2.0
+    return loc, scale, weight, bias, threshold, torch.randint(0, V, (tokens,), generator=g)
+
+
+def oracle(loc, scale, weight, bias, threshold, labels) -> OvrScores:
+    loc_s = loc.double() @ weight.double().T + bias.double()
+    scale_s = scale.double() @ weight.double().abs().T
+    p = 0.5 + torch.atan((loc_s - threshold.double()) / scale_s) / math.pi
+    at = labels[:, None]
+    above = torch.stack([(p[:, :USED] > x).sum(1) for x in P], 1)
+    return OvrScores(loc_s.logsumexp(1), loc_s.gather(1, at)[:, 0], p.gather(1, at)[:, 0].log(), above)
+
+
+def assert_close(found: OvrScores, expected: OvrScores) -> None:
+    for name, a, b in zip(found._fields, found, expected, strict=True):
+        torch.testing.assert_close(
+            a.double(), b.double(), rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_scores_are_what_their_names_say(scalar: bool) -> None:
+    inputs = problem(scalar=scalar)
+    assert_close(ovr_scores(*inputs, used_rows=USED, prob_thresholds=P), oracle(*inputs))
+
+
+def test_slices_add_up_and_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = problem()
+    monkeypatch.setattr("cqwen_dist.ops.ovr_scores.chunk_rows", lambda n, c: 7)
+    parts = []
+    for start, stop in ((0, 50), (50, 50), (50, V)):
+        loc, scale, weight, bias, threshold, labels = inputs
+        rows = slice(start, stop)
+        parts.append(
+            ovr_scores(
+                loc, scale, weight[rows], bias[rows], threshold[rows], labels,
+                vocab_start=start, used_rows=USED, prob_thresholds=P,
+            )
+        )  # fmt: skip
+    norm = torch.stack([part.log_norm for part in parts]).logsumexp(0)
+    assert_close(OvrScores(norm, *(sum(column) for column in list(zip(*parts, strict=True))[1:])), oracle(*inputs))
+
+
+def on_rank(counts: list[int]) -> OvrScores:
+    loc, scale, weight, bias, threshold, labels = problem(sum(counts))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    start, stop = vocab_range(V, rank, world)
+    mine, rows = slice(sum(counts[:rank]), sum(counts[: rank + 1])), slice(start, stop)
+    return vocab_parallel_scores(
+        loc[mine], scale[mine], weight[rows], bias[rows], threshold[rows], labels[mine],
+        group=dist.group.WORLD, vocab_start=start, used_rows=USED, prob_thresholds=P,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("counts", [[9, 14], [11, 0, 6]])
+def test_ranks_score_their_own_tokens_over_the_whole_vocabulary(counts: list[int]) -> None:
+    expected = oracle(*problem(sum(counts)))
+    found = run_ranks(on_rank, len(counts), counts)
+    assert [len(part.log_norm) for part in found] == counts
+    assert_close(OvrScores(*(torch.cat(column) for column in zip(*found, strict=True))), expected)
