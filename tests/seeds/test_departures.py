@@ -1,0 +1,133 @@
+"""What the seeds' letter does wrong, shown with the letter itself; docs/decisions.md says what is done instead."""
+
+import math
+
+import pytest
+import torch
+from support.tiny import tiny_model
+
+from cqwen_dist.model.losses import OvrClassificationLoss
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import linear_ovr
+
+EPS = 1e-7
+
+
+def seed_p(loc, scale, C=0.0):
+    return 0.5 + torch.atan((loc - C) / scale) / math.pi
+
+
+def test_eps_makes_the_loss_negative_and_damps_the_only_gradient_that_teaches():
+    """D-trap, S0 5.1: 151,936 confident words sum to less than 0; the label's gradient at z = -1e8 is nearly lost."""
+    negatives = torch.full((151_936,), -1e8, dtype=torch.float64)
+    seed = -torch.log(1 - seed_p(negatives, 1.0) + EPS).sum()
+    exact = -Cauchy(negatives, torch.ones_like(negatives)).log_cdf(0.0).sum()
+    assert seed < -0.01
+    assert exact == pytest.approx(151_936 / (math.pi * 1e8), rel=1e-6)
+
+    z = torch.tensor(-1e8, dtype=torch.float64, requires_grad=True)
+    (damped,) = torch.autograd.grad(-torch.log(seed_p(z, 1.0) + EPS), z)
+    (ours,) = torch.autograd.grad(-Cauchy(z, torch.ones_like(z)).log_sf(0.0), z)
+    assert ours == pytest.approx(-1e-8, rel=1e-6)  # -1/|z|
+    assert abs(damped) < 0.04 * abs(ours)
+
+
+def test_p_in_bf16_is_zero_where_training_ends():
+    """Elementwise maths is fp32: at z = -1,000 the seeds' form in bf16 has no P left."""
+    assert seed_p(torch.tensor(-1000.0, dtype=torch.bfloat16), 1.0) == 0
+    assert Cauchy(torch.tensor(-1000.0), torch.tensor(1.0)).sf(0.0) == pytest.approx(1 / (1000 * math.pi), rel=1e-4)
+
+
+def test_a_zero_row_for_num_is_nan_in_the_letter_and_finite_here():
+    """D5: S1 4.1.2's W = 0, b = -10 under |W| propagation has scale 0."""
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([4, 1, 4])
+
+    def gradients(loss_of):
+        w = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+        w[4] = 0.0
+        b = torch.zeros(5)
+        b[4] = -10.0
+        leaves = (w.requires_grad_(), b.requires_grad_())
+        return torch.autograd.grad(loss_of(*leaves), leaves)
+
+    def letter(w, b):
+        p = seed_p(x @ w.T + b, torch.ones_like(x) @ w.abs().T)
+        y = torch.nn.functional.one_hot(labels, 5)
+        return -(y * torch.log(p + EPS) + (1 - y) * torch.log(1 - p + EPS)).sum()
+
+    assert any(not g.isfinite().all() for g in gradients(letter))
+    ours = gradients(lambda w, b: linear_ovr(x, torch.ones_like(x), w, b, 0.0, labels).loss)
+    assert all(g.isfinite().all() for g in ours)
+    assert tiny_model(num_row_init="small").action.cls_weight[90].abs().sum() > 0  # the option is small, not zero
+
+
+def test_a_zero_regression_head_has_an_infinite_likelihood():
+    """D8: S1 4.2's W_reg = 0 makes scale_Y 0."""
+    assert torch.log(math.pi * torch.zeros(())) == -math.inf
+    assert tiny_model().action.reg_weight.abs().sum() > 0
+
+
+def test_minus_ten_does_not_make_num_rare():
+    """D6: S1 4.1.2 says P is about 0 at b = -10; at S1's own scale of 10 it is a quarter."""
+    assert Cauchy(torch.tensor(-10.0), torch.tensor(10.0)).sf(0.0) == pytest.approx(0.25, abs=1e-6)
+
+
+def test_2_3_under_a_softplus_is_not_ten():
+    """D2: the number belongs to the exponential."""
+    assert math.log1p(math.exp(2.3)) == pytest.approx(2.396, abs=1e-3)
+    assert math.exp(2.3) == pytest.approx(9.97, abs=1e-2)
+
+
+@pytest.mark.parametrize(("alpha", "lam"), [(0.0, 1.0), (0.5, 1.0), (0.0, 2.0)])
+def test_an_attached_gate_pays_for_not_saying_num(alpha, lam):
+    """D20: with 20 % numbers, best P = N_num / (N_all lambda (1 - alpha) NLL), here .0225 to .09; stopped, 1."""
+    share, nll = 0.2, 4.45
+    grid = torch.linspace(1e-4, 1 - 1e-4, 200_001, dtype=torch.float64)
+    words = -share * torch.log(grid)  # -log P at the numbers, over all positions
+    attached = words + lam * (alpha + (1 - alpha) * grid) * nll
+    best = grid[attached.argmin()]
+    assert best == pytest.approx(share / (lam * (1 - alpha) * nll), rel=0.01)
+    assert grid[words.argmin()] > 0.999  # what is left of the loss where the gate carries no gradient
+
+
+def test_b_noise_of_zero_never_moves_and_causal_sampling_ties():
+    """D23: d|b|/db is 0 at 0; with scale 0 every P is 0 or 1, and argmax of the tie is the lowest id."""
+    b = torch.zeros(3, requires_grad=True)
+    (gradient,) = torch.autograd.grad((b.abs() * torch.tensor([1.0, -2.0, 3.0])).sum(), b)
+    assert not gradient.any()
+    loc = torch.tensor([2.0, 9.0])
+    assert (loc / 0.0).atan().argmax() == 0  # both P are 1, though the second word stands far higher
+    assert tiny_model(start="seed").action.b_noise.abs().min() > 0
+
+
+def test_a_uniform_threshold_ranks_by_the_size_of_a_row():
+    """D-start: true logit 15, the next 10.7; C = 100 puts words of large norm first, C = 0 does not."""
+    make = torch.Generator().manual_seed(2)
+    norm = 896 * 0.798 * (0.010 + 0.010 * torch.rand(151_936, generator=make))
+    loc = torch.randn(151_936, generator=make) * 2.5
+    loc[0], norm[0] = 15.0, 11.17
+
+    def rank(C):
+        z = (loc - C) / (1.3133 * norm)
+        return int((z > z[0]).sum())
+
+    assert rank(0.0) < 20
+    assert rank(100.0) > 500
+
+
+def test_every_word_at_one_over_v_is_a_low_loss_without_any_knowledge():
+    """D-trap: 1 + ln V."""
+    V = 4096
+    z = 1 / math.tan(math.pi * (1 - 1 / V))  # (loc - C)/scale for which P = 1/V
+    loss, _ = OvrClassificationLoss(V)(torch.full((1, 1, V), z), torch.ones(1, 1, V), torch.tensor([[7]]))
+    assert float(loss) == pytest.approx(1 + math.log(V), rel=1e-3)
+
+
+def test_the_lower_middle_is_not_the_median():
+    """D32: torch.median of an even count."""
+    from cqwen_dist.data.statistics import numeric_statistics
+
+    values = torch.tensor([1.0, 2.0, 3.0, 10.0], dtype=torch.float64)
+    assert torch.median(values) == 2.0
+    assert numeric_statistics(values.numpy()).median == 2.5
