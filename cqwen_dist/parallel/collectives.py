@@ -32,6 +32,13 @@ class Stopped(BaseException):
     """Some rank was told to stop (`parallel.stop`). No failure: nothing but `train` may catch it."""
 
 
+def is_communication(error: BaseException) -> bool:
+    """Whether an error says that another rank was lost, and nothing about this one; also one of DeepSpeed's own."""
+    if isinstance(error, (CollectiveError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
 @contextmanager
 def naming(operation: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Give a failed communication inside the name of its operation and group (default: the world)."""
@@ -40,7 +47,7 @@ def naming(operation: str, group: ProcessGroup | None = None) -> Iterator[None]:
     except CollectiveError:
         raise
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not any(sign in str(error) for sign in _SIGNS):
+        if not is_communication(error):
             raise
         ranks = dist.get_process_group_ranks(group)
         name = "world" if group is None or group == dist.group.WORLD else group.group_desc

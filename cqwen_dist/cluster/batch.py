@@ -1,0 +1,257 @@
+"""What a batch script asks Python for: is the run sound, how did it end, and shall it be queued again.
+
+    begin   checks the config and counts this start; prints the run's folder and this start's log folder
+    end     prints `done`, `requeue SECONDS` or `failed`; says on stderr why, with the guilty rank's last lines
+    point   prints one line of a sweep as the words of a run, each ended by a zero byte
+
+Every start and end is one line of `slurm/history.jsonl` in the run's folder. A start that comes to no new checkpoint
+counts against the budget; whoever was told to stop in order does not. As checkpoints are finite, so are the restarts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.cluster.launch import preflight
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config.errors import Said
+
+FOLDER = "slurm"  # in the run's folder: scripts, logs, history
+HISTORY = "history.jsonl"
+FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
+LINES = 20  # of the guilty rank's log
+
+
+def read_history(run_dir: Path) -> list[dict[str, Any]]:
+    """Starts and ends, oldest first; a line that a crash left unfinished is passed over."""
+    entries = []
+    try:
+        lines = (run_dir / FOLDER / HISTORY).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def fruitless_starts(history: list[dict[str, Any]]) -> int:
+    """How many starts of this job came, one after another, to no new checkpoint; orderly stops aside.
+
+    A start that has no end lost its own host, or SLURM ended it: it counts like one whose rank was lost.
+    """
+    count, step = 0, None
+    for entry in history:
+        if entry["event"] == "start":
+            fresh = entry["start"] == 0 or entry["step"] != step
+            count, step = (1 if fresh else count + 1), entry["step"]
+        elif entry["how"] in ("preempted", "cancelled"):
+            count -= 1
+    return count
+
+
+def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, Path]:
+    """(run folder, log folder of this start). Raises `UserError`: wrong input, or the budget is spent."""
+    checked = preflight(config, overrides)
+    run_dir = Path(checked.run.dir).absolute()
+    if not str(run_dir).isprintable():
+        raise UserError("run.dir", str(run_dir), "printable text")
+    job, start = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    entry = {"event": "start", "job": job, "start": start, "nodes": os.environ.get("SLURM_JOB_NODELIST", "")}
+    _record(run_dir, {**entry, "step": _latest_step(run_dir), "status_before": _stamp(run_dir)})
+    tries = fruitless_starts(read_history(run_dir))
+    if tries > max_restarts + 1:
+        raise UserError(
+            "this job", Said(f"{tries - 1} starts in a row without a new checkpoint"), "a look at the logs, then sbatch"
+        )
+    logs = run_dir / FOLDER / f"job-{job}" / f"start-{start}"
+    logs.mkdir(parents=True, exist_ok=True)
+    latest = run_dir / FOLDER / "latest"
+    fresh = latest.with_name(f"latest.{os.getpid()}")
+    fresh.symlink_to(logs.relative_to(run_dir / FOLDER))
+    fresh.replace(latest)
+    return run_dir, logs
+
+
+def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_restarts: int) -> tuple[str, str]:
+    """(verdict for the script, reason): how this start ended.
+
+    phase: preflight or train, the step that ended last, with this code; asked: no, USR1 or TERM.
+    """
+    history = read_history(run_dir)
+    started = next(entry for entry in reversed(history) if entry["event"] == "start")
+    status = read_status(run_dir)
+    said = status["status"] if _stamp(run_dir) != started["status_before"] else "unchanged"
+    failed = [r for r in _endings(logs) if r["how"] in ("failed", "wrong input")]
+    if status["status"] in ("done", "paused") and phase == "train" and code == 0:
+        how, reason = "done", ""
+    elif failed or said == "fatal":
+        how, reason = "fatal", failed[0]["message"] if failed else str(status.get("reason"))
+    elif phase == "preflight" and code == 1:
+        how, reason = "fatal", "the nodes are not fit: see the preflight"
+    elif asked == "TERM":
+        how, reason = "cancelled", "told by SLURM to end"
+    elif said == "preempted" or asked == "USR1":
+        how, reason = "preempted", str(status.get("reason") or asked) if said == "preempted" else asked
+    else:
+        how, reason = "lost", _missing(logs) or f"exit code {code}"
+    _record(run_dir, {"event": "end", "how": how, "reason": reason, "code": code, "step": _latest_step(run_dir)})
+    if how == "done":
+        return "done", reason
+    if how == "preempted":
+        return "requeue 0", reason
+    tries = fruitless_starts(read_history(run_dir)) - (_latest_step(run_dir) != started["step"])
+    if how == "lost" and tries <= max_restarts:
+        return f"requeue {min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** max(0, tries - 1))}", reason
+    return "failed", reason
+
+
+def guilty_log(logs: Path) -> Path | None:
+    """The log of the rank that failed first by itself; else of one that ended without a word."""
+    failed = sorted((r for r in _endings(logs) if r["how"] in ("failed", "wrong input")), key=lambda r: r["time"])
+    if failed:
+        return logs / f"rank-{failed[0]['rank']}.log"
+    silent = _silent(logs)
+    return logs / f"rank-{silent[0]}.log" if silent else None
+
+
+def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) -> list[str]:
+    """The words of run number `index` of a sweep: config, overrides, the line's own, its own folder."""
+    try:
+        text = points.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError("POINTS", str(points), f"a text file, one run a line ({error})") from None
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if not 0 <= index < len(lines):
+        raise UserError("--array", index, f"0 to {len(lines) - 1}, the lines of {points}")
+    try:
+        own = shlex.split(lines[index])
+    except ValueError as error:
+        raise UserError(f"{points}, run {index}", lines[index], f"words as a shell reads them ({error})") from None
+    given = [*overrides, *own]
+    folder = Path(load_config(config, given).run.dir) / str(index)
+    return [str(config), *given, f"run.dir={folder}"]
+
+
+# ------------------------------------------------------------------------------------------------- small parts
+
+
+def _record(run_dir: Path, entry: dict[str, Any]) -> None:
+    """One line, in one write: appends of several hosts do not mix."""
+    path = run_dir / FOLDER / HISTORY
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode())
+
+
+def _latest_step(run_dir: Path) -> int:
+    """Of the newest checkpoint; 0 without one."""
+    try:
+        found = re.search(r"(\d+)\s*$", (run_dir / "latest").read_text(encoding="utf-8"))
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _stamp(run_dir: Path) -> list[Any] | None:
+    """Whether status.json was written since: its inode and time (it is replaced, never changed in place)."""
+    try:
+        stat = (run_dir / "status.json").stat()
+    except OSError:
+        return None
+    return [stat.st_ino, stat.st_mtime_ns]
+
+
+def _endings(logs: Path) -> list[dict[str, Any]]:
+    """What the ranks of a start wrote about their end."""
+    found = []
+    for path in sorted(logs.glob("rank-*.ended")):
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError:
+            continue
+    return found
+
+
+def _silent(logs: Path) -> list[int]:
+    """Ranks that began and wrote no end: killed, or their host is gone."""
+    began = {int(path.stem.partition("-")[2]) for path in logs.glob("rank-*.log")}
+    return sorted(began - {int(ending["rank"]) for ending in _endings(logs)})
+
+
+def _missing(logs: Path) -> str:
+    silent = ", ".join(map(str, _silent(logs)))
+    return f"ended without a word (killed, or the host is lost): rank {silent}" if silent else ""
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return [line.rstrip("\n").rpartition("\r")[2] for line in deque(file, LINES)]
+    except OSError:
+        return []
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def main() -> None:
+    """See the module; exit code 2 with one line where the user's input is wrong."""
+    parser = argparse.ArgumentParser()
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name in ("begin", "end", "point"):
+        verb = verbs.add_parser(name)
+        if name != "point":
+            verb.add_argument("--max-restarts", type=int, required=True)
+        if name == "end":
+            verb.add_argument("--code", type=int, required=True)
+            verb.add_argument("--asked", required=True)
+            verb.add_argument("--phase", choices=("preflight", "train"), required=True)
+        verb.add_argument("words", nargs="+")
+    given = parser.parse_args()
+    words = given.words
+    try:
+        if given.verb == "begin":
+            run_dir, logs = begin(Path(words[0]), words[1:], given.max_restarts)
+            sys.stdout.write(f"{run_dir}\n{logs}\n")
+        elif given.verb == "point":
+            run = sweep_point(int(words[0]), Path(words[1]), Path(words[2]), words[3:])
+            sys.stdout.write("".join(f"{word}\0" for word in run))
+        else:
+            _end(Path(words[0]), Path(words[1]), given)
+    except UserError as error:
+        _say(f"error: {error}")
+        sys.exit(2)
+
+
+def _end(run_dir: Path, logs: Path, given: argparse.Namespace) -> None:
+    verdict, reason = judge(run_dir, logs, given.phase, given.code, given.asked, given.max_restarts)
+    how = read_history(run_dir)[-1]["how"]
+    _say(f"{how}{f': {reason}' if reason else ''}; latest checkpoint: step {_latest_step(run_dir)}; {verdict}")
+    if how in ("fatal", "lost"):
+        log = guilty_log(logs)
+        if log is None and (logs / "preflight.log").is_file():
+            log = logs / "preflight.log"
+        if log is not None:
+            _say(f"--- the last lines of {log}")
+            _say("\n".join(_tail(log)))
+    sys.stdout.write(f"{verdict}\n")
+
+
+if __name__ == "__main__":
+    main()

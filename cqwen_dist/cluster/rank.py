@@ -1,0 +1,79 @@
+"""One rank, as a launcher starts it: what to run arrives as one word, and how it ended is written down.
+
+Arguments that pass a remote shell are read by it. So everything a rank needs travels as base64 of JSON, in which no
+shell finds anything to read: the words of the command, the folder, the environment, where to log.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODULE = "cqwen_dist.cluster.rank"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank shall do."""
+
+    words: list[str]  # of `cqwen`
+    folder: str
+    environment: dict[str, str] = field(default_factory=dict)
+    logs: str | None = None  # a folder: each rank's output in its own file there; None: to the console
+
+    def encode(self) -> str:
+        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode().rstrip("=")
+
+    @staticmethod
+    def decode(word: str) -> Order:
+        return Order(**json.loads(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4))))
+
+
+def main() -> None:
+    """Become the rank that the order describes; never returns."""
+    # Until the trainer listens, a request to stop waits for it instead of ending a process that still imports.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    order = Order.decode(sys.argv[1])
+    missing = {name: value for name, value in order.environment.items() if os.environ.get(name) != value}
+    if missing:  # in a new program: the loader and Python read theirs at its start
+        os.execve(sys.executable, [sys.executable, "-u", "-m", MODULE, sys.argv[1]], {**os.environ, **missing})
+    os.chdir(order.folder)
+    rank = os.environ["RANK"]
+    if order.logs is not None:
+        Path(order.logs).mkdir(parents=True, exist_ok=True)
+        log = os.open(Path(order.logs) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number in (1, 2):
+            os.dup2(log, number)
+    sys.argv = ["cqwen", *order.words]
+    from cqwen_dist.cli import main as cqwen
+
+    try:
+        cqwen()
+        ending: dict[str, Any] = {"how": "ended"}
+    except SystemExit as left:
+        how = "ended" if not left.code else "wrong input" if left.code == 2 else "failed"
+        ending = {"how": how, "message": f"exit code {left.code}"}
+        raise
+    except BaseException as error:
+        from cqwen_dist.parallel.collectives import is_communication
+
+        how = "lost the others" if is_communication(error) else "failed"
+        ending = {"how": how, "message": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        if order.logs is not None:
+            ending = {"rank": int(rank), "host": platform.node(), "time": time.time(), **ending}
+            (Path(order.logs) / f"rank-{rank}.ended").write_text(json.dumps(ending), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

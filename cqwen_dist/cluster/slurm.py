@@ -1,0 +1,256 @@
+"""A run as SLURM jobs: rendered to a script one can read, checked by SLURM itself, submitted.
+
+The script does the work (cluster/job.sbatch.j2); `slurm/*.sbatch` are the same text for those who call sbatch
+themselves. A run whose stages need other resources becomes one job for each group of stages, each waiting for the one
+before (`afterok`: the id of a job survives its requeues).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.errors import Said
+
+FOLDER = "slurm"  # in the run's folder
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks SLURM for; None: nothing is asked, the cluster's default holds."""
+
+    nodes: int = 1
+    gpus_per_node: int = 0  # 0: CPU ranks
+    ranks_per_node: int | None = None  # default: one a GPU, or one
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    time: str | None = None  # as sbatch reads it: minutes, H:M:S, D-H:M:S
+    options: tuple[str, ...] = ()  # further options of sbatch, each as one #SBATCH line
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"--{name.replace('_', '-')}", value, f"{least} or more")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise UserError("--time", self.time, "minutes, H:M:S or D-H:M:S")
+        for option in self.options:
+            if not option.startswith("-"):
+                raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
+        for value in (self.partition, self.account, self.qos, self.constraint, self.exclude, *self.options):
+            _refuse_unprintable(value)
+
+    @property
+    def ranks(self) -> int:
+        """Of one node."""
+        return self.ranks_per_node or self.gpus_per_node or 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where Python is on the nodes, and what has to happen before it is."""
+
+    python: str = sys.executable
+    venv: str | None = None
+    container: str | None = None
+    container_command: str = "apptainer exec --nv"
+    setup: tuple[str, ...] = ()  # lines of bash, as they are
+
+    def __post_init__(self) -> None:
+        for value in (self.python, self.venv, self.container, self.container_command, *self.setup):
+            _refuse_unprintable(value)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a run."""
+
+    name: str
+    folder: Path  # where it runs
+    run_dir: Path
+    config: str
+    overrides: tuple[str, ...]
+    resources: Resources
+    place: Place = field(default_factory=Place)
+    warn_s: int = 180  # SIGUSR1 so long before the time limit
+    max_restarts: int = 5  # in a row, without a new checkpoint
+    preflight: bool = True
+
+    def __post_init__(self) -> None:
+        for value in (self.name, str(self.folder), str(self.run_dir), self.config, *self.overrides):
+            _refuse_unprintable(value)
+        if "\\" in str(self.run_dir):  # in --output it would switch the pattern %j off
+            raise UserError("run.dir", str(self.run_dir), "a path without backslashes")
+        if self.warn_s < 60:
+            raise UserError("--warn-s", self.warn_s, "60 or more: SLURM looks at the clock every 30 s")
+        if self.max_restarts < 0:
+            raise UserError("--max-restarts", self.max_restarts, "0 or more")
+
+    def directives(self) -> list[str]:
+        """Its #SBATCH lines, each option quoted as sbatch reads it."""
+        r = self.resources
+        options = {
+            "job-name": self.name,
+            "chdir": str(self.folder),
+            "output": _no_pattern(str(self.run_dir / FOLDER)) + "/%j.out",
+            "nodes": r.nodes,
+            "ntasks-per-node": 1,
+            "gpus-per-node": r.gpus_per_node or None,
+            "partition": r.partition,
+            "account": r.account,
+            "qos": r.qos,
+            "constraint": r.constraint,
+            "exclude": r.exclude,
+            "time": r.time,
+            "signal": f"B:USR1@{self.warn_s}",
+            "open-mode": "append",
+        }
+        lines = [f"--{key}={_quoted(str(value))}" for key, value in options.items() if value is not None]
+        return [*lines, "--exclusive", "--requeue", *(_option(text) for text in r.options)]
+
+
+def render(job: Job) -> str:
+    """The whole script of a job."""
+    return str(_template().render(job=job, shipped=None, directives=job.directives()))
+
+
+def render_shipped(kind: str) -> str:
+    """`slurm/train.sbatch` (kind "train") or `slurm/sweep.sbatch` ("sweep"): what they run comes with the command."""
+    directives = [
+        f"--job-name=cqwen-{kind}",
+        "--output=cqwen-%j.out" if kind == "train" else "--output=cqwen-%A_%a.out",
+    ]
+    directives += ["--nodes=1", "--ntasks-per-node=1", "--signal=B:USR1@180", "--open-mode=append"]
+    return str(_template().render(job=None, shipped=kind, directives=[*directives, "--exclusive", "--requeue"]))
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        comment_start_string="<#",  # bash has a use for {#
+        comment_end_string="#>",
+    )
+    environment.filters["sh"] = shlex.quote
+    environment.filters["words"] = lambda text: " ".join(shlex.quote(word) for word in shlex.split(text))
+    text = files("cqwen_dist.cluster").joinpath("job.sbatch.j2").read_text(encoding="utf-8")
+    return environment.from_string(text)
+
+
+# ------------------------------------------------------------------------------------------------- chains of jobs
+
+
+def split_stages(config: Config, resources: Resources, by_stage: dict[str, Resources]) -> list[tuple[str, Resources]]:
+    """(last stage, resources) of each job: neighbouring stages with the same needs share one.
+
+    Raises `UserError` for a stage that the config does not have.
+    """
+    names = [stage.name for stage in config.stages]
+    for name in by_stage:
+        if name not in names:
+            raise UserError("--stage", name, f"a stage of the config: {', '.join(names)}")
+    jobs: list[tuple[str, Resources]] = []
+    for name in names:
+        needs = by_stage.get(name, resources)
+        if jobs and jobs[-1][1] == needs:
+            jobs.pop()
+        jobs.append((name, needs))
+    return jobs
+
+
+def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
+    """`NAME:nodes=4,gpus-per-node=8,partition=big`: what a stage asks for instead. Raises `UserError`."""
+    name, colon, rest = text.partition(":")
+    known = {field.replace("_", "-"): field for field in Resources.__dataclass_fields__ if field != "options"}
+    changes: dict[str, Any] = {}
+    for part in rest.split(","):
+        key, equals, value = part.partition("=")
+        if not (name and colon and equals and key in known):
+            raise UserError("--stage", text, f"NAME:key=value,... with keys out of {', '.join(known)}")
+        if known[key] in ("nodes", "gpus_per_node", "ranks_per_node"):
+            if not value.isdecimal():
+                raise UserError(f"--stage {name}:{key}", value, "a whole number")
+            changes[known[key]] = int(value)
+        else:
+            changes[known[key]] = value
+    return name, replace(resources, **changes)
+
+
+# ------------------------------------------------------------------------------------------------ talking to SLURM
+
+
+def test_only(script: str) -> str | None:
+    """What `sbatch --test-only` says of a script: when and where it would start; None where there is no sbatch.
+
+    Raises `UserError` with SLURM's own words where it would refuse the job.
+    """
+    if which("sbatch") is None:
+        return None
+    done = _sbatch("--test-only", script=script)
+    if done.returncode:
+        raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
+    return _words(done.stderr)
+
+
+def submit(script: Path, after: str | None = None) -> str:
+    """Submit; returns the job's id. after: the job whose success it waits for. Raises `UserError`."""
+    done = _sbatch("--parsable", *waits_for(after), str(script))
+    if done.returncode:
+        raise UserError("sbatch", Said(_words(done.stderr)), "a job that this cluster takes")
+    return done.stdout.strip().split(";")[0]
+
+
+def waits_for(job: str | None) -> list[str]:
+    """The options of a job that begins when another has succeeded, and is dropped where that one has failed."""
+    return [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"] if job else []
+
+
+def _sbatch(*options: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)
+
+
+def _words(text: str) -> str:
+    return " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines())
+
+
+# ------------------------------------------------------------------------------------------------------- quoting
+
+
+def _quoted(text: str) -> str:
+    """As sbatch reads the value of an option: bare where that is safe, else in double quotes."""
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]+", text, re.ASCII):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _option(text: str) -> str:
+    name, equals, value = text.partition("=")
+    return f"{name}={_quoted(value)}" if equals else _quoted(text)
+
+
+def _no_pattern(path: str) -> str:
+    """A path in which SLURM shall see none of its % patterns."""
+    return path.replace("%", "%%")
+
+
+def _refuse_unprintable(value: str | None) -> None:
+    if value is not None and not value.isprintable():
+        raise UserError("a value of the job", value, "printable text on one line")
