@@ -284,6 +284,30 @@ def bench_loss(
         Console().print(table(result))
 
 
+@bench_app.command("generate")
+def bench_generate(
+    hidden: Annotated[int, typer.Option(help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
+    layers: Annotated[int, typer.Option(help="Layers of the backbone.")] = 24,
+    vocab: Annotated[int, typer.Option(help="V, words.")] = 151_936,
+    batch: Annotated[list[int] | None, typer.Option(help="Prompts at once; several times for several.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Counted rounds of each contender.")] = 3,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Tokens a second of the modes beside Hugging Face's generate on the same base, random weights."""
+    _quiet_libraries()
+    from cqwen_dist.bench.generate import run, table
+
+    result = run(hidden, layers, vocab, tuple(batch or (1, 4)), new_tokens=new_tokens, rounds=rounds, device=device)
+    if as_json:
+        _print_json(result)
+    else:
+        from rich.console import Console
+
+        Console().print(table(result))
+
+
 def _quiet_libraries() -> None:
     """Keep transformers, DeepSpeed and tokenizers from talking over the progress line; no hub telemetry."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -7,18 +7,22 @@ Letters: B rows, T prompt positions, T' positions at the end, C causal dimension
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import Action, Draws, Options, find_mode
+from cqwen_dist.generate.modes import Action, Draws, Options, find_mode, warpers
+from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
+from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import ovr_prob_at
+from cqwen_dist.ops.ovr_best import row_sizes
 from cqwen_dist.targets import TargetTransform
 
 
@@ -43,31 +47,8 @@ class Model(Protocol):
     ) -> Cauchy: ...
 
 
-@dataclass(frozen=True)
-class GeneratedNumbers:
-    """The numbers of prompt and continuation, aligned with the ids."""
-
-    values: Tensor  # [B,T'] float64, raw unit; 0 at text
-    generated: Tensor  # [B,T'] bool: a number that the model wrote
-    loc: Tensor  # [B,T'] float64, location of Y in the target's unit; 0 where not generated
-    scale: Tensor  # [B,T'] float64, its scale; 0 where not generated
-    p_num: Tensor  # [B,T'] float64, P of <NUM> when it was written; 0 where not generated
-    target: TargetTransform
-
-    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """(low, high), each [B,T'] float64 in the raw unit: the central interval of Y, nan where not generated.
-
-        The Cauchy's own quantiles at (1 -+ level)/2, through the inverse of the target transform. Raises ValueError
-        unless 0 < level < 1.
-        """
-        if not 0.0 < level < 1.0:
-            raise ValueError(f"level must be between 0 and 1, found {level}")
-        law = Cauchy(self.loc, self.scale)
-        low, high = (self.target.inverse(law.quantile(0.5 + sign * level / 2)) for sign in (-1, 1))
-        return low.where(self.generated, math.nan), high.where(self.generated, math.nan)
-
-
-OnToken = Callable[[Tensor, Tensor], None]
+# What looks on after every step: (ids [B,t], their numbers so far) -> rows that end here [B] bool, or None.
+Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
 
 
 @torch.no_grad()
@@ -85,12 +66,14 @@ def generate(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None,
     decode_rule: Literal["ovr", "loc"] | None = None,
+    eps_truncation: float = 0.0,
     generator: torch.Generator | None = None,
     seed: int | None = None,
     use_cache: bool = True,
     used_rows: int | None = None,
-    on_token: OnToken | None = None,
+    watch: Sequence[Watch] = (),
 ) -> tuple[Tensor, GeneratedNumbers]:
     """Continue prompts.
 
@@ -100,13 +83,17 @@ def generate(
     max_new_tokens: at most so many; the end of the model's context also ends it.
     eos_token_id: one or several ids that end a row (default: the base's own; [] for none); a row that has ended is
         filled with pad_token_id (default: the base's own, else the first eos, else 0).
-    do_sample, temperature (0: greedy), top_k (0: all), top_p: of `compatible`. do_sample defaults to True where one
-        of the other three, a seed or a generator is given, and else to False, as Hugging Face's.
+    temperature: in `compatible` divides the logits (0: greedy); in the modes that draw an individual or the noise
+        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all).
+    do_sample, top_k (0: all), top_p, logits_processor ((ids, logits [B,V]) -> logits): of `compatible`. do_sample
+        defaults to True where one of temperature, top_k, top_p, seed and generator is given, and else to False, as
+        Hugging Face's.
     decode_rule: how the other modes rank words, by P ("ovr") or by loc_S ("loc"); default: the mode's own.
+    eps_truncation: uniforms that are drawn stay so far from 0 and 1, which cuts a Cauchy's far tails off (0: not).
     generator, seed: of every draw (one of the two; default torch's global state). Each row draws for itself.
     used_rows: words from here on are never written, but for `compatible` (default: the config's; behind <NUM>, the
         first row that the tokenizer does not use, are spare ones).
-    on_token: called after every step with its (ids [B] int64, values [B] float64).
+    watch: called after every step with all that stands there; may end rows.
 
     Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for an unknown mode,
     an empty prompt, one longer than the context, ids out of the vocabulary, values that are not finite, padding that
@@ -114,26 +101,23 @@ def generate(
     """
     chosen = find_mode(mode)
     action: Action = model.action
-    _check_prompt(model, input_ids, numeric_values, attention_mask)
-    _check_options(max_new_tokens, temperature, top_p, top_k, decode_rule, used_rows)
+    check_prompt(model, input_ids, numeric_values, attention_mask)
+    _check_options(max_new_tokens, temperature, top_p, top_k, decode_rule, used_rows, eps_truncation)
     base, num_token_id = model.config.base_config, int(model.config.num_token_id)
     sampling = any(option is not None for option in (temperature, top_k, top_p, seed, generator))
-    options = Options(
-        used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
-        rank_by=decode_rule or chosen.rank_by,
-        do_sample=sampling if do_sample is None else do_sample,
-        temperature=1.0 if temperature is None else temperature,
-        top_k=top_k or 0,
-        top_p=1.0 if top_p is None else top_p,
-    )
-    draws = Draws(_generator(generator, seed, input_ids.device))
+    heat = 1.0 if temperature is None else temperature
+    processors: list[Any] = [] if logits_processor is None else [logits_processor]
+    sampling = (sampling if do_sample is None else do_sample) and heat > 0.0
+    if mode == "compatible" and sampling:
+        processors += warpers(heat, top_k or 0, 1.0 if top_p is None else top_p)
+    device = input_ids.device
+    draws = Draws(_generator(generator, seed, device), temperature=heat, eps_truncation=eps_truncation)
     ends = _as_list(base.eos_token_id if eos_token_id is None else eos_token_id)
     if pad_token_id is None:
         pad_token_id = next((t for t in (base.pad_token_id, *ends) if t is not None), 0)
-    eos = torch.tensor(ends, dtype=torch.int64, device=input_ids.device)
+    eos = torch.tensor(ends, dtype=torch.int64, device=device)
 
     b, prompt = input_ids.shape
-    device = input_ids.device
     total = min(prompt + max_new_tokens, max(prompt, base.max_position_embeddings))
     ids = torch.full((b, total), pad_token_id, dtype=torch.int64, device=device)
     ids[:, :prompt] = input_ids
@@ -144,46 +128,74 @@ def generate(
     if attention_mask is not None:
         mask[:, :prompt] = attention_mask.bool()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    loc, scale, p_num = torch.zeros_like(values), torch.zeros_like(values), torch.zeros_like(values)
-    generated = torch.zeros_like(mask)
+    numbers = empty_numbers(values, model.target, Intervals.from_dict(model.config.calibration))
     done = torch.zeros(b, dtype=torch.bool, device=device)
     cache = DynamicCache(config=base) if use_cache else None
 
-    start, end = 0, prompt  # [start, end): what the model reads next
-    while end < total and not bool(done.all()):
-        read = slice(start, end)
-        u = model.infer(
-            ids[:, read],
-            values[:, read],
-            mask[:, :end],
-            position_ids=positions[:, read],
-            past_key_values=cache,
+    with at_hand(action):
+        options = Options(
+            used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
+            rank_by=decode_rule or chosen.rank_by,
+            do_sample=sampling,
+            processors=_in_turn(processors) if processors else None,
+            sizes=row_sizes(action.cls_weight) if total > prompt + 1 and chosen.ranks(decode_rule) else None,
         )
-        u_prime = chosen.law(action, Cauchy(u.loc[:, -1], u.scale[:, -1]), draws)
-        seen = action.word_part(u_prime)
-        word = chosen.choose(action, seen, draws, options)
-        number = (word == num_token_id) & ~done
-        y = action.value(u_prime)
-        ids[:, end] = torch.where(done, pad_token_id, word)
-        values[:, end] = model.target.inverse(y.loc).where(number, 0.0)
-        loc[:, end], scale[:, end] = y.loc.double().where(number, 0.0), y.scale.double().where(number, 0.0)
-        p_num[:, end] = _prob_of(action, seen, num_token_id).where(number, 0.0)
-        generated[:, end] = number
-        if on_token is not None:
-            on_token(ids[:, end], values[:, end])
-        done = done | torch.isin(word, eos)
-        start, end = (end if use_cache else 0), end + 1
+        home = action.cls_weight.device
+        start, end = 0, prompt  # [start, end): what the model reads next
+        while end < total and not bool(done.all()):
+            u = model.infer(
+                ids[:, start:end],
+                values[:, start:end],
+                mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                keep=torch.arange(1, b + 1, device=device) * (end - start) - 1,  # the last position of each row
+            )
+            u_prime = chosen.law(action, Cauchy(u.loc.to(home), u.scale.to(home)), draws)
+            seen = action.word_part(u_prime)
+            word = chosen.choose(action, seen, draws, options, ids[:, :end].to(home))
+            p_num, p_word = (p.to(device) for p in _probs(action, seen, num_token_id, word))
+            y, word = action.value(u_prime), word.to(device)
+            number = (word == num_token_id) & ~done
+            ids[:, end] = torch.where(done, pad_token_id, word)
+            y = Cauchy(y.loc.double().to(device), y.scale.double().to(device))
+            values[:, end] = model.target.inverse(y.loc).where(number, 0.0)
+            numbers.loc[:, end], numbers.scale[:, end] = y.loc.where(number, 0.0), y.scale.where(number, 0.0)
+            numbers.p_num[:, end] = p_num.where(~done, math.nan)
+            numbers.p_word[:, end] = p_word.where(~done, math.nan)
+            numbers.generated[:, end] = number
+            done = done | torch.isin(word, eos)
+            start, end = (end if use_cache else 0), end + 1
+            for look in watch:
+                ended = look(ids[:, :end], numbers.until(end))
+                done = done if ended is None else done | ended.to(device)
+    return ids[:, :end], numbers.until(end)
 
-    values, generated, loc, scale, p_num = (t[:, :end] for t in (values, generated, loc, scale, p_num))
-    return ids[:, :end], GeneratedNumbers(values, generated, loc, scale, p_num, model.target)
+
+def _in_turn(processors: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Callable[[Tensor, Tensor], Tensor]:
+    def process(ids: Tensor, logits: Tensor) -> Tensor:
+        for each in processors:
+            logits = each(ids, logits)
+        return logits
+
+    return process
 
 
-def _prob_of(action: Action, u: Cauchy, word: int) -> Tensor:
-    """P of one word: [B] float64."""
+def _probs(action: Action, u: Cauchy, num_token_id: int, words: Tensor) -> tuple[Tensor, Tensor]:
+    """P of <NUM> and of each row's own word: [B] float64 each."""
     weight = action.cls_weight
-    at = torch.tensor([word], device=weight.device)
+    at = torch.cat([words.new_tensor([num_token_id]), words])
     p = ovr_prob_at(u.loc.to(weight.dtype), u.scale.to(weight.dtype), weight, action.cls_bias, action.threshold, at)
-    return p[:, 0].double()
+    return p[:, 0].double(), p[:, 1:].diagonal().double()
+
+
+@contextmanager
+def at_hand(module: nn.Module) -> Iterator[None]:
+    """Inside, weights that accelerate keeps on a disk or on the CPU are where the module computes."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(align_module_device(part))
+        yield
 
 
 def _generator(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator | None:
@@ -200,7 +212,7 @@ def _as_list(ids: int | Sequence[int] | None) -> list[int]:
     return [ids] if isinstance(ids, int) else list(ids)
 
 
-def _check_prompt(model: Model, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+def check_prompt(model: Model, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
     """Raises as `generate` says."""
     action: Action = model.action
     v, context = action.vocab_size, model.config.base_config.max_position_embeddings
@@ -235,8 +247,11 @@ def _check_options(
     top_k: int | None,
     decode_rule: str | None,
     used_rows: int | None,
+    eps_truncation: float,
 ) -> None:
     """Raises as `generate` says."""
+    if not 0.0 <= eps_truncation < 0.5:
+        raise UserError("eps_truncation", eps_truncation, "0 or more, below 0.5")
     if max_new_tokens < 0:
         raise UserError("max_new_tokens", max_new_tokens, "0 or more")
     if temperature is not None and not 0.0 <= temperature < math.inf:

@@ -12,23 +12,30 @@
     noise       Cauchy(loc + |b| eps, scale), one eps      argmax P                        S3 3.4.2
     sample      the point u, drawn at every step           argmax S(u)                     S4 2.4.2
 
-b is b_noise. Letters: B rows, C causal dimension, V vocabulary. Everything is of one position: [B,C], at most [B,V].
+b is b_noise. What is drawn is drawn at `temperature` times its scale (1: as inferred; 0: the location itself), in
+compatible the logits are divided by it. Letters: B rows, C causal dimension, V vocabulary. Everything is of one
+position: [B,C], at most [B,V].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from transformers.generation import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from cqwen_dist.config import UserError
-from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import ovr_prob_at, ovr_topk
-
-CHUNK_BYTES = 64 << 20  # of W_cls's rows looked at together where every P is wanted
+from cqwen_dist.ops.cauchy import Cauchy, prob_above
+from cqwen_dist.ops.ovr_best import RowSizes, best_word, scale_scores
+from cqwen_dist.ops.products import product
 
 
 class Action(Protocol):
@@ -53,6 +60,8 @@ class Draws:
     """The randomness of one generation: fresh uniforms, and one instance that is kept from its first use on."""
 
     generator: torch.Generator | None = None
+    temperature: float = 1.0  # factor on the scale that is drawn from
+    eps_truncation: float = 0.0  # uniforms are kept so far from 0 and 1: a Cauchy's far tails are not drawn
     _kept: Tensor | None = field(default=None, repr=False)
 
     def fresh(self, like: Tensor) -> Tensor:
@@ -66,6 +75,11 @@ class Draws:
             self._kept = self.fresh(like)
         return self._kept
 
+    def from_law(self, law: Cauchy, uniforms: Tensor) -> Tensor:
+        """loc + temperature scale tan(pi (eps - 1/2)), [B,C]."""
+        eps = uniforms.clamp(self.eps_truncation, 1.0 - self.eps_truncation)
+        return Cauchy(law.loc, law.scale * self.temperature).sample(eps)
+
     def pick(self, weights: Tensor) -> Tensor:
         """One index a row [B], with probability in proportion to weights [B,n] (>= 0, not all 0)."""
         device = weights.device if self.generator is None else self.generator.device
@@ -74,18 +88,22 @@ class Draws:
 
 @dataclass(frozen=True)
 class Options:
-    """What a choice may depend on beside U'. used_rows: words >= used_rows are never chosen (not in `compatible`)."""
+    """What a choice may depend on beside U'.
+
+    used_rows: words >= used_rows are never chosen (not in `compatible`). sizes: of W_cls's rows, which make
+    ranking by P quick (none: every scale is computed).
+    do_sample, processors: of `compatible`; processors are Hugging Face's, (ids [B,t], logits [B,V]) -> logits.
+    """
 
     used_rows: int
     rank_by: Literal["ovr", "loc"] = "ovr"
     do_sample: bool = True
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    processors: Callable[[Tensor, Tensor], Tensor] | None = None
+    sizes: RowSizes | None = None
 
 
 Law = Callable[[Action, Cauchy, Draws], Cauchy]
-Choose = Callable[[Action, Cauchy, Draws, Options], Tensor]
+Choose = Callable[[Action, Cauchy, Draws, Options, Tensor], Tensor]
 
 
 def with_noise(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
@@ -95,67 +113,70 @@ def with_noise(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
 
 def individual_each_step(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
     """An individual drawn, the noise still a law: Cauchy(u, |b|)."""
-    return _at(action, u.sample(draws.fresh(u.loc)))
+    return _at(action, draws.from_law(u, draws.fresh(u.loc)))
 
 
 def one_individual(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
     """The individual at the same quantiles eps_seed in [0,1)^C of U at every step: Cauchy(u, |b|)."""
-    return _at(action, u.sample(draws.kept(u.loc)))
+    return _at(action, draws.from_law(u, draws.kept(u.loc)))
 
 
 def one_noise(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
     """The same draw of the noise at every step: Cauchy(loc + |b| eps, scale)."""
-    noise = Cauchy(torch.zeros_like(u.loc), action.b_noise.abs().expand_as(u.loc)).sample(draws.kept(u.loc))
-    return Cauchy(u.loc + noise, u.scale)
+    noise = Cauchy(torch.zeros_like(u.loc), action.b_noise.abs().expand_as(u.loc))
+    return Cauchy(u.loc + draws.from_law(noise, draws.kept(u.loc)), u.scale)
 
 
 def point(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
     """An individual drawn and no noise: all of U' at u."""
-    return Cauchy(u.sample(draws.fresh(u.loc)), torch.zeros_like(u.scale))
+    return Cauchy(draws.from_law(u, draws.fresh(u.loc)), torch.zeros_like(u.scale))
 
 
-def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options) -> Tensor:
+def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """argmax P, equal P told apart by loc_S (or argmax loc_S): [B]."""
-    _, ids = ovr_topk(*_head(action, u_prime), 1, used_rows=options.used_rows, rank_by=options.rank_by)
-    return ids[:, 0]
+    loc, scale, weight, bias, threshold = _head(action, u_prime)
+    used = min(options.used_rows, weight.shape[0])
+    if options.rank_by == "loc":
+        return (product(loc, weight[:used]) + bias[:used]).argmax(1)
+    return best_word(loc, scale, weight, bias, threshold, options.sizes, used_rows=used)
 
 
-def softmax_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options) -> Tensor:
-    """As an ordinary language model: softmax(loc_S / temperature), top-k, then top-p; greedy without sampling: [B]."""
+def softmax_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+    """As an ordinary language model, softmax(loc_S) after the processors; the best word without sampling: [B]."""
     loc, _, weight, bias, _ = _head(action, u_prime)
     logits = (loc @ weight.T + bias).float()
-    if not options.do_sample or options.temperature == 0.0:
-        return logits.argmax(-1)
-    return draws.pick(truncate(logits / options.temperature, options.top_k, options.top_p).softmax(-1))
+    if options.processors is not None:
+        logits = options.processors(ids, logits)
+    return draws.pick(logits.softmax(-1)) if options.do_sample else logits.argmax(-1)
 
 
-def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options) -> Tensor:
+def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """One of the words in use with probability P / sum P; argmax where every P is 0: [B]."""
-    weight = action.cls_weight
-    words = torch.arange(min(options.used_rows, weight.shape[0]), device=weight.device)
-    rows = max(1, CHUNK_BYTES // (weight.shape[1] * weight.element_size()))
-    head = _head(action, u_prime)
-    p = torch.cat([ovr_prob_at(*head, some) for some in words.split(rows)], dim=1)
+    p = prob_words(action, u_prime, options.used_rows)
     none = p.sum(-1) == 0
     if not none.any():
         return draws.pick(p)
-    return torch.where(none, best(action, u_prime, draws, options), draws.pick(p + none[:, None]))
+    return torch.where(none, best(action, u_prime, draws, options, ids), draws.pick(p + none[:, None]))
 
 
-def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """logits [B,V] with -inf outside the top_k best (0: all) and outside the fewest best whose sum reaches top_p.
+def prob_words(action: Action, u_prime: Cauchy, used_rows: int) -> Tensor:
+    """P of every word in use [B,used_rows], fp32."""
+    loc, scale, weight, bias, threshold = _head(action, u_prime)
+    used = min(used_rows, weight.shape[0])
+    loc_s = product(loc, weight[:used]) + bias[:used]
+    return prob_above(scale_scores(scale, weight, used), (threshold[:used] if threshold.ndim else threshold) - loc_s)
 
-    Hugging Face's rules: words that tie with the k-th stay; the word that crosses top_p stays.
-    """
-    if 0 < top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+
+def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
+    """Hugging Face's own, in its order; top_k 0 and top_p 1 leave all words."""
+    chosen: list[Any] = []
+    if temperature != 1.0:
+        chosen.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        chosen.append(TopKLogitsWarper(top_k))
     if top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_p
-        tail[:, -1] = False
-        logits = logits.masked_fill(tail.scatter(1, order, tail), -torch.inf)
-    return logits
+        chosen.append(TopPLogitsWarper(top_p))
+    return LogitsProcessorList(chosen)
 
 
 @dataclass(frozen=True)
@@ -165,6 +186,10 @@ class Mode:
     law: Law
     choose: Choose
     rank_by: Literal["ovr", "loc"] = "ovr"
+
+    def ranks(self, rule: str | None) -> bool:
+        """Whether words are ranked by P."""
+        return self.choose is best and (rule or self.rank_by) == "ovr"
 
 
 MODES: dict[str, Mode] = {

@@ -20,7 +20,8 @@ from transformers.utils import ModelOutput
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
-from cqwen_dist.generate.generator import GeneratedNumbers, generate
+from cqwen_dist.generate.generator import generate
+from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.model import initialise
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork

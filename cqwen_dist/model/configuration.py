@@ -16,7 +16,8 @@ class CausalQwenConfig(PretrainedConfig):
     base: the base model's own config, as a dict. num_token_id: the row used for <NUM>. used_rows: words from here on
     are spare and never written (default num_token_id + 1). causal_size: C without the number dimensions (default H).
     number_dims: m. scalar_threshold: one C for all words. target: the regression's unit (`TargetTransform.to_dict`).
-    lora: adapters present in the backbone (`LoraConfig` as a dict), or None.
+    lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: what held-out numbers said of
+    the intervals (`Intervals.to_dict`), or None.
     """
 
     model_type = "causal_qwen"
@@ -33,6 +34,7 @@ class CausalQwenConfig(PretrainedConfig):
         target: dict[str, Any] | None = None,
         lora: dict[str, Any] | None = None,
         used_rows: int | None = None,
+        calibration: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
@@ -49,6 +51,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.scalar_threshold = scalar_threshold
         self.target = target or TargetTransform().to_dict()
         self.lora = lora
+        self.calibration = calibration
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 

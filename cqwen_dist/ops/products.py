@@ -23,6 +23,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         out = a.new_empty(a.shape[0], b.shape[0], dtype=real)
         mm_into(a, b.T, out)
         return out
+    if 1 < a.shape[0] < 6 and not a.is_cuda:  # a few tokens: this order is 2 to 3 times as fast in MKL
+        return (b.to(real) @ a.to(real).T).T
     return a.to(real) @ b.to(real).T
 
 

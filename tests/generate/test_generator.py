@@ -12,8 +12,9 @@ from support.tiny import CONTEXT, NUM, VOCAB, random_ids, tiny_base, tiny_causal
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.generator import GeneratedNumbers, generate
+from cqwen_dist.generate.generator import generate
 from cqwen_dist.generate.modes import MODES
+from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
@@ -98,7 +99,9 @@ def test_every_step_is_the_models_decision_on_what_stands_there(model, prompts) 
     assert torch.equal(new, ids[:, 8:] == NUM)
     assert_close(numbers.values[:, 8:][new], (y.loc[:, 7:-1][new].double() * 40 + 150), 1e-5, "raw value")
     assert_close(numbers.scale[:, 8:][new], y.scale[:, 7:-1][new], 1e-5, "scale_Y")
-    assert_close(numbers.p_num[:, 8:][new], p[:, 7:-1, NUM][new], 1e-4, "P_NUM")
+    assert_close(numbers.p_num[:, 8:], p[:, 7:-1, NUM], 1e-4, "P_NUM")
+    assert_close(numbers.p_word[:, 8:], p[:, 7:-1].amax(-1), 1e-4, "P of the word")
+    assert bool(numbers.p_word[:, :8].isnan().all())
     assert numbers.values.dtype == torch.float64
     assert not numbers.values[ids != NUM].any()
     assert torch.equal(numbers.values[:, :8], prompts[1])
@@ -176,7 +179,7 @@ def test_num_as_the_first_token(model) -> None:
 def test_interval_is_the_cauchys_own_through_the_target() -> None:
     target = TargetTransform("signed_log")
     zeros = torch.zeros(1, 2, dtype=torch.float64)
-    numbers = GeneratedNumbers(zeros, torch.tensor([[True, False]]), zeros + 3.0, zeros + 0.1, zeros, target)
+    numbers = GeneratedNumbers(zeros, torch.tensor([[True, False]]), zeros + 3.0, zeros + 0.1, zeros, zeros, target)
     low, high = numbers.interval(0.5)  # quartiles: loc -+ scale
     assert_close(low[:, 0], torch.tensor([2.9], dtype=torch.float64).expm1(), 1e-12)
     assert_close(high[:, 0], torch.tensor([3.1], dtype=torch.float64).expm1(), 1e-12)
@@ -188,11 +191,23 @@ def test_interval_is_the_cauchys_own_through_the_target() -> None:
             numbers.interval(level)
 
 
-def test_on_token_streams_the_columns(model, prompts) -> None:
-    seen: list[tuple[Tensor, Tensor]] = []
-    ids, numbers = run(model, prompts, on_token=lambda i, v: seen.append((i.clone(), v.clone())))
-    assert torch.equal(torch.stack([i for i, _ in seen], 1), ids[:, 8:])
-    assert torch.equal(torch.stack([v for _, v in seen], 1), numbers.values[:, 8:])
+def test_who_watches_sees_every_step_and_may_end_rows(model, prompts) -> None:
+    seen: list[Tensor] = []
+
+    def look(ids: Tensor, numbers: GeneratedNumbers) -> Tensor:
+        seen.append(ids.clone())
+        assert numbers.values.shape == ids.shape
+        return torch.tensor([ids.shape[1] == 10, False, ids.shape[1] == 12])
+
+    ids, numbers = run(model, prompts, watch=[look], pad_token_id=9)
+    plain, _ = run(model, prompts)
+    assert all(torch.equal(part, ids[:, : part.shape[1]]) for part in seen)
+    assert len(seen) == 12
+    assert torch.equal(ids[1], plain[1])
+    assert torch.equal(ids[0, :10], plain[0, :10])
+    assert ids[0, 10:].tolist() == [9] * 10
+    assert ids[2, 12:].tolist() == [9] * 8
+    assert bool(numbers.p_word[0, 10:].isnan().all())
 
 
 def test_the_context_ends_a_generation(model) -> None:
@@ -232,7 +247,7 @@ def test_sampled_steps_use_the_generators_draws_row_by_row(model, prompts) -> No
 
         def infer(self, *args: Any, **context: Any) -> Cauchy:
             u = model.infer(*args, **context)
-            asked.append(Cauchy(u.loc[:, -1], u.scale[:, -1]))
+            asked.append(u)
             return u
 
     ids, numbers = run(Watched(), prompts, mode="individual", seed=3)
@@ -278,6 +293,7 @@ def test_user_errors(model) -> None:
         ({"decode_rule": "best"}, "decode_rule"),
         ({"seed": 1, "generator": torch.Generator()}, "seed"),
         ({"used_rows": 0}, "used_rows"),
+        ({"eps_truncation": 0.5}, "eps_truncation"),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):

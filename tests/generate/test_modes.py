@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from support.tiny import HIDDEN, NUM, VOCAB, random_ids, tiny_model
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate import modes
-from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, truncate
+from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, prob_words, warpers
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 
 DRAWS = 100_000
 ALL = Options(used_rows=VOCAB)
+NONE = torch.zeros(1, 0, dtype=torch.int64)  # the ids so far, which only processors look at
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,27 @@ def test_individuals_are_drawn_from_u(mode: str, action: ActionNetwork, u: Cauch
     assert torch.equal(law.scale[0], expected)
 
 
+@pytest.mark.parametrize("mode", ["causal", "individual", "sample", "noise"])
+@pytest.mark.parametrize("temperature", [0.0, 0.25])
+def test_temperature_is_a_factor_on_the_scale_that_is_drawn_from(
+    mode: str, temperature: float, action: ActionNetwork, u: Cauchy
+) -> None:
+    d = Draws(torch.Generator().manual_seed(0), temperature=temperature)
+    law = MODES[mode].law(action, many(u), d)
+    drawn_from = action.b_noise.abs() if mode == "noise" else u.scale[0]
+    if temperature == 0.0:
+        assert torch.equal(law.loc, many(u).loc)
+    else:
+        assert is_cauchy(law.loc[:, 5], u.loc[0, 5], temperature * drawn_from[5])
+    assert torch.equal(law.scale, MODES[mode].law(action, many(u), draws()).scale)
+
+
+def test_truncated_draws_stay_within_their_quantiles(action: ActionNetwork, u: Cauchy) -> None:
+    d = Draws(torch.Generator().manual_seed(0), eps_truncation=0.01)
+    z = ((MODES["causal"].law(action, many(u, 2000), d).loc - u.loc) / u.scale).abs()
+    assert float(z.max()) == pytest.approx(math.tan(math.pi * 0.49), rel=1e-3)
+
+
 def test_one_noise_is_drawn_and_the_individual_stays_a_law(action: ActionNetwork, u: Cauchy) -> None:
     law = MODES["noise"].law(action, many(u), draws())
     assert torch.equal(law.scale, many(u).scale)
@@ -101,9 +123,9 @@ def test_argmax_p_and_argmax_loc(action: ActionNetwork) -> None:
     laws = Cauchy(torch.randn(50, HIDDEN), torch.rand(50, HIDDEN))
     s = action.scores(laws)
     for rank_by, key in (("ovr", s.sf(action.threshold)), ("loc", s.loc)):
-        best = MODES["standard"].choose(action, laws, draws(), Options(VOCAB, rank_by=rank_by))
+        best = MODES["standard"].choose(action, laws, draws(), Options(VOCAB, rank_by=rank_by), NONE)
         assert torch.equal(best, key.argmax(-1))
-        used = MODES["standard"].choose(action, laws, draws(), Options(40, rank_by=rank_by))
+        used = MODES["standard"].choose(action, laws, draws(), Options(40, rank_by=rank_by), NONE)
         assert torch.equal(used, key[:, :40].argmax(-1))
     assert MODES["sample"].rank_by == "loc"
 
@@ -126,20 +148,21 @@ def chi_square(chosen: Tensor, p: Tensor) -> float:
 def test_ovr_draws_from_p_over_its_sum(action: ActionNetwork, u: Cauchy) -> None:
     law = action.add_noise(u)
     p = action.scores(law).sf(action.threshold)[0]
-    chosen = MODES["ovr"].choose(action, many(law), draws(), ALL)
+    chosen = MODES["ovr"].choose(action, many(law), draws(), ALL, NONE)
     assert chi_square(chosen, p) > 1e-3
-    used = MODES["ovr"].choose(action, many(law), draws(), Options(used_rows=30))
+    used = MODES["ovr"].choose(action, many(law), draws(), Options(used_rows=30), NONE)
     assert int(used.max()) < 30
     assert chi_square(used, p[:30]) > 1e-3
 
 
-def test_ovr_in_chunks_of_the_vocabulary_draws_the_same(
-    action: ActionNetwork, u: Cauchy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    law = many(action.add_noise(u), 500)
-    whole = MODES["ovr"].choose(action, law, draws(), ALL)
-    monkeypatch.setattr(modes, "CHUNK_BYTES", 7 * HIDDEN * 4)  # 7 words at a time
-    assert torch.equal(MODES["ovr"].choose(action, law, draws(), ALL), whole)
+def test_p_of_every_word_is_the_closed_form(action: ActionNetwork, u: Cauchy) -> None:
+    law = many(action.add_noise(u), 3)
+    assert_close(prob_words(action, law, VOCAB), action.scores(law).sf(action.threshold), 1e-5, "P")
+
+
+def warped(temperature: float, top_k: int, top_p: float) -> Callable[[Tensor, Tensor], Tensor]:
+    chosen = warpers(temperature, top_k, top_p)
+    return lambda ids, logits: chosen(ids, logits)
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8)])
@@ -155,27 +178,16 @@ def test_compatible_draws_from_the_softmax(
     if top_p < 1:
         keep = p.cumsum(-1) - p < top_p
     expected = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, order, p * keep)
-    options = Options(VOCAB, temperature=temperature, top_k=top_k, top_p=top_p)
-    chosen = MODES["compatible"].choose(action, many(law), draws(), options)
+    options = Options(VOCAB, processors=warped(temperature, top_k, top_p))
+    chosen = MODES["compatible"].choose(action, many(law), draws(), options, NONE)
     assert int(chosen.unique().numel()) <= int(keep.sum())
     assert chi_square(chosen, expected) > 1e-3
 
 
-def test_compatible_looks_at_the_whole_vocabulary_and_temperature_zero_is_greedy(
-    action: ActionNetwork, u: Cauchy
-) -> None:
+def test_compatible_looks_at_the_whole_vocabulary(action: ActionNetwork, u: Cauchy) -> None:
     s = action.scores(u).loc
-    for options in (Options(1, do_sample=False), Options(1, temperature=0.0)):
-        assert torch.equal(MODES["compatible"].choose(action, u, draws(), options), s.argmax(-1))
-
-
-def test_truncate_keeps_ties_and_the_word_that_crosses() -> None:
-    logits = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
-    assert truncate(logits, 2, 1.0).isfinite().tolist() == [[True, True, True, False]]
-    assert truncate(logits, 0, 0.6).isfinite().sum() == 2
-    assert truncate(logits, 0, 1e-9).isfinite().tolist() == [[True, False, False, False]]
-    assert torch.equal(truncate(logits, 0, 1.0), logits)
-    assert torch.equal(truncate(logits, 9, 1.0), logits)
+    options = Options(1, do_sample=False)
+    assert torch.equal(MODES["compatible"].choose(action, u, draws(), options, NONE), s.argmax(-1))
 
 
 # ---- corners ----
@@ -195,14 +207,14 @@ def test_without_scale_equal_p_is_told_apart_by_loc() -> None:
     """b_noise = 0 in causal: P is 0 or 1; the highest loc wins, not the lowest index."""
     net, u = point_head([1.0, 3.0, 2.0, -1.0], threshold=0.5)
     assert MODES["causal"].law(net, u, draws()).scale.tolist() == [[0.0]]
-    assert MODES["standard"].choose(net, u, draws(), Options(4)).tolist() == [1]
+    assert MODES["standard"].choose(net, u, draws(), Options(4), NONE).tolist() == [1]
 
 
 def test_all_p_zero_falls_back_to_the_best() -> None:
     net, u = point_head([1.0, 3.0, 2.0, -1.0], threshold=50.0)
-    assert MODES["ovr"].choose(net, many(u, 3), draws(), Options(4)).tolist() == [1, 1, 1]
+    assert MODES["ovr"].choose(net, many(u, 3), draws(), Options(4), NONE).tolist() == [1, 1, 1]
     mixed = Cauchy(torch.tensor([[1.0], [100.0]]), torch.zeros(2, 1))  # row 1: P is 1 for words 0, 1, 2
-    chosen = MODES["ovr"].choose(net, mixed, draws(), Options(4)).tolist()
+    chosen = MODES["ovr"].choose(net, mixed, draws(), Options(4), NONE).tolist()
     assert chosen[0] == 1
     assert chosen[1] in (0, 1, 2)
 

@@ -1,0 +1,133 @@
+"""Tokens a second of the modes beside Hugging Face's own generate on the same base, in turns, in one process.
+
+Weights are random: speed depends on shapes only, but for one thing. `standard` computes few scales where P tells words
+apart, and all of them where it does not (`ops.ovr_best`). "standard" is a calibrated start, whose scales are equal;
+"standard, all scales" is the worst case.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from cqwen_dist.model.backbone import build_base
+from cqwen_dist.model.causal_qwen import CausalQwenForCausalLM, CausalQwenModel
+
+MODES = ("standard", "compatible", "ovr", "causal", "individual")
+
+
+def run(
+    hidden: int = 896,
+    layers: int = 24,
+    vocab: int = 151_936,
+    batches: tuple[int, ...] = (1, 4),
+    prompt: int = 32,
+    new_tokens: int = 8,
+    rounds: int = 3,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Medians over rounds, and each mode's ratio to Hugging Face in the same round."""
+    base = build_base(
+        {
+            "model_type": "qwen2",
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": hidden * 38 // 7,
+            "num_hidden_layers": layers,
+            "num_attention_heads": max(1, hidden // 64),
+            "num_key_value_heads": 2 if hidden >= 128 else 1,
+            "max_position_embeddings": 32_768,
+            "tie_word_embeddings": True,
+        },
+        seed=0,
+    ).to(device)
+    base.eval()
+    model = _causal(base, vocab)
+    contenders: dict[str, Callable[[Tensor], Any]] = {
+        "Hugging Face": lambda ids: base.generate(
+            ids, do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0
+        )
+    }
+    for mode in MODES:
+        contenders[mode] = _contender(model, mode, new_tokens)
+    contenders["standard, all scales"] = _contender(model, "standard", new_tokens, spread=True)
+    results = []
+    for batch in batches:
+        ids = torch.randint(0, vocab - 2, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(device)
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for turn in range(rounds + 1):
+            for name, contender in contenders.items():
+                began = time.perf_counter()
+                contender(ids)
+                if device != "cpu":
+                    torch.cuda.synchronize()
+                if turn:  # the first warms up
+                    times[name].append(time.perf_counter() - began)
+        theirs = times["Hugging Face"]
+        for name, own in times.items():
+            ratios = [a / b for a, b in zip(theirs, own, strict=True)]
+            results.append(
+                {
+                    "batch": batch,
+                    "contender": name,
+                    "tokens_per_s": batch * new_tokens / median(own),
+                    "ratio": median(ratios),
+                    "ratio_least": min(ratios),
+                    "ratio_most": max(ratios),
+                }
+            )
+    shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
+    return {"shape": shape, "rounds": rounds, "threads": torch.get_num_threads(), "results": results}
+
+
+def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
+    """The same weights turned causal; the transformer's own are shared, the heads are copies."""
+    shell = copy.copy(base)
+    shell._modules = dict(base._modules)
+    shell.model = copy.copy(base.model)
+    shell.model._modules = dict(base.model._modules)
+    model = CausalQwenModel.from_base_model(shell, start="seed", num_token_id=vocab - 2)
+    with torch.no_grad():
+        model.abduction.set_scale(1e-3)
+        model.action.b_noise.fill_(1e-3)
+        model.action.threshold.fill_(15.0)
+    return CausalQwenForCausalLM(model.config, model).to(base.device).eval()
+
+
+def _contender(
+    model: CausalQwenForCausalLM, mode: str, new_tokens: int, spread: bool = False
+) -> Callable[[Tensor], Any]:
+    noise = model.model.action.b_noise
+    uneven = noise.detach() * torch.logspace(-2, 2, noise.numel(), device=noise.device)
+
+    def go(ids: Tensor) -> None:
+        kept = noise.detach().clone()
+        with torch.no_grad():
+            noise.copy_(uneven if spread else kept)
+        model.generate(ids, mode=mode, do_sample=False, seed=0, max_new_tokens=new_tokens, eos_token_id=[])
+        with torch.no_grad():
+            noise.copy_(kept)
+
+    return go
+
+
+def table(result: dict[str, Any]) -> Table:
+    """For people."""
+    shown = Table(title=f"tokens/s beside Hugging Face's generate, {result['shape']}, {result['threads']} thread(s)")
+    for column in ("batch", "", "tokens/s", "ratio", "least", "most"):
+        shown.add_column(column)
+    for row in result["results"]:
+        shown.add_row(
+            str(row["batch"]),
+            row["contender"],
+            f"{row['tokens_per_s']:.2f}",
+            *(f"{row[name]:.2f}" for name in ("ratio", "ratio_least", "ratio_most")),
+        )
+    return shown

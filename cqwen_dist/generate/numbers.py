@@ -1,0 +1,129 @@
+"""The numbers of a generation: values, their uncertainty, and how many of their digits are worth writing.
+
+Letters: B rows, T' positions of prompt and continuation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.config import UserError
+from cqwen_dist.intervals import LEVELS, Intervals
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.targets import TargetTransform
+
+MOST_DIGITS = 17  # of a float64: all of it
+Digits = int | Literal["auto"]
+
+
+def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, level: float) -> tuple[Tensor, Tensor]:
+    """(low, high) [...] float64, raw unit: the central interval of Y (in the target's unit) at a level.
+
+    loc -+ half-width x scale, recalibrated where the model knows how, through the inverse of the target transform
+    (monotone, so the ends stay quantiles). Raises ValueError unless 0 < level < 1.
+    """
+    reach = intervals.half_width(level) * y.scale.double()
+    return target.inverse(y.loc.double() - reach), target.inverse(y.loc.double() + reach)
+
+
+@dataclass(frozen=True)
+class GeneratedNumbers:
+    """What goes with the ids of prompt and continuation, aligned with them."""
+
+    values: Tensor  # [B,T'] float64, raw unit; 0 at text
+    generated: Tensor  # [B,T'] bool: a number that the model wrote
+    loc: Tensor  # [B,T'] float64, location of Y in the target's unit; 0 where not generated
+    scale: Tensor  # [B,T'] float64, its scale; 0 where not generated
+    p_num: Tensor  # [B,T'] float64, P of <NUM> when the position was written; nan in the prompt and behind the end
+    p_word: Tensor  # [B,T'] float64, P of the word that was written; nan as p_num
+    target: TargetTransform
+    intervals: Intervals = field(default_factory=Intervals)
+
+    def until(self, end: int) -> GeneratedNumbers:
+        """The first `end` positions, as views."""
+        names = ("values", "generated", "loc", "scale", "p_num", "p_word")
+        return replace(self, **{name: getattr(self, name)[:, :end] for name in names})
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """(low, high), each [B,T'] float64 in the raw unit, as `number_interval`; nan where not generated."""
+        low, high = number_interval(Cauchy(self.loc, self.scale), self.target, self.intervals, level)
+        return low.where(self.generated, math.nan), high.where(self.generated, math.nan)
+
+    def written(self, row: int, position: int, digits: Digits = "auto") -> float:
+        """The value as it is written in the text (`shown`)."""
+        value = float(self.values[row, position])
+        if digits != "auto" or not bool(self.generated[row, position]):
+            return value if digits == "auto" else shown(value, 0.0, digits)
+        y = Cauchy(self.loc[row, position], self.scale[row, position])
+        low, high = number_interval(y, self.target, self.intervals, 0.5)
+        return shown(value, float(high - low) / 2, "auto")
+
+    def record(self, row: int, position: int, digits: Digits = "auto") -> NumberRecord | None:
+        """All that is known of a number that the model wrote; None of anything else."""
+        if not bool(self.generated[row, position]):
+            return None
+        y = Cauchy(self.loc[row, position], self.scale[row, position])
+        spans = {f"{level:g}": number_interval(y, self.target, self.intervals, level) for level in LEVELS}
+        return NumberRecord(
+            value=float(self.values[row, position]),
+            written=self.written(row, position, digits),
+            intervals={level: (float(low), float(high)) for level, (low, high) in spans.items()},
+            p_num=float(self.p_num[row, position]),
+        )
+
+
+@dataclass(frozen=True)
+class NumberRecord:
+    """A number the model wrote, in the raw unit. value: loc_Y, which is also what the model reads on.
+
+    written: as it stands in the text. intervals: level -> (low, high). p_num: P(<NUM>) at its position.
+    """
+
+    value: float
+    written: float
+    intervals: dict[str, tuple[float, float]]
+    p_num: float
+
+
+def shown(value: float, spread: float, digits: Digits = "auto") -> float:
+    """A value with the digits that mean something.
+
+    digits "auto": two digits of `spread` (half the 50 % interval, raw unit) and no further, as measurements are
+    written, but at least the value's first digit, and all of it where the spread is 0; a number: so many significant
+    digits. Raises `UserError` for digits below 1 or beyond a float64's 17.
+    """
+    if digits != "auto":
+        check_digits(digits)
+        return float(f"{value:.{digits}g}")
+    if value == 0.0 or not math.isfinite(value) or not math.isfinite(spread) or spread <= 0.0:
+        return value
+    first, last = math.floor(math.log10(abs(value))), math.floor(math.log10(spread)) - 1
+    if last > first:  # the spread swallows the value: its first digit, or nothing
+        return float(f"{value:.1g}")
+    return float(f"{value:.{min(first - last + 1, MOST_DIGITS)}g}")
+
+
+def check_digits(digits: Digits) -> None:
+    """Raises `UserError` unless "auto" or 1 to 17."""
+    if digits != "auto" and not (isinstance(digits, int) and 1 <= digits <= MOST_DIGITS):
+        raise UserError("digits", digits, f"auto, or 1 to {MOST_DIGITS}")
+
+
+def empty_numbers(values: Tensor, target: TargetTransform, intervals: Intervals) -> GeneratedNumbers:
+    """Of a prompt's values [B,T'], to be filled as positions are written."""
+    zeros, unknown = torch.zeros_like(values), torch.full_like(values, math.nan)
+    return GeneratedNumbers(
+        values,
+        torch.zeros_like(values, dtype=torch.bool),
+        zeros,
+        zeros.clone(),
+        unknown,
+        unknown.clone(),
+        target,
+        intervals,
+    )

@@ -1,0 +1,128 @@
+"""The best word of a few tokens for about the price of one product with W_cls, which is what decoding is made of.
+
+argmax_k z_k, z_k = (loc_k - C_k)/scale_k, needs every loc_k (one pass over W) but hardly any scale_k = |W_k| . s:
+by Cauchy-Schwarz around the mean of s,
+
+    | |W_k| . s  -  mean(s) ||W_k||_1 |  <=  || |W_k| - mean |W_k| ||_2  || s - mean(s) ||_2
+
+and min(s) ||W_k||_1 <= |W_k| . s <= max(s) ||W_k||_1, so two numbers a row, computed once, bound every scale_k and with
+it every z_k. Only words whose upper bound reaches the best lower bound are looked at; where that is many of them, all
+are. The answer is the same either way. N tokens, C width, v rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.ovr_inputs import rows_in_use
+from cqwen_dist.ops.products import product
+
+BLOCK_BYTES = 1 << 20  # of |W|'s rows made at once: they stay in a core's own cache
+FEW = 16  # candidates may be one word in so many; gathering more costs as much as reading all
+SLACK = 1e-4  # relative, on every term of the bounds: beyond what fp32 sums of a few thousand terms round
+
+
+class RowSizes(NamedTuple):
+    """What bounds |W_k| . s, [v] fp32 each."""
+
+    l1: Tensor  # ||W_k||_1
+    spread: Tensor  # || |W_k| - mean |W_k| ||_2
+
+
+@torch.no_grad()
+def row_sizes(weight: Tensor) -> RowSizes:
+    """Of every row of weight [v, C], in blocks: one pass over it, no copy."""
+    real = torch.promote_types(weight.dtype, torch.float32)
+    l1, spread = (torch.empty(weight.shape[0], dtype=real, device=weight.device) for _ in range(2))
+    for rows, block in abs_blocks(weight):
+        mean = block.mean(1, keepdim=True)
+        l1[rows] = mean[:, 0] * weight.shape[1]
+        spread[rows] = (block - mean).norm(dim=1)
+    return RowSizes(l1, spread)
+
+
+def abs_blocks(weight: Tensor, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """(slice, |W[slice]|) of the first `rows` rows; a block is valid until the next one (one buffer serves all)."""
+    rows = weight.shape[0] if rows is None else rows
+    real = torch.promote_types(weight.dtype, torch.float32)
+    step = max(64, BLOCK_BYTES // (4 * max(1, weight.shape[1])))
+    if weight.is_cuda:
+        step *= 16
+    buffer = torch.empty(min(step, rows), weight.shape[1], dtype=real, device=weight.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(rows, start + step))
+        block = buffer[: part.stop - part.start]
+        if weight.dtype == real:
+            torch.abs(weight[part], out=block)
+        else:
+            block.copy_(weight[part]).abs_()
+        yield part, block
+
+
+@torch.no_grad()
+def scale_scores(scale_u: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """scale_S [N, rows] = scale_u |W|^T over the first `rows` words, |W| a block at a time."""
+    real = torch.promote_types(weight.dtype, torch.float32)
+    out = scale_u.new_empty(scale_u.shape[0], rows, dtype=real)
+    scale_u = scale_u.to(real)
+    for part, block in abs_blocks(weight, rows):
+        torch.mm(scale_u, block.T, out=out[:, part]) if out.shape[0] > 1 else torch.mv(
+            block, scale_u[0], out=out[0, part]
+        )
+    return out
+
+
+@torch.no_grad()
+def best_word(
+    loc_u: Tensor,
+    scale_u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: Tensor,
+    sizes: RowSizes | None,
+    *,
+    used_rows: int | None = None,
+) -> Tensor:
+    """argmax P [N] int64 over the words in use, as `ovr_heads.ovr_topk(..., 1)` finds it: equal z by the larger loc_S.
+
+    loc_u, scale_u [N, C], weight [v, C], bias [v] or None, threshold [] or [v], sizes: `row_sizes(weight)`, or None:
+    every scale is computed. A few tokens at a time: this holds some [N, v] in fp32.
+    """
+    rows = rows_in_use(weight.shape[0], 0, used_rows)
+    loc = product(loc_u, weight[:rows])
+    if bias is not None:
+        loc = loc + bias[:rows].to(loc.dtype)
+    gap = (threshold[:rows] if threshold.ndim else threshold).to(loc.dtype) - loc
+    words = None if sizes is None else _candidates(gap, scale_u.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
+    if words is None or words.numel() * FEW > rows:
+        return _first(_strength(gap, scale_scores(scale_u, weight, rows)), loc)
+    scale = product(scale_u.to(weight.dtype), weight[words].abs())
+    return words[_first(_strength(gap[:, words], scale), loc[:, words])]
+
+
+def _candidates(gap: Tensor, s: Tensor, sizes: RowSizes) -> Tensor:
+    """The words [m] that may be the best of some token; gap [N, v], s [N, C]."""
+    mean = s.mean(1, keepdim=True)
+    centre = mean * sizes.l1
+    radius = (s - mean).norm(dim=1, keepdim=True) * sizes.spread
+    more, less = 1 + SLACK, 1 - SLACK
+    more, less = 1 + SLACK, 1 - SLACK
+    low = torch.maximum(centre * less - radius * more, s.amin(1, keepdim=True) * sizes.l1 * less)
+    high = torch.minimum(centre * more + radius * more, s.amax(1, keepdim=True) * sizes.l1 * more)
+    behind = gap > 0  # P < 1/2: a larger scale helps
+    least = _strength(gap, torch.where(behind, low, high)).amax(1, keepdim=True)
+    return (_strength(gap, torch.where(behind, high, low)) >= least).any(0).nonzero()[:, 0]
+
+
+def _strength(gap: Tensor, scale: Tensor) -> Tensor:
+    """z = -gap/scale; at scale 0 -+inf, and 0 where the gap is 0 too."""
+    return torch.where(gap == 0, 0.0, -gap / scale)
+
+
+def _first(key: Tensor, ties: Tensor) -> Tensor:
+    """The index of the largest key of each row, equal keys told apart by the larger tie, then by the lower index."""
+    return torch.where(key == key.amax(1, keepdim=True), ties, -torch.inf).argmax(1)

@@ -1,0 +1,75 @@
+"""The quick argmax P is the plain one, whether few words remain to be looked at or all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.numerics import assert_close
+
+from cqwen_dist.ops import ovr_best
+from cqwen_dist.ops.ovr import ovr_topk
+from cqwen_dist.ops.ovr_best import abs_blocks, best_word, row_sizes, scale_scores
+
+
+def head(rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, width, generator=g) * torch.rand(rows, 1, generator=g)
+    return weight, torch.randn(rows, generator=g) * 0.1, torch.randn(rows, generator=g) * 0.1 + 3.0
+
+
+def law(tokens: int, width: int, spread: float, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    scale = 1e-2 * torch.exp(spread * torch.randn(tokens, width, generator=g))
+    return torch.randn(tokens, width, generator=g), scale
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+@pytest.mark.parametrize("threshold", [-30.0, 0.0, 30.0])
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens: int) -> None:
+    """Whether every P is below 1/2 (a larger scale helps), above (it hurts), or mixed."""
+    weight, bias, c = head(1003, 37)
+    for seed in range(20):
+        loc, scale = law(tokens, 37, spread, seed)
+        for used in (1003, 400):
+            plain = ovr_topk(loc, scale, weight, bias, c + threshold, used_rows=used)[1][:, 0]
+            for sizes in (row_sizes(weight), None):
+                quick = best_word(loc, scale, weight, bias, c + threshold, sizes, used_rows=used)
+                assert torch.equal(quick, plain)
+
+
+def test_few_words_are_looked_at_where_scales_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ovr_best, "scale_scores", lambda *_: pytest.fail("every scale was computed"))
+    weight, bias, c = head(1003, 37)
+    loc, scale = law(3, 37, 0.0)
+    best_word(loc, scale, weight, bias, c, row_sizes(weight))
+
+
+def test_bounds_hold_for_every_word() -> None:
+    """|W_k| . s between what two numbers a row say, at every kind of s."""
+    weight, _, _ = head(500, 37)
+    l1, spread = row_sizes(weight)
+    assert_close(l1, weight.abs().sum(1), 1e-6)
+    for seed in range(50):
+        _, s = law(1, 37, 0.2 * seed, seed)
+        exact = (weight.abs().double() @ s[0].double()).float()
+        radius = (s - s.mean()).norm() * spread
+        assert bool(((exact - s.mean() * l1).abs() <= (radius + s.mean() * l1 * 1e-2) * ovr_best.SLACK + radius).all())
+
+
+def test_without_scale_equal_strength_is_told_apart_by_loc() -> None:
+    weight = torch.tensor([[1.0], [3.0], [2.0], [-1.0], [3.0]])
+    one, zero = torch.ones(2, 1), torch.zeros(2, 1)
+    for sizes in (row_sizes(weight), None):
+        assert best_word(one, zero, weight, None, torch.tensor(0.5), sizes).tolist() == [1, 1]  # the first of equals
+        assert best_word(one, zero, weight, None, torch.tensor(9.0), sizes).tolist() == [1, 1]
+
+
+def test_scales_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ovr_best, "BLOCK_BYTES", 64 * 37 * 4)
+    weight, _, _ = head(1003, 37)
+    assert len(list(abs_blocks(weight))) == 16
+    for tokens in (1, 5):
+        _, scale = law(tokens, 37, 1.0)
+        assert_close(scale_scores(scale, weight, 1001), scale @ weight[:1001].abs().T, 1e-6)
+    assert_close(scale_scores(scale, weight.bfloat16(), 1003), scale @ weight.bfloat16().float().abs().T, 1e-6)
