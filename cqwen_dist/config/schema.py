@@ -72,6 +72,16 @@ class ModelConfig(Section):
     number_dims: Count | None = Field(
         None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
     )
+    abduction: Literal["linear", "two_layer"] = Field(
+        "linear", description="The network from features to U; two_layer bends, and starts as the linear one."
+    )
+    threshold_init: Real | None = Field(None, description="Start of every C; default: what `start` says.")
+    gamma_init: Above0 | None = Field(
+        None, description="Start of U's total scale for words; default: what `start` says."
+    )
+    reg_gain: Above0 = Field(
+        1.0, description="Gain of W_reg's Xavier start (seed S1 5: 0.1 for layers without heritage)."
+    )
     scale_activation: Literal["softplus", "exp"] = Field(
         "softplus", description="What keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."
     )
@@ -89,6 +99,11 @@ class ModelConfig(Section):
         "none", description="nf4: the frozen backbone in 4 bits by bitsandbytes (a GPU only; not yet measured on one)."
     )
     lora: LoraConfig = Field(LoraConfig(), description="Adapters of the stages that train `lora`.")
+    warm_start: str | None = Field(
+        None,
+        description="Begin with the weights of another run, checkpoint, or adapter folder that PEFT saved: the folder; "
+        "optimizers and stages begin anew.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -222,6 +237,15 @@ class TrainConfig(Section):
     checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")
     eval_every: Positive = Field(200, description="Optimizer steps between evaluations (also at stage ends).")
     keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
+    keep_best: Count = Field(1, description="Best checkpoints that are kept besides; 0: none.")
+    best_metric: str = Field(
+        "eval/cls_loss_mean",
+        pattern="^eval/.",
+        description="Figure of an evaluation at the checkpoint's own step that says which is best: the highest "
+        "accuracy, precision, recall or f1, the lowest of any other.",
+    )
+    keep_every: Count = Field(0, description="Keep every checkpoint whose step is a multiple of this; 0: none.")
+    background_save: bool = Field(True, description="Write checkpoints while training goes on; false: wait for each.")
     thresholds: Literal["per-word", "scalar", "fixed"] = Field("per-word", description="What of C is learnable.")
     train_class_bias: bool = Field(False, description="Train b_cls too (it moves loc_S; C does not).")
     feature_cache: FeatureCacheConfig = Field(
@@ -234,6 +258,11 @@ class RunConfig(Section):
 
     dir: str = Field("runs/default", min_length=1, description="The run's folder; the same command on it goes on.")
     name: str | None = Field(None, description="Shown in W&B; default: the folder's name.")
+    resume: Literal["auto", "last-good", "never"] = Field(
+        "auto",
+        description="Where the folder holds a checkpoint: auto goes on from it and refuses a damaged one, last-good "
+        "takes the one before a damaged one, never refuses to go on.",
+    )
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
     wandb_project: str = Field("cqwen", description="W&B project.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,27 @@ class AbductionNetwork(nn.Module):
     def _linear(features: Tensor, layer: nn.Linear) -> Tensor:
         product = F.linear(features, layer.weight.to(features.dtype))
         return product.to(layer.bias.dtype) + layer.bias
+
+
+class TwoLayerAbductionNetwork(AbductionNetwork):
+    """The same, of z + W_2 silu(W_1 z + b_1) + b_2: U may depend on the features in a curve (S3 2.3: this module is
+    the one to exchange by domain). W_2 and b_2 start at 0, so every start is the linear one's to the bit."""
+
+    def __init__(self, hidden_size: int, *args: Any, **options: Any) -> None:
+        """As `AbductionNetwork`."""
+        super().__init__(hidden_size, *args, **options)
+        self.up = nn.Linear(hidden_size, hidden_size)
+        self.down = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, features: Tensor) -> Cauchy:
+        inner = F.silu(self._linear(features, self.up)).to(features.dtype)
+        return super().forward((features + self._linear(inner, self.down)).to(features.dtype))
+
+
+# `model.abduction`: another network needs its name here, and parts loc_net and scale_net that a start can set.
+ABDUCTIONS: dict[str, type[AbductionNetwork]] = {"linear": AbductionNetwork, "two_layer": TwoLayerAbductionNetwork}
 
 
 def inverse_activation(value: float, activation: str) -> float:

@@ -23,7 +23,7 @@ from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.generate.generator import generate
 from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.model import initialise
-from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.model.abduction import ABDUCTIONS, AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base
 from cqwen_dist.model.configuration import CausalQwenConfig
@@ -101,7 +101,7 @@ class CausalQwenModel(nn.Module):
             NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale),
             FeatureExtractionNetwork(transformer),
         )
-        self.abduction = AbductionNetwork(
+        self.abduction = ABDUCTIONS[config.abduction](
             hidden, size, scale_activation=config.scale_activation, scale_floor=config.scale_floor
         )
         self.action = ActionNetwork(
@@ -132,13 +132,14 @@ class CausalQwenModel(nn.Module):
         b_noise_init: float | None = None,
         num_row_init: str = "inherit",
         num_bias_init: float = 0.0,
+        reg_gain: float = 1.0,
         **shape: Any,
     ) -> CausalQwenModel:
         """A base model turned causal; the base object is used up (its transformer moves in).
 
         start: "seed" or "seed-100", or "calibrated" (the seed's constants until `initialise.calibrate` is run).
         head: the output head's weight where `base` has none (`train.partitioned`). num_row_init, num_bias_init: of
-        <NUM>'s row. shape: further fields of `CausalQwenConfig`.
+        <NUM>'s row. reg_gain: of W_reg's Xavier start. shape: further fields of `CausalQwenConfig`.
         """
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
@@ -148,7 +149,9 @@ class CausalQwenModel(nn.Module):
             output = base.get_output_embeddings()
             weight, bias = output.weight.detach(), output.bias
         model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=w_num_scale)
-        initialise.inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init)
+        initialise.inherit_head(
+            model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain
+        )
         initialise.apply_preset(model, start, b_noise_init)
         return model
 

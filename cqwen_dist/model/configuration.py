@@ -15,7 +15,8 @@ class CausalQwenConfig(PretrainedConfig):
 
     base: the base model's own config, as a dict. num_token_id: the row used for <NUM>. used_rows: words from here on
     are spare and never written (default num_token_id + 1). causal_size: C without the number dimensions (default H).
-    number_dims: m. scalar_threshold: one C for all words. target: the regression's unit (`TargetTransform.to_dict`).
+    number_dims: m. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words. target: the
+    regression's unit (`TargetTransform.to_dict`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: what held-out numbers said of
     the intervals (`Intervals.to_dict`), or None.
     """
@@ -28,6 +29,7 @@ class CausalQwenConfig(PretrainedConfig):
         num_token_id: int | None = None,
         causal_size: int | None = None,
         number_dims: int = 0,
+        abduction: str = "linear",
         scale_activation: str = "softplus",
         scale_floor: float = 1e-6,
         scalar_threshold: bool = False,
@@ -46,6 +48,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.used_rows = self.num_token_id + 1 if used_rows is None else used_rows
         self.causal_size = causal_size or self.hidden_size
         self.number_dims = number_dims
+        self.abduction = abduction
         self.scale_activation = scale_activation
         self.scale_floor = scale_floor
         self.scalar_threshold = scalar_threshold

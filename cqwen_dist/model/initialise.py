@@ -36,13 +36,15 @@ def inherit_head(
     *,
     num_row_init: str = "inherit",
     num_bias_init: float = 0.0,
+    reg_gain: float = 1.0,
 ) -> float:
     """W_cls from the base's output head [V,H] (cloned: the base may tie it to the embeddings), W_loc to match.
 
     Word part C_w = H: W_loc = I, W_cls = W. C_w > H: zero-padded, loc_S unchanged. C_w < H: the top C_w right singular
     directions of W. Number dimensions: none in W_cls, zero in W_loc, 1/m in W_reg: words see nothing of them.
     weight: a tensor, or the part of a safetensors file that is read by what is cut out of it. bias: the base head's,
-    or None (Qwen has none): b_cls. num_row_init: <NUM>'s row inherited, the mean row, or small and random. Returns
+    or None (Qwen has none): b_cls. num_row_init: <NUM>'s row inherited, the mean row, or small and random. reg_gain:
+    of the words' part of W_reg, which is new (S1 5 has 0.1). Returns
     the relative error of the logits (Frobenius; 0 unless C_w < H).
     """
     config, action, abduction = model.config, model.action, model.abduction
@@ -65,6 +67,7 @@ def inherit_head(
     if numbers:
         torch.nn.init.xavier_uniform_(action.reg_weight[:words].unsqueeze(0))
         action.reg_weight[words:] = 1.0 / numbers
+    action.reg_weight[:words] *= reg_gain
     if bias is not None:
         action.cls_bias.copy_(bias[rows])
     row = config.num_token_id - action.vocab_start
@@ -106,6 +109,15 @@ def apply_preset(model: CausalQwenModel, start: str, b_noise_init: float | None 
     noise = SEED_NOISE if b_noise_init is None else b_noise_init
     set_scales(model, SEED_GAMMA + noise, noise)
     model.action.threshold.fill_(PRESET_THRESHOLD[start])
+
+
+@torch.no_grad()
+def override_start(model: CausalQwenModel, threshold: float | None, gamma: float | None) -> None:
+    """Another C for every word, another total scale of U' on word dimensions (half of it noise), where given."""
+    if threshold is not None:
+        model.action.threshold.fill_(threshold)
+    if gamma is not None:
+        set_scales(model, gamma, None)
 
 
 @dataclass(frozen=True)

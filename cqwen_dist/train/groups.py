@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from cqwen_dist.model.lora import is_lora
+from cqwen_dist.model.lora import is_lora, is_lora_b, is_magnitude
 
 # By the last parts of a parameter's name in `CausalQwenModel`.
 _HEADS = {
@@ -33,6 +33,12 @@ class Member:
     group: str
     is_scale: bool
     spread: Literal["replicated", "rows"]
+    kind: str = ""  # what is optimized apart within the group: LoRA's `B`, DoRA's `magnitude`
+
+    @property
+    def slot(self) -> str:
+        """The group, and the kind within it: what shares a learning rate, a weight decay and Adam's step."""
+        return f"{self.group}.{self.kind}" if self.kind else self.group
 
     @property
     def decays(self) -> bool:
@@ -40,14 +46,18 @@ class Member:
         return self.parameter.ndim > 1
 
 
-def feature_members(features: nn.Module) -> list[Member]:
-    """w_num and <NUM>'s row (`embedding`) and the adapters (`lora`); everything else of the features is frozen."""
+def feature_members(features: nn.Module, separate_b: bool = False) -> list[Member]:
+    """w_num and <NUM>'s row (`embedding`) and the adapters (`lora`); everything else of the features is frozen.
+
+    separate_b: the B matrices have a learning rate of their own (LoRA+).
+    """
     members = []
     for name, parameter in features.named_parameters():
         if name in ("embedding.w_num", "embedding.num_row"):
             members.append(Member(name, parameter, "embedding", False, "replicated"))
         elif is_lora(name):
-            members.append(Member(name, parameter, "lora", False, "replicated"))
+            kind = "magnitude" if is_magnitude(name) else "B" if separate_b and is_lora_b(name) else ""
+            members.append(Member(name, parameter, "lora", False, "replicated", kind))
     return members
 
 
@@ -55,7 +65,7 @@ def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> l
     """The trainable parameters of abduction and action. b_cls and C are redundant for P: one of them by default."""
     members = []
     for name, parameter in heads.named_parameters():
-        group, is_scale = _HEADS[name]
+        group, is_scale = _HEADS.get(name) or (name.split(".")[0], False)  # another abduction has more layers
         if name == "action.cls_bias" and not train_class_bias:
             continue
         if name == "action.threshold" and thresholds == "fixed":

@@ -10,29 +10,34 @@ from typing import Any
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import latest_checkpoint, write_atomically
-from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, save_checkpoint
+from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames, write_atomically
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
+from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.checkpoint.saving import About, Saver
 from cqwen_dist.checkpoint.status import RunStatus, read_status
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.data.dataset import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.initialise import calibrate
-from cqwen_dist.parallel.collectives import Stopped, main_rank_first
+from cqwen_dist.model.initialise import calibrate, override_start
+from cqwen_dist.parallel.collectives import Stopped, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.base import build_run_base, load_tokenizer
+from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.engine import Engine, NonFiniteStep
 from cqwen_dist.train.evaluate import Evaluator
+from cqwen_dist.train.feature_cache import FeatureCache
+from cqwen_dist.train.frequency import ThresholdBands
 from cqwen_dist.train.loading import StageLoaders
 from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.partitioned import load_partitioned_base
-from cqwen_dist.train.run_folder import START, write_environment
+from cqwen_dist.train.run_folder import START, START_TENSORS, write_environment
 from cqwen_dist.train.session import Place, open_session
 from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.state import collect_state, restore_state
@@ -71,7 +76,7 @@ class Trainer:
         seed_everything(config.train.seed)
         self.groups: Groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
         self.progress: Progress | None = None
-        main_rank_first(lambda: latest_checkpoint(self.folder))  # a damaged one is told before anything is built
+        self.resume_from = main_rank_says(self._choose)  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say, runtime.device))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         head = None
@@ -106,6 +111,8 @@ class Trainer:
             b_noise_init=config.model.b_noise_init,
             num_row_init=config.model.num_row_init,
             num_bias_init=config.model.num_bias_init,
+            reg_gain=config.model.reg_gain,
+            abduction=config.model.abduction,
             causal_size=config.model.causal_size,
             number_dims=config.number_dims,
             scale_activation=config.model.scale_activation,
@@ -119,8 +126,13 @@ class Trainer:
         self.model = model
         self.gemm_dtype = dtype
         self.used_rows = model.config.used_rows if config.loss.negatives == "used" else None
-        self.stepper = Stepper(self.engine, config, dtype, self.used_rows)
+        self.constraint = Constraint(model, config.loss.constraint, self.engine.forward)
+        counts = self.datasets.train.word_counts(vocab_size)
+        self.stepper = Stepper(self.engine, config, dtype, self.used_rows, self.constraint, counts)
+        self.bands = ThresholdBands(counts, start, stop - start, self.groups)
+        self.cache = FeatureCache(config, runtime, self.engine, self._forward, tokenizer, self._say)
         self.evaluator = self._evaluator()
+        self.saver = self._saver()
 
     # ------------------------------------------------------------------------------------- the loop
 
@@ -146,14 +158,20 @@ class Trainer:
         try:
             last = self._train_on(last, log)
         except Stopped:
+            self.saver.wait()  # raises what stopped the run where that was a save
             self._say("told to stop: saving")
             if self.place.step > self.saved_step:
                 self._save()
+            self.saver.wait()
+            self.status.write(checkpoint=self.saver.newest)
             raise
         finally:  # a run that fails has logged every step that it took
+            self.saver.close()
             if log is not None:
                 log.close()
-        self.status.write(status="done", eta_s=0)
+        self.saver.wait()
+        self.cache.close()
+        self.status.write(status="done", eta_s=0, checkpoint=self.saver.newest)
         return last
 
     def _train_on(self, last: dict[str, Any], log: MetricsLog | None) -> dict[str, Any]:
@@ -170,11 +188,13 @@ class Trainer:
             if plan is not entered:
                 self._enter_stage(plan, fresh=step == plan.start)
                 batches = self.loaders.enter(plan)
+                self.cache.enter(plan, step, self.loaders.current)
                 entered = plan
+            cached = self.cache.next()  # before the loader moves on
             micro_batches = self._next(batches)
             self.engine.set_lr(plan, step)
             try:
-                figures, tokens = self.stepper(micro_batches, plan, step)
+                figures, tokens = self.stepper(micro_batches, plan, step, cached)
             except NonFiniteStep as error:
                 raise NonFiniteStep(f"step {step + 1}, stage {plan.stage.name}: {error}; it changed nothing") from error
             step += 1
@@ -197,24 +217,25 @@ class Trainer:
         self.runtime.hang.alive()
         plan = self.schedule.at(step - 1)
         at_end = step == plan.stop
-        self.status.at(step, self.schedule.total_steps, plan.stage.name)
+        self.status.at(step, self.schedule.total_steps, plan.stage.name, self.saver.newest)
+        evaluated = False
         if at_end or step % self.config.train.eval_every == 0:
             self._move_to(step, last, due=record)
-            last = self._evaluate(step, log)
+            last, evaluated = self._evaluate(step, log), True
             at_end = self.schedule.observe(step, last) or at_end
             if self.progress is not None:
                 self.progress.total = self.schedule.total_steps
         if at_end or step % self.config.train.checkpoint_every == 0:
             if log is not None:
                 log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
-            self._move_to(step, last)
+            self._move_to(step, last, evaluated=evaluated)
             self._save()
         return last
 
-    def _move_to(self, step: int, figures: dict[str, Any], due: dict[str, Any] | None = None) -> None:
-        """Where the run is from here on. due: the step's record, while its evaluation is still to be added."""
+    def _move_to(self, step: int, figures: dict[str, Any], **about: Any) -> None:
+        """Where the run is from here on. about: further fields of `Place`."""
         stage = self.schedule.at(max(step - 1, 0)).stage.name
-        self.place = Place(step, stage, self.loaders.state_dict(), figures, due)
+        self.place = Place(step, stage, self.loaders.state_dict(), figures, **about)
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
         """The next step's micro-batches. A signal ends the waiting for them, and the other ranks are told."""
@@ -235,7 +256,7 @@ class Trainer:
 
     def _start_or_resume(self) -> tuple[int, dict[str, Any]]:
         """Load the latest checkpoint, or make the start; returns the step and the figures known so far."""
-        folder = latest_checkpoint(self.folder, check=False)  # rank 0 did
+        folder = self.resume_from
         if folder is not None:
             state = load_checkpoint(folder, self.row_range)
             self._go_on_from(state)
@@ -262,9 +283,13 @@ class Trainer:
                 f"{calibration.accuracy:.1%} (base {calibration.base_accuracy:.1%}), median sum of P "
                 f"{calibration.prob_sum_median:.2f}"
             )
+        override_start(self.model, self.config.model.threshold_init, self.config.model.gamma_init)
         self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
         figures = self.evaluator() if self.evaluator is not None else {}
         self.schedule.check_metrics(figures)
+        if self.config.loss.constraint.mode != "off":
+            self.constraint.begin(self.engine.feature_state()[0], self._calibration_batches())
+            main_rank_first(lambda: self.constraint.save(self.folder / START_TENSORS))
         start["eval"] = figures
         if self.runtime.is_main:
             write_environment(self.folder, self.groups.world_size, {"deepspeed_config": self.engine.deepspeed_config})
@@ -274,12 +299,14 @@ class Trainer:
     def _enter_stage(self, plan: StagePlan, fresh: bool) -> None:
         """Wake and put to sleep; moments of waking groups are zeroed only where the stage truly begins."""
         self.engine.enter_stage(plan, self.schedule.woken(plan) if fresh else frozenset())
-        self._say(f"stage {plan.stage.name}: {', '.join(sorted(plan.stage.groups))}; {plan.steps} steps")
+        self.constraint.features_moved = self.schedule.features_awake_by(plan)
+        at_most = "at most " if plan.stage.until is not None else ""
+        self._say(f"stage {plan.stage.name}: {', '.join(sorted(plan.stage.groups))}; {at_most}{plan.steps} steps")
 
     def _evaluate(self, step: int, log: MetricsLog | None) -> dict[str, Any]:
         if self.evaluator is None:
             return {}
-        figures = self.evaluator()
+        figures = self.evaluator() | self.bands(self.model.action.threshold)
         if log is not None:
             log.add(figures)
         shown = [f"accuracy {figures['eval/accuracy']:.1%} (base {figures.get('eval/base_accuracy', 0):.1%})"]
@@ -296,19 +323,27 @@ class Trainer:
         progress = {
             **self.place.to_dict(),
             "schedule": self.schedule.state_dict(),
+            "constraint": self.constraint.state_dict(),
             "base": {} if self.evaluator is None else self.evaluator.base,
         }
-        state = collect_state(self.engine, self.row_range, progress)
-        folder = save_checkpoint(self.folder, self.place.step, state, self.groups, self.config.train.keep_checkpoints)
+        about = About(
+            self.place.step,
+            self.place.stage,
+            self.place.figures if self.place.evaluated else {},
+            self.config.model_dump(mode="json"),
+            self.config.base_folder,
+        )
+        self.saver.save(lambda: collect_state(self.engine, self.row_range, progress), about)
         self.saved_step = self.place.step
-        self.status.write(checkpoint=folder.name)
 
     def _go_on_from(self, state: TrainState) -> None:
         """Put a checkpoint back."""
         restore_state(self.engine, state)
-        self.place = Place(**{key: state.state[key] for key in ("step", "stage", "loader", "figures", "due")})
+        self.place = Place(**{key: state.state[key] for key in Place().to_dict()})
         self.saved_step = self.place.step
         self.schedule.load_state_dict(state.state["schedule"])
+        if self.config.loss.constraint.mode != "off":
+            self.constraint.load(self.folder / START_TENSORS, state.state["constraint"])
         self.loaders.load_state_dict(state.state["loader"])
         if self.evaluator is not None:
             self.evaluator.base = state.state["base"]
@@ -342,6 +377,35 @@ class Trainer:
             seed=self.config.train.seed,
         )
         return next(iter(loader))
+
+    def _choose(self) -> Path | None:
+        """The checkpoint to go on from; rank 0 looks."""
+        finish_renames(self.folder)
+        folder, said = choose_checkpoint(self.folder, self.config.run.resume)
+        if said:
+            self._say(said)
+        return folder
+
+    def _saver(self) -> Saver:
+        def fail(reason: str) -> None:
+            self.runtime.stop.reason = self.runtime.stop.reason or reason
+
+        train = self.config.train
+        retention = Retention(
+            newest=train.keep_checkpoints,
+            best=train.keep_best,
+            every=train.keep_every,
+            metric=train.best_metric,
+            higher=rises(train.best_metric),
+        )
+        return Saver(
+            self.folder,
+            self.groups,
+            retention,
+            background=train.background_save,
+            timeout_s=self.runtime.timeout_s,
+            on_failure=fail,
+        )
 
     def _evaluator(self) -> Evaluator | None:
         if self.datasets.eval is None:

@@ -1,0 +1,52 @@
+"""Another abduction network in the place of the linear one."""
+
+import torch
+from support.tiny import random_batch, tiny_base, tiny_model
+
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.train.groups import head_members
+
+
+def test_two_layers_start_as_the_linear_one_and_learn_a_curve():
+    """U's location follows |z|, which no linear map does."""
+    linear, curved = tiny_model(), tiny_model(abduction="two_layer")
+    z = torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
+    for a, b in zip(linear.abduction(z), curved.abduction(z), strict=True):
+        assert torch.equal(a, b)
+
+    def error_after_training(network):
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss = (network(z).loc - z.abs()).square().mean()
+            loss.backward()
+            optimizer.step()
+        return float(loss.detach())
+
+    assert error_after_training(curved.abduction) < 0.3 * error_after_training(linear.abduction)
+
+
+def test_two_layers_are_saved_with_the_model_and_trained_with_the_group(tmp_path):
+    model = tiny_model(abduction="two_layer")
+    torch.nn.init.normal_(model.abduction.down.weight)
+    face = CausalQwenForCausalLM(model.config, model)
+    face.save_pretrained(tmp_path)
+    again = CausalQwenForCausalLM.from_pretrained(tmp_path)
+    batch = random_batch()
+    assert torch.equal(
+        again.model.infer(batch.input_ids, batch.numeric_values).loc,
+        model.infer(batch.input_ids, batch.numeric_values).loc,
+    )
+    heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
+    groups = {m.name: m.group for m in head_members(heads, "vector", False)}
+    assert groups["abduction.up.weight"] == groups["abduction.down.bias"] == "abduction"
+
+
+def test_the_gain_of_a_head_without_heritage():
+    """S1 5: Xavier with gain 0.1."""
+    torch.manual_seed(3)
+    whole = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90)
+    torch.manual_seed(3)
+    tenth = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90, reg_gain=0.1)
+    torch.testing.assert_close(tenth.action.reg_weight, whole.action.reg_weight * 0.1)
+    assert not tenth.action.reg_bias.any()
