@@ -8,9 +8,8 @@ in `cqwen_dist.batch`.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
-import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.numbers import find_numbers, write_numbers
 
 POLICY_FILE = "number_policy.json"
@@ -29,8 +29,6 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Pieces between numbers repeat (" ", "*", "=", ...): short ones are remembered, so many at most.
-_CACHE_PIECES, _CACHE_LENGTH = 100_000, 32
 
 
 class Encoded(NamedTuple):
@@ -65,24 +63,29 @@ class NumericalAwareTokenizer:
         self.tokenizer = tokenizer
         self.policy = policy or NumberPolicy()
         self._backend: Tokenizer = backend
-        self._cache: dict[str, list[int]] = {}
         vocabulary = tokenizer.get_vocab()
         self.text_size: int = max(len(tokenizer), 1 + max(vocabulary.values()))  # K: rows that words use
         self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
         # Where <NUM> is a token of the tokenizer's own, the same literal in a text must not become it.
-        self._literal: str | None = None
+        literal: str | None = None
         if self.num_token_id < self.text_size:
             added = tokenizer.added_tokens_decoder
             if self.num_token_id not in added or self.num_token_id in (self.eos_token_id, self.pad_token_id):
                 allowed = f"a reserved row, {self.text_size} or above, or an added token of its own"
                 raise UserError("model.num_token_id", self.num_token_id, allowed)
-            self._literal = str(added[self.num_token_id])
+            literal = str(added[self.num_token_id])
         if vocab_size is not None and max(self.num_token_id + 1, self.text_size) > vocab_size:
             raise UserError(
                 "model.num_token_id",
                 f"no spare row for <NUM>: id {self.num_token_id} of a tokenizer with {self.text_size} words",
                 f"ids below the model's vocabulary size {vocab_size}",
             )
+        self.encoder = NumberEncoder(backend, self.num_token_id, self._reads, literal)
+
+    @property
+    def _reads(self) -> NumberPolicy | None:
+        """The policy by which texts are read."""
+        return self.policy
 
     @classmethod
     def from_pretrained(
@@ -122,6 +125,11 @@ class NumericalAwareTokenizer:
         data = {"num_token_id": self.num_token_id, "policy": self.policy.model_dump()}
         (Path(folder) / POLICY_FILE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
+    def digest(self) -> str:
+        """SHA-256 of what turns text into ids and values."""
+        parts = (self._backend.to_str(), str(self.num_token_id), self.policy.model_dump_json())
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
     @property
     def eos_token_id(self) -> int | None:
         """What ends a document; None if the tokenizer has none."""
@@ -143,25 +151,12 @@ class NumericalAwareTokenizer:
         return self._strict([text])[0][:2]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """As `encode` for many texts at once (all their pieces in one call); overflowing literals stay text."""
-        split: list[tuple[list[str | float], list[str]]] = [self._split(text) for text in texts]
-        fresh = {piece for pieces, _ in split for piece in pieces if isinstance(piece, str)} - self._cache.keys()
-        known = dict(zip(fresh, self._encode_pieces(list(fresh)), strict=True))
-        if len(self._cache) < _CACHE_PIECES:
-            self._cache.update((piece, ids) for piece, ids in known.items() if len(piece) <= _CACHE_LENGTH)
+        """As `encode` for many texts at once; overflowing literals stay text."""
         encoded = []
-        for pieces, overflows in split:
-            ids: list[int] = []
-            values: list[float] = []
-            for piece in pieces:
-                if isinstance(piece, str):
-                    new = known.get(piece) or self._cache.get(piece, [])
-                    ids += new
-                    values += [0.0] * len(new)
-                else:
-                    ids.append(self.num_token_id)
-                    values.append(piece)
-            encoded.append(Encoded(ids, values, overflows))
+        for reading in self.encoder.read(texts):
+            numbers = iter(reading.numbers)
+            values = [next(numbers) if token == self.num_token_id else 0.0 for token in reading.ids]
+            encoded.append(Encoded(reading.ids, values, reading.overflows))
         return encoded
 
     def preprocess(self, texts: list[str], padding_side: Literal["right", "left"] = "right") -> dict[str, torch.Tensor]:
@@ -221,42 +216,13 @@ class NumericalAwareTokenizer:
                 raise UserError("number", row.overflows[0], "numbers that float64 holds")
         return encoded
 
-    def _split(self, text: str) -> tuple[list[str | float], list[str]]:
-        """A text as non-empty strings and values, and the literals that overflow (kept in the strings)."""
-        if not text.isascii():
-            # As Qwen's tokenizer does, but before numbers are looked for: a composed letter binds as its parts do.
-            text = unicodedata.normalize("NFC", text)
-        pieces: list[str | float] = []
-        overflows: list[str] = []
-        position = 0
-        for start, end, value in find_numbers(text, self.policy):
-            if math.isinf(value):
-                overflows.append(text[start:end])
-                continue
-            if position < start:
-                pieces.append(text[position:start])
-            pieces.append(value)
-            position = end
-        if position < len(text):
-            pieces.append(text[position:])
-        return pieces, overflows
-
-    def _encode_pieces(self, pieces: list[str]) -> list[list[int]]:
-        if self._literal is None:
-            return [e.ids for e in self._backend.encode_batch_fast(pieces, add_special_tokens=False)]
-        cut = f"{self._literal[0]}\0{self._literal[1:]}"
-        parts = [
-            piece.replace(self._literal, cut).split("\0") if self._literal in piece else [piece] for piece in pieces
-        ]
-        flat = iter(self._backend.encode_batch_fast([p for ps in parts for p in ps], add_special_tokens=False))
-        return [[token_id for _ in ps for token_id in next(flat).ids] for ps in parts]
-
 
 class DigitTokenizer(NumericalAwareTokenizer):
     """The same tokenizer with every numeral left as its digits: how a base model reads, and what to compare with."""
 
-    def _split(self, text: str) -> tuple[list[str | float], list[str]]:
-        return [text if text.isascii() else unicodedata.normalize("NFC", text)], []
+    @property
+    def _reads(self) -> NumberPolicy | None:
+        return None
 
 
 def _plain(sequence: Any) -> Any:

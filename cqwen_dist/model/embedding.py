@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -33,11 +36,22 @@ class NumericalAwareEmbedding(nn.Module):
         self.num_token_id = num_token_id
         self.w_num = nn.Parameter(torch.randn(hidden_size) * (w_num_scale * hidden_size**-0.5))
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
+        self._instead: tuple[Tensor, Tensor] | None = None
+
+    @contextmanager
+    def using(self, w_num: Tensor, num_row: Tensor) -> Iterator[None]:
+        """Inside, these [H] stand for the parameters (what they were at the start, for instance)."""
+        self._instead = (w_num, num_row)
+        try:
+            yield
+        finally:
+            self._instead = None
 
     def forward(self, input_ids: Tensor, numeric_values: Tensor) -> Tensor:
         """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype."""
         base = self.token_embedding(input_ids)
-        number = phi(numeric_values).unsqueeze(-1) * self.w_num.float()
+        w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
+        number = phi(numeric_values).unsqueeze(-1) * w_num.float()
         if self.num_token_id is not None:
-            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * self.num_row.float()
+            number = number + (input_ids == self.num_token_id).unsqueeze(-1) * num_row.float()
         return (base.float() + number).to(base.dtype)

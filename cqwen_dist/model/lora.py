@@ -18,12 +18,22 @@ ADAPTER = "default"
 def peft_config(config: LoraConfig) -> PeftLoraConfig:
     """PEFT's own config of ours."""
     return PeftLoraConfig(
-        r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.target_modules
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
     )
 
 
 def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
-    """Add adapters in place. Raises `UserError` where no module has one of the names."""
+    """Add adapters in place. Raises `UserError` where no module has one of the names, or DoRA's weights are not whole.
+
+    The model stays exact: B = 0, and DoRA's magnitude is the norm that it divides by, to the bit.
+    """
+    if config.dora and any(hasattr(p, "ds_id") for p in transformer.parameters()):
+        raise UserError("model.lora.dora", True, "false where ZeRO-3 partitions the base: its norms need whole weights")
     try:
         inject_adapter_in_model(peft_config(config), transformer, adapter_name=ADAPTER)
     except ValueError as error:
@@ -36,6 +46,16 @@ def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
 def is_lora(name: str) -> bool:
     """Whether a parameter's name is an adapter's."""
     return ".lora_" in name
+
+
+def is_lora_b(name: str) -> bool:
+    """Whether it is a B matrix, which LoRA+ gives a rate of its own."""
+    return ".lora_B." in name or ".lora_embedding_B." in name
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether it is DoRA's magnitude, a vector: no weight decay."""
+    return ".lora_magnitude_vector." in name
 
 
 @contextmanager

@@ -127,13 +127,18 @@ class Cauchy(NamedTuple):
         """
         return self.quantile(eps.clamp(EPS_UNIFORM, 1.0 - EPS_UNIFORM))
 
-    def kl(self, other: Cauchy) -> Tensor:
+    def kl(self, other: Cauchy, unit: Tensor | float | None = None) -> Tensor:
         """KL divergence to ``other``, in nats, elementwise; symmetric.
 
         log(((g1+g2)^2 + (m1-m2)^2)/(4 g1 g2)), written as log1p(((g1-g2)^2 + (m1-m2)^2)/(4 g1 g2)) so that
         close laws keep their relative precision. Both scales > 0.
+
+        unit (> 0, broadcasts): measure the shift in it, log1p((g1-g2)^2/(4 g1 g2) + (m1-m2)^2/(4 unit^2)). This is
+        the exact KL of the two laws with both scales multiplied by one factor, the one that makes their geometric
+        mean the unit: for laws so narrow that any shift at all is thousands of scales.
         """
         spread = self.scale - other.scale
         shift = self.loc - other.loc
         inv1, inv2 = 0.25 / self.scale, 1.0 / other.scale
-        return torch.log1p((spread * inv1) * (spread * inv2) + (shift * inv1) * (shift * inv2))
+        moved = (shift * inv1) * (shift * inv2) if unit is None else (shift / (2.0 * unit)) ** 2
+        return torch.log1p((spread * inv1) * (spread * inv2) + moved)

@@ -47,8 +47,9 @@ class Engine:
         heads.requires_grad_(False)
         members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
         self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay)
-        self.feature_members = feature_members(model.features)
-        self.feature_groups = sorted({m.group for m in self.feature_members})
+        self.lr_ratio_b = config.model.lora.lr_ratio
+        self.feature_members = feature_members(model.features, separate_b=self.lr_ratio_b != 1.0)
+        self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # each by one of its own
         self.names = {m.parameter: m.name for m in self.feature_members}
         trained = sum(m.parameter.numel() for m in self.feature_members)
         self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
@@ -60,13 +61,13 @@ class Engine:
 
     def _start_deepspeed(self) -> Any:
         parameter_groups = []
-        for name in self.feature_groups:
-            members = [m for m in self.feature_members if m.group == name]
+        for slot in self.slots:
+            members = [m for m in self.feature_members if m.slot == slot]
             for m in members:
                 m.parameter.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
                 if self.bf16:  # it casts a whole model itself, but wants a partitioned one in one dtype
                     m.parameter.data = m.parameter.data.bfloat16()
-            decay = self.config.train.weight_decay if name == "lora" else 0.0
+            decay = self.config.train.weight_decay if slot in ("lora", "lora.B") else 0.0
             parameter_groups.append({"params": [m.parameter for m in members], "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
@@ -108,15 +109,15 @@ class Engine:
         self.heads.enter_stage(plan, woken)
         for m in self.feature_members:
             m.parameter.requires_grad_(m.group in awake)
-        self.features_awake = any(name in awake for name in self.feature_groups)
-        fresh = {i for i, name in enumerate(self.feature_groups) if name in woken}
+        self.features_awake = any(m.group in awake for m in self.feature_members)
+        fresh = {i for i, m in enumerate(self.slots.values()) if m.group in woken}
         zero_state.reset_moments(self.engine, fresh)
 
     def set_lr(self, plan: StagePlan, step: int) -> None:
         self.heads.set_lr(plan, step)
-        for name, group in zip(self.feature_groups, self.engine.optimizer.param_groups, strict=True):
-            group["lr"] = plan.lr(name, False, step)
-            group["asleep"] = name not in plan.stage.groups
+        for member, group in zip(self.slots.values(), self.engine.optimizer.param_groups, strict=True):
+            group["lr"] = plan.lr(member.group, False, step) * (self.lr_ratio_b if member.kind == "B" else 1.0)
+            group["asleep"] = member.group not in plan.stage.groups
 
     # -------------------------------------------------------------------------------------- one step
 
@@ -179,17 +180,19 @@ class Engine:
     # ------------------------------------------------------------------------------------ checkpoint
 
     def feature_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-        """(parameters, moments, Adam steps by group) of the features, whole, fp32, CPU. Collective."""
+        """(parameters, moments, Adam steps by slot) of the features, whole, fp32, CPU. Collective."""
         parameters, moments = zero_state.read_state(self.engine, self.names)
         steps = zero_state.read_steps(self.engine)
-        return parameters, moments, {self.feature_groups[i]: n for i, n in steps.items()}
+        slots = list(self.slots)
+        return parameters, moments, {slots[i]: n for i, n in steps.items()}
 
     def load_feature_state(
         self, parameters: dict[str, Tensor], moments: dict[str, Tensor], steps: dict[str, int]
     ) -> None:
         """Put back what `feature_state` gave."""
         zero_state.write_state(self.engine, self.names, parameters, moments)
-        zero_state.write_steps(self.engine, {self.feature_groups.index(name): n for name, n in steps.items()})
+        slots = list(self.slots)
+        zero_state.write_steps(self.engine, {slots.index(name): n for name, n in steps.items()})
 
 
 def _leave_sleepers_out(optimizer: torch.optim.Optimizer) -> None:

@@ -76,8 +76,8 @@ def load_partitioned_base(
 
     deepspeed_config: the one of the engine that will hold it, stage 3.
     """
-    main_rank_first(lambda: _folder_of(name_or_path))  # one downloads, the others find it there
-    folder = _folder_of(name_or_path)
+    main_rank_first(lambda: base_folder_of(name_or_path))  # one downloads, the others find it there
+    folder = base_folder_of(name_or_path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -101,7 +101,8 @@ def load_partitioned_base(
     return base, files.head()
 
 
-def _folder_of(name_or_path: str) -> Path:
+def base_folder_of(name_or_path: str) -> Path:
+    """The folder of a base model's files, downloaded if it must be. Raises `UserError`."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder

@@ -17,6 +17,7 @@ from cqwen_dist.config import Config, UserError, changed_keys, load_config
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 START = "start.json"
+START_TENSORS = "start.safetensors"  # the abduction and the embedding as they began: what KL is measured against
 
 
 def open_run(config: Config, before_writing: Callable[[], object] = lambda: None) -> Path:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config
 from cqwen_dist.model.losses import LossTerms, fused_loss
+from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
+from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.engine import Engine
 from cqwen_dist.train.evaluate import top1
+from cqwen_dist.train.frequency import class_weights
 from cqwen_dist.train.stages import StagePlan
 
 ACCURACY_EVERY = 10  # steps between looks at train/accuracy, which costs two GEMMs the loss does not need
@@ -28,32 +32,63 @@ class StepCounts:
     numbers: float  # denominator of L_reg
     tokens: int  # input positions, for tokens/s
     kept: list[list[int]]  # [micro-batch][rank of the vocabulary group]: kept positions
+    kept_by_all: int  # kept positions of all ranks and micro-batches
 
 
 class Stepper:
     """Takes optimizer steps with an engine. Losses are sums over tokens, divided once, by counts of all ranks."""
 
-    def __init__(self, engine: Engine, config: Config, gemm_dtype: torch.dtype, used_rows: int | None) -> None:
-        """gemm_dtype: of the word head's products. used_rows: leave words from here on out of the loss."""
-        self.engine, self.config = engine, config
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        gemm_dtype: torch.dtype,
+        used_rows: int | None,
+        constraint: Constraint,
+        word_counts: np.ndarray,
+    ) -> None:
+        """gemm_dtype: of the word head's products. used_rows: leave words from here on out of the loss. word_counts
+        [V]: how often each word occurs in the training data."""
+        self.engine, self.config, self.constraint = engine, config, constraint
         self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
         self.gemm_dtype, self.used_rows = gemm_dtype, used_rows
-        self.class_weights = self._class_weights()
+        action = self.model.action
+        self.class_weights = class_weights(
+            config.loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
+        )
+        if self.class_weights is not None:
+            self.class_weights = self.class_weights.to(self.device)
 
-    def __call__(self, micro_batches: list[Batch], plan: StagePlan, step: int) -> tuple[dict[str, Any], int]:
-        """One optimizer step; returns its figures (tensors, not yet read) and the input tokens of all ranks."""
+    def __call__(
+        self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """One optimizer step; returns its figures (tensors, not yet read) and the input tokens of all ranks.
+
+        cached: z [N,H] of each micro-batch's kept positions, where it is known.
+        """
         torch.manual_seed((self.config.train.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
-        reg_weight = self.config.loss.reg_weight if plan.stage.reg_weight is None else plan.stage.reg_weight
+        reg_weight = plan.reg_weight(step, self.config.loss.reg_weight)
         keeps = [batch.label_mask.flatten().nonzero()[:, 0] for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
         sums = torch.zeros(5, device=self.device)
+        looking = self.constraint.due(step)
+        moved = torch.zeros(4, device=self.device)
         right = None
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             there, keep = batch.to(self.device), keep.to(self.device)
-            z = self.engine.forward(there, keep)
-            terms = self._loss(z, there, keep, counts, counts.kept[i], reg_weight)
-            self.engine.backward(terms.loss, last)
+            z_start = (
+                self.constraint.start_features(there, keep) if looking and self.constraint.features_moved else None
+            )
+            z = self.engine.forward(there, keep) if cached is None else self._fitting(cached[i], keep)
+            u = self.model.abduction(z)
+            terms = self._loss(u, there, keep, counts, counts.kept[i], reg_weight)
+            loss = terms.loss
+            if looking:
+                weight = self.groups.world_size / max(counts.kept_by_all, 1)
+                term = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
+                loss, moved = loss + term.loss, moved + term.sums
+            self.engine.backward(loss, last)
             num_label = (there.labels.flatten()[keep] == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
             sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
@@ -67,25 +102,30 @@ class Stepper:
             "train/total_loss": cls_mean + reg_weight * reg_mean,
             "train/cls_loss_mean": cls_mean,
             "train/reg_loss_effective": reg_mean,
-            "train/prob_sum_mean": prob_sum / max(sum(map(sum, counts.kept)), 1),
+            "train/prob_sum_mean": prob_sum / max(counts.kept_by_all, 1),
             "train/p_num_mean": p_num / num_labels.clamp(min=1),
             "train/grad_norm": norm,
             "train/lr": plan.stage.lr * plan.factor(step),
+            "train/reg_weight": reg_weight,
         }
+        if looking:
+            figures |= self.constraint.after_step(sum_over(moved), counts.kept_by_all)
+            if "train/constraint_loss" in figures:
+                figures["train/total_loss"] = figures["train/total_loss"] + figures["train/constraint_loss"]
         if right is not None:
             hits, seen = sum_over(right)
             figures["train/accuracy"] = hits / seen.clamp(min=1)
         return figures, counts.tokens
 
     def _loss(
-        self, z: Tensor, batch: Batch, keep: Tensor, counts: StepCounts, kept: list[int], reg_weight: float
+        self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, kept: list[int], reg_weight: float
     ) -> LossTerms:
         """The fused loss of one micro-batch, weighted so that the ranks' average is the global mean."""
         loss, world = self.config.loss, self.groups.world_size
         labels = batch.labels.flatten()[keep]
         return fused_loss(
             self.model.action,
-            self.model.abduction(z),
+            u,
             labels,
             self.model.target.forward(batch.numeric_labels.flatten()[keep]),
             batch.numeric_mask.flatten()[keep],
@@ -116,7 +156,9 @@ class Stepper:
         totals = [sum(row[k] for row in table) for k in range(3)]
         first = self.engine.runtime.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
         group = table[first : first + self.groups.vocab_size]
-        return StepCounts(totals[0], totals[1], totals[2], [[row[4 + i] for row in group] for i in range(len(kept))])
+        by_micro_batch = [[row[4 + i] for row in group] for i in range(len(kept))]
+        everything = sum(sum(row[4:]) for row in table)
+        return StepCounts(totals[0], totals[1], totals[2], by_micro_batch, everything)
 
     def give_up(self, micro_steps: int) -> None:
         """A rank that was told to stop while it waited for data says so in its place in the exchange: `Stopped`."""
@@ -139,18 +181,8 @@ class Stepper:
         labels = batch.labels.flatten()[keep][some]
         return torch.stack([(ids == labels).sum().float(), torch.full((), labels.numel(), device=z.device)])
 
-    def _class_weights(self) -> Tensor | None:
-        """[rows] of this rank's words; words not named weigh 1."""
-        named = self.config.loss.class_weights
-        if named is None:
-            return None
-        start = self.model.action.vocab_start
-        stop = start + self.model.action.rows
-        weights = torch.ones(stop - start, device=self.device)
-        vocab = self.model.config.vocab_size
-        for word, weight in named.items():
-            if word >= vocab:
-                raise UserError(f"loss.class_weights.{word}", weight, f"word ids below {vocab}")
-            if start <= word < stop:
-                weights[word - start] = weight
-        return weights
+    def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
+        """Features that were computed before, on the device; a cache of other samples would train on nonsense."""
+        if z.shape[0] != keep.numel():
+            raise RuntimeError(f"the feature cache has {z.shape[0]} positions where the batch has {keep.numel()}")
+        return z.to(self.device, non_blocking=True)

@@ -1,0 +1,199 @@
+"""Epochs on the heads alone: where nothing before z trains, z is read instead of computed.
+
+It is right because a stage without `embedding` and `lora` runs the features without a graph and in eval mode, whatever
+dropout they have: z of a sample is the same in every epoch. The cache is of a data set, a sequence length and a state
+of the features; its key is made of hashes of the base model's files, of everything trained before z, of the data as it
+was read and of the tokenizer, and of what computes (dtype, device, package versions).
+
+It costs one pass over the data, so by itself it is made only where a stage still has more than that before it, and
+where the disk has room. Losses are those of the run without it: the same numbers reach the heads, up to the rounding
+of other batch shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.manifest import file_record, versions
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.loader import EvalLoader, Loader, share
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.parallel.collectives import gather_objects, main_rank_first
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.train.engine import Engine
+from cqwen_dist.train.feature_shards import (
+    ROOM,
+    CacheRefused,
+    FeatureShards,
+    build_shards,
+    free_bytes,
+    key_digest,
+    open_shards,
+)
+from cqwen_dist.train.partitioned import base_folder_of
+from cqwen_dist.train.stages import StagePlan
+
+FOLDER = "feature_cache"  # in the run's folder
+_TELL_S = 10.0
+
+
+class FeatureCache:
+    """Decides stage by stage, makes or opens the cache, and gives z of the step that comes next."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        engine: Engine,
+        features: Callable[[Batch, Tensor], Tensor],
+        tokenizer: NumericalAwareTokenizer,
+        say: Callable[[str], None],
+    ) -> None:
+        """features: z of a batch's kept positions, outside of steps."""
+        self.config, self.runtime, self.engine, self.tokenizer = config, runtime, engine, tokenizer
+        self.features, self.say = features, say
+        self.settings = config.train.feature_cache
+        self.dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        named = self.settings.dir
+        self.folder = Path(config.run.dir) / FOLDER if named is None else Path(named).expanduser()
+        self._loader: Loader | None = None
+        self._shards: FeatureShards | None = None
+        self._base: str | None = None  # digest of the base model's files
+
+    def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
+        """Begin a stage, or go on with one: with a cache where there may be one. Collective over the world.
+
+        Raises `UserError` by key where one is required and cannot be.
+        """
+        self._loader, self._shards = loader, None
+        if self.settings.mode == "never":
+            return
+        left = (plan.stop - step) / loader.steps_per_epoch
+        try:
+            self._refuse_invalid(plan)
+            if self.settings.mode == "auto" and left <= 1.0:
+                raise CacheRefused(f"the stage has {left:.2g} of an epoch left: nothing would be read twice")
+            self._shards = self._open_or_build(loader)
+        except CacheRefused as refusal:
+            if self.settings.mode == "require":
+                key = f"stages.{plan.index}"
+                raise UserError("train.feature_cache.mode", "require", f"auto: {key}: {refusal}") from None
+            self.say(f"  no feature cache: {refusal}")
+        self._sweep(keep=None if self._shards is None else self._shards.folder)
+
+    def next(self) -> list[Tensor] | None:
+        """z by micro-batch [N,H] (CPU) of the step that the loader hands out next; None: it is to be computed."""
+        if self._shards is None or self._loader is None:
+            return None
+        loader = self._loader
+        mine, size = loader.mine(loader.epoch, loader.step), loader.micro_batch_size
+        return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
+
+    def close(self) -> None:
+        """The run ends: what was made for it alone goes."""
+        self._shards = None
+        self._sweep(keep=None)
+
+    # ------------------------------------------------------------------------------------------ parts
+
+    def _sweep(self, keep: Path | None) -> None:
+        """In the run's own folder a cache is of its stage; a folder that the user names is kept whole, for others."""
+        if not self.runtime.is_main or self.settings.dir is not None or not self.folder.is_dir():
+            return
+        for found in self.folder.iterdir():
+            if found != keep:
+                shutil.rmtree(found, ignore_errors=True)
+        if keep is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _refuse_invalid(self, plan: StagePlan) -> None:
+        awake = sorted(plan.stage.groups & {"embedding", "lora"})
+        if awake:
+            raise CacheRefused(f"{' and '.join(awake)} trains in this stage, so z is another at every step")
+
+    def _open_or_build(self, loader: Loader) -> FeatureShards:
+        dataset = loader.dataset
+        assert isinstance(dataset, TextDataset)
+        hidden = self.engine.model.config.hidden_size
+        key = self._key(dataset)
+        folder = self.folder / key_digest(key)
+        found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+        if found is not None:
+            self.say(f"  feature cache: {folder}")
+            return found
+        self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
+        batches = EvalLoader(
+            dataset,
+            rank=self.runtime.rank,
+            world=self.runtime.world_size,
+            micro_batch_size=loader.micro_batch_size,
+        )
+        mine = share(len(dataset), self.runtime.rank, self.runtime.world_size)
+        began = self._told = time.monotonic()
+        build_shards(folder, key, iter(batches), mine, self.features, self.runtime, self._tell(len(mine)))
+        found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+        if found is None:
+            raise CacheRefused(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
+        self.say(f"  feature cache made in {time.monotonic() - began:.1f} s: {folder}")
+        return found
+
+    def _tell(self, total: int) -> Callable[[int], None]:
+        def tell(done: int) -> None:
+            if time.monotonic() - self._told > _TELL_S:
+                self._told = time.monotonic()
+                self.say(f"  feature cache: {done / max(total, 1):.0%}")
+
+        return tell
+
+    def _refuse_size(self, size: int) -> None:
+        """size: bytes, at most."""
+        limit = self.settings.max_gib
+        if limit is not None and size > limit * 2**30:
+            raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, train.feature_cache.max_gib is {limit:g}")
+        free = min(gather_objects(free_bytes(self.folder)))
+        if size * ROOM > free:
+            raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, {self.folder} has {free / 2**30:.3g} GiB free")
+
+    def _key(self, dataset: TextDataset) -> dict[str, Any]:
+        """Everything that z depends on. Collective over the world."""
+        if self._base is None:
+            self._base = _from_main(lambda: _digest_of_base(base_folder_of(self.config.base_folder)))
+        trained, _, _ = self.engine.feature_state()
+        found = hashlib.sha256()
+        for name, value in sorted(trained.items()):
+            found.update(name.encode())
+            found.update(value.numpy().tobytes())
+        packages = versions()
+        return {
+            "format": 1,
+            "base": self._base,
+            "trained": found.hexdigest(),
+            "data": dataset.digest(),
+            "tokenizer": self.tokenizer.digest(),
+            "dtype": str(self.dtype),
+            "device": self.runtime.device.type,
+            "quantize": self.config.model.quantize,
+            "versions": {name: packages[name] for name in ("torch", "transformers", "peft")},
+        }
+
+
+def _digest_of_base(folder: Path) -> str:
+    """Of config.json and every safetensors file of a model's folder."""
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    return hashlib.sha256("".join(file_record(file)["sha256"] for file in files).encode()).hexdigest()
+
+
+def _from_main(action: Callable[[], str]) -> str:
+    """What rank 0 finds, on every rank."""
+    found: str = gather_objects(main_rank_first(action))[0]
+    return found

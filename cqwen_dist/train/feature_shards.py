@@ -1,0 +1,180 @@
+"""z of every kept position of a data set on disk: written once by all ranks, read by any rank by sample number.
+
+    KEY/                          the folder's name is a digest of all that z depends on
+      z-00000000-00000250.bin     z of samples [0, 250), one after the other, [tokens,H] in the run's dtype
+      n-00000000-00000250.bin     how many kept positions each of them has, int64
+      manifest.json               the key spelled out, every file with size and SHA-256; written last
+
+The order of samples is global and the same on any number of ranks, so who reads a sample in which epoch is not who
+wrote it: the layout goes by sample, and files are memory-mapped. A folder without a manifest is not a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.manifest import file_record, sync_folder, write_atomically
+from cqwen_dist.parallel.collectives import barrier, gather_objects
+from cqwen_dist.parallel.runtime import Runtime
+
+MANIFEST = "manifest.json"
+# How a dtype lies on disk: numpy has no bf16.
+_ON_DISK: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}
+ROOM = 1.02  # of a cache's size that the disk must have free
+
+
+class CacheRefused(Exception):
+    """Why there is no cache: one sentence, the same on every rank."""
+
+
+def key_digest(key: dict[str, Any]) -> str:
+    """The folder's name of a key."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
+class FeatureShards:
+    """A whole cache, memory-mapped."""
+
+    def __init__(self, folder: Path, hidden: int, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = folder, dtype
+        self._starts: list[int] = []
+        self._shards: list[tuple[np.ndarray, np.ndarray]] = []  # (z [tokens,H], where each sample begins [n+1])
+        for path in sorted(folder.glob("z-*.bin")):
+            counts = np.fromfile(path.with_name("n" + path.name[1:]), dtype="<i8")
+            bounds = np.cumsum(np.concatenate([np.zeros(1, np.int64), counts]))
+            shape = (int(bounds[-1]), hidden)
+            z = _mapped(path, shape, _ON_DISK[dtype])
+            self._starts.append(int(path.name.split("-")[1]))
+            self._shards.append((z, bounds))
+
+    def read(self, samples: list[int]) -> Tensor:
+        """z [N,H] of these samples' kept positions, in order, on the CPU in the run's dtype."""
+        parts = []
+        for sample in samples:
+            shard = bisect_right(self._starts, sample) - 1
+            z, bounds = self._shards[shard]
+            at = sample - self._starts[shard]
+            parts.append(z[bounds[at] : bounds[at + 1]])
+        rows = np.concatenate(parts) if parts else np.empty((0, self._shards[0][0].shape[1]), _ON_DISK[self.dtype])
+        return torch.from_numpy(rows).view(self.dtype)
+
+
+def _mapped(path: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray:
+    """A file as an array that is read as it is looked at; of nothing there is no map."""
+    return np.memmap(path, dtype=dtype, mode="r", shape=shape) if shape[0] else np.empty(shape, dtype)
+
+
+def open_shards(
+    folder: Path, key: dict[str, Any], hidden: int, dtype: torch.dtype, runtime: Runtime
+) -> FeatureShards | None:
+    """The cache of this key if it is there, whole and unharmed, as every rank sees it; None where it is not.
+
+    Collective over the world: each file's checksum is looked at by one rank.
+    """
+    rank, world = runtime.rank, runtime.world_size
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = sorted(manifest["files"].items())
+        good = manifest["key"] == key and all((folder / name).stat().st_size == r["size"] for name, r in files)
+        good = good and all(file_record(folder / name) == record for name, record in files[rank::world])
+    except (OSError, ValueError, KeyError, TypeError):
+        good = False
+    return FeatureShards(folder, hidden, dtype) if all(gather_objects(good)) else None
+
+
+def build_shards(
+    folder: Path,
+    key: dict[str, Any],
+    batches: Iterator[Batch],
+    samples: range,
+    features: Callable[[Batch, Tensor], Tensor],
+    runtime: Runtime,
+    tell: Callable[[int], None],
+) -> None:
+    """Write the cache of a key. Collective over the world; it appears whole or not at all.
+
+    batches: this rank's `samples`, in order, as many batches on every rank (of padding where need be); features: z of
+    a batch's kept positions; tell: called with the samples done so far. Raises `CacheRefused` on every rank alike where
+    a disk fails or z is not finite, and what `features` raises.
+    """
+    who = gather_objects(os.getpid())[0]  # another run may be making the same
+    beside = folder.with_name(f".{folder.name}.{who}.partial")
+    trouble = ""
+    if runtime.is_main:
+        try:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+        except OSError as error:
+            trouble = str(error)
+    _refuse_together(trouble)
+    name = f"{samples.start:08d}-{samples.stop:08d}.bin"
+    digest, size, counts = hashlib.sha256(), 0, np.zeros(len(samples), dtype="<i8")
+    done = 0
+    try:
+        out = (beside / f"z-{name}").open("wb")
+    except OSError as error:
+        out, trouble = None, f"rank {runtime.rank} does not see {beside}: {error}"
+    _refuse_together(trouble)
+    assert out is not None
+    with out, torch.no_grad():
+        for batch in batches:
+            mask = batch.label_mask
+            keep = mask.flatten().nonzero()[:, 0].to(runtime.device)
+            z = features(batch.to(runtime.device), keep).cpu().contiguous()
+            rows = min(mask.shape[0], len(samples) - done)  # a row of padding stands for no sample
+            counts[done : done + rows] = mask.sum(1)[:rows].numpy()
+            done += rows
+            if trouble or not bool(z.isfinite().all()):
+                trouble = trouble or f"z of the samples before {samples.start + done} is not finite"
+                continue  # the other ranks' forward passes need this one
+            block = (z.view(torch.int16) if z.dtype == torch.bfloat16 else z).numpy().tobytes()
+            try:
+                out.write(block)
+            except OSError as error:
+                trouble = str(error)
+            digest.update(block)
+            size += len(block)
+            tell(done)
+        try:
+            out.flush()
+            os.fsync(out.fileno())
+            counts.tofile(beside / f"n-{name}")
+        except OSError as error:
+            trouble = trouble or str(error)
+    _refuse_together(trouble)
+    records = {
+        f"z-{name}": {"size": size, "sha256": digest.hexdigest()},
+        f"n-{name}": file_record(beside / f"n-{name}"),
+    }
+    files = {name: record for part in gather_objects(records) for name, record in part.items()}
+    if runtime.is_main:
+        write_atomically(beside / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        beside.rename(folder)
+        sync_folder(folder.parent)
+    barrier()
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk under a folder, which need not exist yet, has free."""
+    while not folder.is_dir():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _refuse_together(trouble: str) -> None:
+    found = [said for said in gather_objects(trouble) if said]
+    if found:
+        raise CacheRefused(found[0])
