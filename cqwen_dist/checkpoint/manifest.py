@@ -16,7 +16,7 @@ from typing import Any
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"  # in the run folder: the path of the newest checkpoint, moved after it is whole
 PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors")
@@ -126,21 +126,51 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [folder for folder in folders if read_manifest(folder) is not None]
 
 
-def latest_checkpoint(run_dir: Path, check: bool = True) -> Path | None:
-    """The checkpoint a resumed run goes on from, verified (unless it was before); None where there is none yet.
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that `latest` names, verified; None where there is none yet. Raises `UserError` if it is damaged.
 
-    Raises `UserError` where `latest` names one that is damaged: which file, and the newest good one before it.
+    Where there is no `latest`, or not a readable one, it is the newest whole checkpoint: a kill between a checkpoint
+    and its `latest` loses nothing.
     """
-    pointer = run_dir / LATEST
-    if not pointer.is_file():
-        return None
-    folder = run_dir / pointer.read_text(encoding="utf-8").strip()
-    problems = verify(folder) if check else []
-    if problems:
-        good = [f for f in list_checkpoints(run_dir) if f != folder and not verify(f)]
-        advice = f"write {good[-1].relative_to(run_dir)} into {pointer}" if good else "no other checkpoint is good"
-        raise UserError("checkpoint", Said(problems[0]), f"a whole checkpoint ({advice})", str(folder))
-    return folder
+    return choose_checkpoint(run_dir)[0]
+
+
+def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None, str]:
+    """(the checkpoint that a run goes on from or None, what is to be said about it); reads only.
+
+    resume: what to do where the newest is damaged: `auto` refuses it by the name of the file, and offers the one
+    before; `last-good` takes the one before. `never` refuses to go on at all. Raises `UserError`.
+    """
+    known = list_checkpoints(run_dir)
+    try:
+        named = run_dir / (run_dir / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        named = run_dir
+    if named.parent != run_dir / "checkpoints":  # no `latest`, or nothing that it could name
+        if not known:
+            return None, ""
+        named = known[-1]
+    if resume == "never":
+        raise UserError("run.resume", resume, f"auto or last-good, as {named} is there; or another run.dir")
+    problems = verify(named)
+    if not problems:
+        return named, ""
+    before = next((folder for folder in reversed(known) if folder.name < named.name and not verify(folder)), None)
+    if resume == "last-good" and before is not None:
+        return before, f"{named.name} is damaged ({problems[0]}): going on from {before.name}"
+    offer = "no other checkpoint is good"
+    if before is not None:
+        offer = f"run.resume=last-good goes on from {before.relative_to(run_dir)}"
+    raise UserError("checkpoint", Said(problems[0]), f"a whole checkpoint ({offer})", str(named))
+
+
+def finish_renames(run_dir: Path) -> None:
+    """Give a checkpoint that was whole when its run was killed, and had not got its name yet, its name."""
+    for partial in (run_dir / "checkpoints").glob(".step-*.partial"):
+        final = partial.with_name(partial.name[1 : -len(".partial")])
+        if not final.exists() and not verify(partial):
+            partial.rename(final)
+            sync_folder(final.parent)
 
 
 def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
@@ -151,8 +181,9 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
         if problems:
             raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))
         return path.parent.parent, path
-    if (path / LATEST).is_file():
-        folder = latest_checkpoint(path)
-        assert folder is not None
-        return path, folder
-    raise UserError("checkpoint", str(path), "a run folder with `latest`, or a checkpoint folder with manifest.json")
+    folder = latest_checkpoint(path)
+    if folder is None:
+        raise UserError(
+            "checkpoint", str(path), "a run folder with `latest`, or a checkpoint folder with manifest.json"
+        )
+    return path, folder

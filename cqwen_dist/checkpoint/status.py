@@ -67,7 +67,7 @@ class RunStatus:
             "pid": os.getpid(),
         }
 
-    def at(self, step: int, total_steps: int, stage: str | None) -> None:
+    def at(self, step: int, total_steps: int, stage: str | None, checkpoint: str | None = None) -> None:
         """Where the run is; the file follows every few seconds."""
         if not self._main:
             return
@@ -77,6 +77,8 @@ class RunStatus:
         done = step - self._first_step
         eta = round((total_steps - step) * (now - self._began_steps) / done, 1) if done else None
         self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=eta)
+        if checkpoint is not None and checkpoint != self._fields["checkpoint"]:
+            self.write(checkpoint=checkpoint)
         if now - self._written > BEAT_S:
             self.write()
 

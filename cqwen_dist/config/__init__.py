@@ -14,7 +14,17 @@ from cqwen_dist.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from cqwen_dist.config.training import GROUPS, HEADS, ConstraintConfig, LoraConfig, LossConfig, Ramp, Stage, Until
+from cqwen_dist.config.training import (
+    GROUPS,
+    HEADS,
+    ConstraintConfig,
+    LoraConfig,
+    LossConfig,
+    Ramp,
+    Stage,
+    Until,
+    rises,
+)
 
 __all__ = [
     "GROUPS",
@@ -39,4 +49,5 @@ __all__ = [
     "changed_keys",
     "json_schema",
     "load_config",
+    "rises",
 ]

@@ -28,7 +28,9 @@ RESUMABLE = (
     "train.micro_batch_size",
     "train.checkpoint_every",
     "train.eval_every",
-    "train.keep_checkpoints",
+    "train.keep_",
+    "train.best_metric",
+    "train.background_save",
     "train.feature_cache.",
 )
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")

@@ -32,6 +32,11 @@ def _off(value: object) -> object:
     return "off" if value is False else value
 
 
+def rises(metric: str) -> bool:
+    """Whether more of a figure is better, by its name."""
+    return metric.endswith(_RISING)
+
+
 class LoraConfig(Section):
     """PEFT's adapters on the backbone; injected from the start, awake in the stages that train `lora`."""
 
@@ -77,8 +82,8 @@ class LossConfig(Section):
     reg_weight: NonNegative = Field(1.0, description="lambda, the weight of the regression loss.")
     class_weights: dict[WordId, NonNegative] | Literal["frequency"] | None = Field(
         None,
-        description="Weights by word id, words not named weighing 1; or frequency: (mean count / count)^power of the "
-        "words that are labels, within a factor of class_weight_limit, 1 on average over labels.",
+        description="Weights by word id, words not named weighing 1; or frequency: count^-power, 1 on average over "
+        "the training data's words, within a factor of class_weight_limit.",
     )
     class_weight_power: Unit = Field(0.5, description="Exponent of class_weights: frequency; 0 weighs all alike.")
     class_weight_limit: Annotated[float, Field(ge=1, strict=True)] = Field(
@@ -130,7 +135,7 @@ class Until(Section):
     @property
     def higher_is_better(self) -> bool:
         """`better`, or what the metric's name says."""
-        return self.metric.endswith(_RISING) if self.better is None else self.better == "higher"
+        return rises(self.metric) if self.better is None else self.better == "higher"
 
 
 class Stage(Section):

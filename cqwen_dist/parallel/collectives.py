@@ -86,11 +86,11 @@ def gather_rows(values: Tensor) -> Tensor:
     return everyone.view(world, -1)
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's small Python value, by rank."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    with naming("all-gather of objects"):
-        dist.all_gather_object(parts, value)
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's small Python value, by rank of the group (default: the world)."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    with naming("all-gather of objects", group):
+        dist.all_gather_object(parts, value, group=group)
     return parts
 
 

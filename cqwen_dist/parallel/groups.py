@@ -63,6 +63,15 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Group
     return Groups(everyone, vocab, replica)
 
 
+def side_group(timeout_s: float | None = None) -> ProcessGroup:
+    """The whole world once more over gloo, for a thread beside the training: a group is for one thread at a time.
+
+    Collective over the world.
+    """
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    return dist.new_group(backend="gloo", timeout=timeout, group_desc="saving")
+
+
 def limit_wait(group: ProcessGroup, seconds: float) -> None:
     """How long this rank waits for the others in a group that somebody else made (DeepSpeed's)."""
     _set_pg_timeout(timedelta(seconds=seconds), group)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from cqwen_dist.checkpoint.manifest import (
     FORMAT,
     checkpoint_folder,
+    choose_checkpoint,
     file_record,
+    finish_renames,
     latest_checkpoint,
     list_checkpoints,
     resolve_checkpoint,
@@ -70,16 +73,58 @@ def _said(damage: str) -> str:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_latest_is_refused_and_the_newest_good_one_named(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_latest_is_refused_by_the_files_name_and_the_one_before_offered_or_taken(
+    tmp_path: Path, damage: str
+) -> None:
     make_checkpoint(tmp_path, 3)
-    make_checkpoint(tmp_path, 5)
-    folder = make_checkpoint(tmp_path, 7)
+    good = make_checkpoint(tmp_path, 5)
+    later = make_checkpoint(tmp_path, 9)
+    folder = make_checkpoint(tmp_path, 7)  # `latest`: the run was set back to it
     DAMAGES[damage](folder / "a.safetensors")
     for look in (latest_checkpoint, resolve_checkpoint):
-        with pytest.raises(UserError, match=r"a\.safetensors.*write checkpoints/step-00000005 into"):
+        with pytest.raises(UserError, match=r"a\.safetensors.*run\.resume=last-good goes on from .*step-00000005"):
             look(tmp_path)
     with pytest.raises(UserError, match=r"a\.safetensors"):
         resolve_checkpoint(folder)
+    chosen, said = choose_checkpoint(tmp_path, "last-good")
+    assert (chosen, later.is_dir()) == (good, True)
+    assert f"step-00000007 is damaged (a.safetensors: {_said(damage)}): going on from step-00000005" in said
+
+
+def test_never_refuses_to_go_on_and_lets_a_new_run_begin(tmp_path: Path) -> None:
+    assert choose_checkpoint(tmp_path, "never") == (None, "")
+    make_checkpoint(tmp_path, 3)
+    with pytest.raises(UserError, match=r"run\.resume: found 'never', allowed: auto or last-good.*step-00000003"):
+        choose_checkpoint(tmp_path, "never")
+
+
+@pytest.mark.parametrize("pointer", [None, "", "\0", "../../elsewhere", "checkpoints/a/b"])
+def test_without_a_pointer_that_can_be_read_it_is_the_newest_whole_one(tmp_path: Path, pointer: str | None) -> None:
+    make_checkpoint(tmp_path, 3)
+    newest = make_checkpoint(tmp_path, 7)
+    (tmp_path / "latest").unlink() if pointer is None else (tmp_path / "latest").write_text(pointer)
+    assert latest_checkpoint(tmp_path) == newest
+
+
+def test_a_pointer_to_a_folder_that_is_gone_is_damage(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 3)
+    shutil.rmtree(make_checkpoint(tmp_path, 7))
+    with pytest.raises(UserError, match=r"manifest\.json: missing.*step-00000003"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_whole_checkpoint_that_a_kill_left_without_its_name_gets_it(tmp_path: Path) -> None:
+    """The same step written again replaces the old one by two renames; `latest` names it all the while."""
+    make_checkpoint(tmp_path, 3)
+    folder = make_checkpoint(tmp_path, 7)
+    folder.rename(folder.with_name(".step-00000007.partial"))
+    torn = make_checkpoint(tmp_path, 9)
+    torn = torn.rename(torn.with_name(".step-00000009.partial"))
+    flip(torn / "a.safetensors")
+    write_atomically(tmp_path / "latest", "checkpoints/step-00000007\n")
+    finish_renames(tmp_path)
+    assert latest_checkpoint(tmp_path) == folder
+    assert torn.is_dir(), "what is not whole gets no name"
 
 
 def test_without_any_good_one_the_error_says_so(tmp_path: Path) -> None:

@@ -19,12 +19,15 @@ from cqwen_dist.checkpoint.manifest import (
     verify,
     write_atomically,
 )
-from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, save_checkpoint
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
+from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.checkpoint.saving import About, Saver
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 ROWS, WIDTH = 7, 3
+ADAPTER = "backbone.transformer.a.lora_A.default.weight"
 
 
 def state_of(start: int, stop: int, tag: float = 0.0) -> TrainState:
@@ -61,7 +64,9 @@ def save_here(run: str, group_size: int, steps: tuple[int, ...] = (1,), keep: in
                     return plain(*args)
 
                 setattr(os, name, deadly)
-        save_checkpoint(Path(run), step, state_of(start, stop, float(step)), groups, keep)
+        saver = Saver(Path(run), groups, Retention(newest=keep))
+        saver.save(lambda step=step: state_of(start, stop, float(step)), About(step, "heads", config={"数": 1}))
+        saver.wait()
     return calls
 
 
@@ -99,6 +104,8 @@ def test_the_manifest_names_every_file_and_what_wrote_it(tmp_path: Path) -> None
     assert {"rows-00000000-00000004.safetensors", "rows-00000004-00000007.safetensors"} <= set(manifest["files"])
     assert (manifest["step"], manifest["stage"]) == (1, "heads")
     assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["rows"] == [[0, 4], [4, 7]]
+    assert manifest["config"] == {"数": 1}
     assert verify(folder) == []
 
 
@@ -121,9 +128,12 @@ def test_a_run_set_back_to_an_earlier_checkpoint_keeps_what_it_writes(tmp_path: 
 def save_empty(run: str) -> str:
     groups = build_groups(1)
     state = state_of(0, 7)
-    state.features["backbone.lora_A"] = torch.empty(0)
+    state.state["model"] = {"lora": {"r": 2}}
+    state.features[ADAPTER] = torch.empty(0)
     try:
-        save_checkpoint(Path(run), 1, state, groups, 1)
+        saver = Saver(Path(run), groups, Retention())
+        saver.save(lambda: state, About(1, "heads"))
+        saver.wait()
     except RuntimeError as error:
         return str(error)
     return "saved"
@@ -131,7 +141,10 @@ def save_empty(run: str) -> str:
 
 def test_an_empty_tensor_is_refused_by_name_and_no_checkpoint_appears(tmp_path: Path) -> None:
     """How a sharded optimizer loses an adapter: a tensor of shape (0,)."""
-    assert "features.safetensors: backbone.lora_A is empty" in run_ranks(save_empty, 1, str(tmp_path))[0]
+    assert (
+        "adapter_model.safetensors: base_model.model.model.a.lora_A.weight is empty"
+        in run_ranks(save_empty, 1, str(tmp_path))[0]
+    )
     assert latest_checkpoint(tmp_path) is None
     assert list_checkpoints(tmp_path) == []
 

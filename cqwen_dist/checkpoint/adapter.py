@@ -1,0 +1,102 @@
+"""Adapters in PEFT's own format: what `PeftModel.from_pretrained(base, folder)` reads, without this package.
+
+    adapter/adapter_model.safetensors    whole tensors, fp32, under PEFT's names
+    adapter/adapter_config.json          rank, alpha, modules, and the base model's name
+
+PEFT leaves the adapter's name out of a tensor's; ours, which an optimizer's moments go by, are the parameters' in
+`CausalQwenModel.features`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.model.lora import ADAPTER, is_lora, peft_config
+
+FOLDER = "adapter"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
+_OURS, _PEFT = "backbone.transformer.", "base_model.model.model."
+
+
+def to_peft(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters among the features' tensors, under PEFT's names."""
+    return {_peft_name(name): tensor for name, tensor in features.items() if is_lora(name)}
+
+
+def _peft_name(name: str) -> str:
+    name = _PEFT + name.removeprefix(_OURS).replace(f".{ADAPTER}", "")
+    return name.removesuffix(".weight") if ".lora_magnitude_vector" in name else name
+
+
+def _our_name(name: str) -> str:
+    name = _OURS + name.removeprefix(_PEFT)
+    if ".lora_magnitude_vector" in name:
+        return f"{name}.{ADAPTER}.weight"
+    stem, weight, _ = name.partition(".weight")
+    return f"{stem}.{ADAPTER}{weight}"
+
+
+def write_config(folder: Path, lora: dict[str, Any], base: str | None) -> None:
+    """adapter_config.json. lora: our settings; base: the base model's name or folder."""
+    config = peft_config(LoraConfig(**lora))
+    config.task_type = "CAUSAL_LM"
+    config.inference_mode = True
+    config.base_model_name_or_path = base
+    config.save_pretrained(str(folder))
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The adapters of a folder in PEFT's format, under our names. Raises `UserError`."""
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except FileNotFoundError:
+        refuse_pickles(folder)
+        raise UserError("adapter", Said(f"no {WEIGHTS}"), "an adapter that PEFT saved", str(folder)) from None
+    except (OSError, SafetensorError) as error:
+        raise UserError("adapter", Said(str(error)), "safetensors that can be read", str(folder / WEIGHTS)) from None
+    odd = [name for name in tensors if not name.startswith(_PEFT)]
+    if odd:
+        allowed = f"adapters of a Qwen2 or Qwen3 causal model alone: names that begin with {_PEFT}"
+        raise UserError("adapter", odd[0], allowed, str(folder / WEIGHTS))
+    return {_our_name(name): tensor for name, tensor in tensors.items()}
+
+
+def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
+    """Raises `UserError` by key where an adapter in PEFT's format is of another shape or scale than the settings."""
+    try:
+        saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError("adapter", Said(str(error)), f"a {CONFIG} that can be read", str(folder)) from None
+    kind = saved.get("peft_type") if isinstance(saved, dict) else None
+    if kind != "LORA":
+        raise UserError("peft_type", kind, "LORA", str(folder / CONFIG))
+    wanted = peft_config(lora)
+    for key, name, default in (
+        ("r", "r", None),
+        ("alpha", "lora_alpha", None),
+        ("rslora", "use_rslora", False),
+        ("dora", "use_dora", False),
+        ("target_modules", "target_modules", None),
+    ):
+        here, there = getattr(wanted, name), saved.get(name, default)
+        if isinstance(there, list):
+            here, there = (sorted(here) if isinstance(here, set) else here), sorted(there)
+        if here != there:
+            raise UserError(f"model.lora.{key}", here, f"{there!r}, as in {folder / CONFIG}")
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raises `UserError` where a folder holds tensors as pickles: reading one runs code that somebody else wrote."""
+    found = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES) if folder.is_dir() else []
+    if found:
+        allowed = "safetensors: a pickle runs code when it is read, so it is not (convert it where you trust it)"
+        raise UserError("checkpoint", Said(f"{found[0]}, a pickle"), allowed, str(folder))

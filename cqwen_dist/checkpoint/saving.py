@@ -1,0 +1,322 @@
+"""Writing checkpoints: atomically, verified, and behind the training's back.
+
+A save begins with a copy of everything that trains in the host's memory; that is all a step waits for. A thread on
+each rank then writes the copy beside the final place, fsyncs it, reads a sample back, and agrees with the other ranks
+over a group of its own; rank 0 writes the manifest, renames, moves `latest`, and deletes what is outdated. One save is
+under way at a time. At every moment of it a SIGKILL leaves the checkpoint before, or this one, whole.
+
+(torch's own asynchronous checkpointing was not taken: its metadata file is a pickle, and its shards know of ranks.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cqwen_dist.checkpoint import adapter
+from cqwen_dist.checkpoint.manifest import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    checkpoint_folder,
+    file_record,
+    git_commit,
+    list_checkpoints,
+    read_manifest,
+    sync_folder,
+    versions,
+    write_atomically,
+)
+from cqwen_dist.checkpoint.resume import Tensors, TrainState
+from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.model.lora import is_lora
+from cqwen_dist.parallel.collectives import gather_objects
+from cqwen_dist.parallel.groups import Groups, side_group
+
+SAMPLES = 8  # tensors of a file that are read back after it was written
+
+
+@dataclass
+class About:
+    """What a manifest says beside its files. figures: of an evaluation at this very step, if there was one."""
+
+    step: int
+    stage: str
+    figures: dict[str, float] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    base: str | None = None  # the base model's name, for PEFT
+
+
+class Saver:
+    """Saves checkpoints of one run. Every method is collective over the world."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        groups: Groups,
+        retention: Retention,
+        *,
+        background: bool = True,
+        timeout_s: float | None = None,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """background: False writes before `save` returns. on_failure: called where a save that is under way fails, so
+        that the run need not train on to the next one to learn of it; `wait` raises what it was.
+        """
+        self._run_dir, self._groups, self._retention = run_dir, groups, retention
+        self._background, self._on_failure = background, on_failure
+        self._side = side_group(timeout_s)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.newest: str | None = None  # the name of the last checkpoint that is whole, known to rank 0
+        self.stalled_s = 0.0  # how long the last `save` kept the training waiting
+        self.took_s = 0.0  # how long the last one that is whole was under way
+
+    def save(self, collect: Callable[[], TrainState], about: About) -> None:
+        """Copy what `collect` gives and return; the rest happens in the background.
+
+        Raises what the save before met: `UserError` for a disk that is full or may not be written.
+        """
+        began = time.monotonic()
+        self.wait()
+        state = _copied(collect())
+        self._thread = threading.Thread(target=self._write, args=(state, about, began), name="save", daemon=True)
+        self._thread.start()
+        if not self._background:
+            self.wait()
+        self.stalled_s = time.monotonic() - began
+
+    def wait(self) -> None:
+        """Until the save under way, if any, is whole. Raises what it met."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self, seconds: float = 60.0) -> None:
+        """Let a save under way end well where the run ends badly; raises nothing."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _write(self, state: TrainState, about: About, began: float) -> None:
+        try:
+            self.newest = write_checkpoint(self._run_dir, state, about, self._groups, self._side, self._retention).name
+            self.took_s = time.monotonic() - began
+        except BaseException as error:  # it is raised where the run waits for this
+            self._error = error
+            self._on_failure(f"the checkpoint of step {about.step} failed")
+
+
+def write_checkpoint(
+    run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup, retention: Retention
+) -> Path:
+    """Write a checkpoint; collective over `side`, a group of the whole world. It exists whole or not at all.
+
+    Every rank of replica 0 writes its rows; rank 0 the rest. Raises on all ranks alike what any of them met:
+    `UserError` for a disk that refuses.
+    """
+    final = checkpoint_folder(run_dir, about.step)
+    beside = final.with_name(f".{final.name}.partial")
+    main = side.rank() == 0
+
+    def prepare() -> dict[str, Any]:
+        if main:
+            for left in final.parent.glob(".step-*"):  # of a run that was killed
+                shutil.rmtree(left)
+            (beside / adapter.FOLDER).mkdir(parents=True)
+        return {}
+
+    _agreed(prepare, beside, side)
+    records = _agreed(lambda: _write_files(beside, state, about, groups, main), beside, side)
+
+    def commit() -> dict[str, Any]:
+        if main:
+            _commit(run_dir, beside, final, records, state, about)
+            _delete_outdated(run_dir, about.step, retention)
+        return {}
+
+    _agreed(commit, beside, side)
+    return final
+
+
+def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGroup) -> dict[str, Any]:
+    """Run an action on every rank; all results in one, or the first failure raised on all ranks."""
+    failure: Exception | None = None
+    result: dict[str, Any] = {}
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    said = [_told(failure), result] if failure is not None else [None, result]
+    everyone = gather_objects(said, side)
+    met = [(rank, told) for rank, (told, _) in enumerate(everyone) if told is not None]
+    if met:
+        if side.rank() == 0:
+            shutil.rmtree(beside, ignore_errors=True)  # on a full disk it is in the way
+        rank, (kind, text) = met[0]
+        if kind == "disk":
+            allowed = "a disk that takes a checkpoint; then the same command goes on from the one before"
+            raise UserError("run.dir", Said(text), allowed)
+        if failure is not None:
+            raise failure
+        raise RuntimeError(f"rank {rank} could not save: {text}")
+    return {name: record for _, part in everyone for name, record in part.items()}
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    if isinstance(error, OSError):
+        return "disk", f"{error.strerror or error} while a checkpoint was written ({error.filename or 'its files'})"
+    if type(error).__name__ == "SafetensorError":  # how its writer reports what the disk said
+        return "disk", f"{error} while a checkpoint was written"
+    return "error", f"{type(error).__name__}: {error}"
+
+
+def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:
+    """This rank's files, written and checked; their records."""
+    files: dict[str, Tensors] = {}
+    if groups.replica.rank() == 0 and state.row_range[1] > state.row_range[0]:
+        name = f"rows-{state.row_range[0]:08d}-{state.row_range[1]:08d}"
+        files[f"{name}.safetensors"] = state.rows
+        files[f"{name}.moments.safetensors"] = state.row_moments
+    records = {}
+    if main:
+        files["features.safetensors"] = {k: v for k, v in state.features.items() if not is_lora(k)}
+        files["features.moments.safetensors"] = state.feature_moments
+        files["heads.safetensors"] = state.heads
+        files["heads.moments.safetensors"] = state.head_moments
+        folder = beside / adapter.FOLDER
+        if adapters := adapter.to_peft(state.features):
+            files[f"{adapter.FOLDER}/{adapter.WEIGHTS}"] = adapters
+            adapter.write_config(folder, state.state["model"]["lora"], about.base)
+            records[f"{adapter.FOLDER}/{adapter.CONFIG}"] = _synced(folder / adapter.CONFIG)
+        else:
+            folder.rmdir()
+        write_atomically(beside / "state.json", json.dumps(state.state, indent=1))
+        records["state.json"] = file_record(beside / "state.json")
+    for name, tensors in files.items():
+        records[name] = _write(beside / name, tensors)
+    return records
+
+
+def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
+    """Save, fsync and check: a tensor of shape (0,) is how a sharded optimizer loses an adapter."""
+    ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    empty = [name for name, tensor in ready.items() if tensor.numel() == 0]
+    if empty:
+        raise RuntimeError(f"{path.name}: {empty[0]} is empty; nothing was saved")
+    save_file(ready, path)
+    record = _synced(path)
+    _read_back(path, ready)
+    return record
+
+
+def _synced(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return file_record(path)
+
+
+def _read_back(path: Path, tensors: Tensors) -> None:
+    """Every shape, and a sample's first numbers, as the file has them."""
+    names = list(tensors)
+    sample = set(names[:: max(1, len(names) // SAMPLES)])
+    with safe_open(path, framework="pt") as file:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (a handle)
+        if found != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+            raise RuntimeError(f"{path.name}: what was read back has other names or shapes")
+        for name in sample:
+            tensor = tensors[name]
+            there = file.get_slice(name)[:1] if tensor.ndim else file.get_tensor(name)
+            here = tensor[:1] if tensor.ndim else tensor
+            if not torch.equal(there.reshape(-1).view(torch.uint8), here.reshape(-1).view(torch.uint8)):
+                raise RuntimeError(f"{path.name}: {name} was read back with other numbers")
+
+
+def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], state: TrainState, about: About) -> None:
+    """The manifest makes it whole; then its name, then `latest`."""
+    manifest = {
+        "format": FORMAT,
+        "step": about.step,
+        "stage": about.stage,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "files": records,
+        "rows": _ranges(records),
+        "figures": about.figures,
+        "config": about.config,
+        "versions": versions(),
+        "commit": git_commit(),
+    }
+    for folder in (path for path in (beside / adapter.FOLDER, beside) if path.is_dir()):
+        sync_folder(folder)
+    write_atomically(beside / MANIFEST, json.dumps(manifest, indent=1))
+    replaced = final.with_name(f".{final.name}.replaced")
+    if final.exists():  # the same step again, after a resume from before it; `finish_renames` knows of a kill here
+        final.rename(replaced)
+    beside.rename(final)
+    sync_folder(final.parent)
+    write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _ranges(records: dict[str, Any]) -> list[list[int]]:
+    """[start, stop) of each file of rows."""
+    names = sorted(name for name in records if name.startswith("rows-") and ".moments." not in name)
+    return [[int(part) for part in name.split(".")[0].split("-")[1:]] for name in names]
+
+
+def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> None:
+    manifests = {}
+    for folder in list_checkpoints(run_dir):
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            manifests[int(manifest["step"])] = manifest.get("figures") or {}
+    for step in retention.outdated(manifests, newest_step):
+        shutil.rmtree(checkpoint_folder(run_dir, step))
+
+
+@torch.no_grad()
+def _copied(state: TrainState) -> TrainState:
+    """The same in memory of its own on the host, pinned where it comes from a GPU."""
+
+    def copy(tensors: Tensors) -> Tensors:
+        return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
+
+    copied = TrainState(
+        features=copy(state.features),
+        feature_moments=copy(state.feature_moments),
+        heads=copy(state.heads),
+        head_moments=copy(state.head_moments),
+        rows=copy(state.rows),
+        row_moments=copy(state.row_moments),
+        row_range=state.row_range,
+        state=json.loads(json.dumps(state.state)),
+    )
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copied
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # torch keeps and reuses pinned blocks
+    return host.copy_(tensor, non_blocking=True)
