@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import string
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cqwen_dist.config import yaml_text
+from cqwen_dist.config.data import DataConfig, Sources
 from cqwen_dist.config.errors import Said
 from cqwen_dist.config.fields import (
     Above0,
@@ -35,7 +35,7 @@ class PretrainConfig(Section):
     steps: Positive = Field(400, description="Optimizer steps of next-token cross-entropy.")
     lr: Above0 = Field(3e-3, description="Peak learning rate (cosine to zero).")
     batch_size: Positive = Field(32, description="Sequences per step.")
-    data: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+    data: Sources | None = Field(
         None, description="Further texts that the pretraining alone reads, as data.train is read."
     )
     numerals: Literal["numbers", "digits", "both"] = Field(
@@ -132,67 +132,6 @@ class ModelConfig(Section):
             elif isinstance(item, float) and not math.isfinite(item):
                 raise refused(key, item, "a finite number")
         return value
-
-
-class NumberPolicy(Section):
-    """Which numerals become `<NUM>`; the full policy is written out in `cqwen_dist.data.numbers`."""
-
-    signs: bool = Field(True, description="Take a leading minus into the value where it is a sign; a plus stays text.")
-    thousands: bool = Field(True, description="Read 1,234,567 as one number.")
-    scientific: bool = Field(True, description="Read 1.5e-3 as one number.")
-    leading_zeros: bool = Field(False, description="Take numerals such as 007 (else they are identifiers: text).")
-    dates: bool = Field(False, description="Take the parts of dates and times (else 2024-01-31, 12:30 stay text).")
-    identifiers: bool = Field(
-        False, description="Take numerals inside v1.2.3, A4, IPs, phone numbers (else they stay text)."
-    )
-
-
-class DataConfig(Section):
-    """Where the text comes from."""
-
-    train: str | Annotated[list[str], Field(min_length=1)] = Field(
-        description="JSONL file(s), or bundled:NAME (see `cqwen_dist.data.sources`)."
-    )
-    eval: str | Annotated[list[str], Field(min_length=1)] | None = Field(
-        None, description="Held-out data; default: eval_fraction of train."
-    )
-    eval_fraction: Share = Field(0.0, description="Share of train that is held out when `eval` is not given.")
-    text_field: str = Field("text", min_length=1, description="The JSON field that holds the text.")
-    text_template: str | None = Field(
-        None, description="A format over the JSON fields, such as '{question}\\n{answer}', instead of text_field."
-    )
-    sequence_length: Positive = Field(512, description="Longest sequence, in tokens; longer texts are cut into pieces.")
-    pack: bool = Field(False, description="Concatenate texts to full sequences, attention kept inside each text.")
-    calculator_marks: Literal["strip", "keep"] = Field(
-        "strip", description="GSM8K's <<48/2=24>> marks: removed, or kept as text."
-    )
-    numeric_targets: Literal["all", "last"] = Field(
-        "all", description="Which numbers the regression learns: all, or only the last of each text."
-    )
-    on_bad_line: Literal["error", "skip"] = Field(
-        "error", description="A broken line, an empty text, a missing field: stop, or count and skip."
-    )
-    on_nonfinite: Literal["error", "skip"] = Field(
-        "error", description="A number that overflows to infinity: stop, or leave it as text and count it."
-    )
-    limit: Positive | None = Field(None, description="Use only the first so many texts of train.")
-    numbers: NumberPolicy = Field(NumberPolicy(), description="Which numerals become <NUM>.")
-
-    @model_validator(mode="after")
-    def _sources(self) -> DataConfig:
-        for key, value in (("train", self.train), ("eval", self.eval)):
-            if value is not None and not (all(value) if isinstance(value, list) else value):
-                raise refused(key, value, "paths that are not empty")
-        if self.eval is not None and self.eval_fraction > 0:
-            raise refused("eval_fraction", self.eval_fraction, "0, as data.eval is given")
-        if self.text_template is not None:
-            try:
-                fields = [name for _, name, _, _ in string.Formatter().parse(self.text_template) if name is not None]
-            except ValueError as error:
-                raise refused("text_template", self.text_template, f"a format with {{field}}s ({error})") from None
-            if not fields or not all(name and not name[0].isdigit() for name in fields):
-                raise refused("text_template", self.text_template, "named JSON fields in braces, such as {question}")
-        return self
 
 
 class ParallelConfig(Section):
@@ -328,6 +267,9 @@ class Config(Section):
             raise refused("model.lora.dora", True, allowed)
         if self.parallel.zero_stage == 3 and self.model.quantize != "none":
             allowed = "none under parallel.zero_stage 3 (4-bit weights cannot be partitioned), or 1, 2"
+            raise refused("model.quantize", self.model.quantize, allowed)
+        if self.train.precision != "bf16" and self.model.quantize != "none":
+            allowed = "none with train.precision fp32 (4-bit weights are read in bf16), or bf16"
             raise refused("model.quantize", self.model.quantize, allowed)
 
     def batch_sizes(self, stage: Stage) -> tuple[int, int]:

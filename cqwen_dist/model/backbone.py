@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
+from cqwen_dist.model.quantized import quantized_loading
 
 SUPPORTED = ("qwen2", "qwen3")
 
@@ -53,8 +54,18 @@ def check_architecture(config: Any, where: str) -> None:
         raise UserError("model_type", getattr(config, "model_type", None), " or ".join(SUPPORTED), where)
 
 
-def load_base(name_or_path: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A Qwen2/2.5/3 causal model by folder or hub name, safetensors only. Raises `UserError`."""
+def load_base(
+    name_or_path: str,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    quantize: str = "none",
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """A Qwen2/2.5/3 causal model by folder or hub name, safetensors only. Raises `UserError`.
+
+    quantize: `model.quantize`; with nf4 it is loaded on the device, in 4 bits (`model.quantized`).
+    """
+    loading = quantized_loading(quantize, device or torch.device("cpu"))
     looks_local = name_or_path.startswith((".", "/", "~")) or os.path.isdir(name_or_path)
     path = str(Path(name_or_path).expanduser()) if looks_local else name_or_path
     if looks_local and not Path(path, "config.json").is_file():
@@ -62,12 +73,16 @@ def load_base(name_or_path: str, dtype: torch.dtype, trust_remote_code: bool = F
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_architecture(config, name_or_path)
-        return AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        base = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **loading
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})") from None
+    if loading:
+        base.model.is_loaded_in_4bit = True  # where PEFT looks, and adapters go on the transformer alone
+        del base.config.quantization_config  # of this run's memory, not of the model that is exported
+    return base
 
 
 def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

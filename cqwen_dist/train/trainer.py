@@ -85,7 +85,9 @@ class Trainer:
             code = config.model.trust_remote_code
             base, head = load_partitioned_base(config.base_folder, dtype, settings, runtime, code)
         else:
-            base = load_base(config.base_folder, dtype, config.model.trust_remote_code)
+            base = load_base(
+                config.base_folder, dtype, config.model.trust_remote_code, config.model.quantize, runtime.device
+            )
         vocab_size = base.config.vocab_size
         context = base.config.max_position_embeddings
         for key, length in config.sequence_lengths().items():
