@@ -1,14 +1,13 @@
 """What a run is: one YAML file, checked before anything is started (floor 0: no torch, reads only)."""
 
+from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.reading import changed_keys, json_schema, load_config
 from cqwen_dist.config.schema import (
     TRAIN_TOKENIZER,
     Config,
-    DataConfig,
     FeatureCacheConfig,
     ModelConfig,
-    NumberPolicy,
     ParallelConfig,
     PretrainConfig,
     RunConfig,

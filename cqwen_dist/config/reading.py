@@ -32,6 +32,9 @@ RESUMABLE = (
     "train.best_metric",
     "train.background_save",
     "train.feature_cache.",
+    "data.cache_dir",
+    "data.workers",
+    "data.prefetch",
 )
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 

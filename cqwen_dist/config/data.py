@@ -1,0 +1,135 @@
+"""The `data` section: where texts come from, what of them is learnt, how they are cut into samples."""
+
+from __future__ import annotations
+
+import string
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from cqwen_dist.config.errors import Said
+from cqwen_dist.config.fields import Above0, Count, Positive, Section, Share, refused
+
+Sources = str | Annotated[list[str], Field(min_length=1)]
+
+
+class NumberPolicy(Section):
+    """Which numerals become `<NUM>`; the full policy is written out in docs/numbers.md."""
+
+    signs: bool = Field(True, description="Take a leading minus into the value where it is a sign; a plus stays text.")
+    thousands: bool = Field(True, description="Read 1,234,567 as one number.")
+    scientific: bool = Field(True, description="Read 1.5e-3 as one number.")
+    leading_zeros: bool = Field(False, description="Take numerals such as 007 (else they are identifiers: text).")
+    dates: bool = Field(False, description="Take the parts of dates and times (else 2024-01-31, 12:30 stay text).")
+    identifiers: bool = Field(
+        False, description="Take numerals inside v1.2.3, A4, IPs, phone numbers (else they stay text)."
+    )
+
+
+class DataConfig(Section):
+    """Where the text comes from."""
+
+    train: Sources = Field(
+        description="Source(s): .jsonl, .csv, .tsv, .txt (each also .gz), .parquet, a folder that `datasets` saved or "
+        "can load, hf:NAME[/CONFIG][#SPLIT], or bundled:NAME."
+    )
+    eval: Sources | None = Field(None, description="Held-out data; default: eval_fraction of train.")
+    eval_fraction: Share = Field(0.0, description="Share of train that is held out when `eval` is not given.")
+    weights: Annotated[list[Above0], Field(min_length=2)] | None = Field(
+        None, description="How often each source of train is drawn from; default: the sources one after the other."
+    )
+    mix_until: Literal["first", "all"] = Field(
+        "first", description="Mixing by weights ends when the first source is used up, or repeats short ones until all."
+    )
+    mix_seed: Count = Field(0, description="Seed of the draws between weighted sources.")
+    text_field: str = Field("text", min_length=1, description="The field (column) that holds the text.")
+    text_template: str | None = Field(
+        None, description="A format over the fields, such as '{question}\\n{answer}', instead of text_field."
+    )
+    prompt_template: str | None = Field(
+        None, description="A format over the fields that stands in front of the text: read, but not learnt."
+    )
+    messages_field: str | None = Field(
+        None,
+        min_length=1,
+        description="The field that holds a chat, [{role, content}, ...]: written by the tokenizer's chat template, "
+        "only the assistant's turns are learnt.",
+    )
+    target_field: str | None = Field(
+        None, min_length=1, description="The field of text_template whose number alone the regression learns."
+    )
+    sample_by: Literal["line", "paragraph", "document"] = Field("line", description="What one text of a .txt file is.")
+    sequence_length: Positive = Field(512, description="Longest sequence, in tokens; longer texts are cut into pieces.")
+    pack: bool = Field(False, description="Concatenate texts to full sequences, attention kept inside each text.")
+    group_by_length: bool = Field(
+        False, description="Put sequences of similar length into one step: less padding, the order less random."
+    )
+    calculator_marks: Literal["strip", "keep"] = Field(
+        "strip", description="GSM8K's <<48/2=24>> marks: removed, or kept as text."
+    )
+    numeric_targets: Literal["all", "last"] = Field(
+        "all", description="Which numbers the regression learns: all, or only the last of each text."
+    )
+    deduplicate: bool = Field(False, description="Use equal texts once.")
+    min_tokens: Positive | None = Field(None, description="Leave out texts of fewer tokens.")
+    max_tokens: Positive | None = Field(None, description="Leave out texts of more tokens.")
+    max_text_mib: Above0 = Field(16.0, description="A line or record of more MiB is a bad line.")
+    on_bad_line: Literal["error", "skip"] = Field(
+        "error", description="A broken line, an empty text, a missing field: stop, or count and skip."
+    )
+    on_nonfinite: Literal["error", "skip"] = Field(
+        "error", description="A number that overflows to infinity: stop, or leave it as text and count it."
+    )
+    limit: Positive | None = Field(None, description="Use only the first so many texts of train.")
+    cache_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of prepared data; default: $CQWEN_DATA_CACHE or ~/.cache/cqwen/data, and small files are "
+        "read into memory instead.",
+    )
+    workers: Positive | None = Field(None, description="Processes that tokenise; default: one a core.")
+    prefetch: Count = Field(2, description="Steps whose batches are made ahead of time; 0: none.")
+    numbers: NumberPolicy = Field(NumberPolicy(), description="Which numerals become <NUM>.")
+
+    @model_validator(mode="after")
+    def _sources(self) -> DataConfig:
+        for key, value in (("train", self.train), ("eval", self.eval)):
+            if value is not None and not (all(value) if isinstance(value, list) else value):
+                raise refused(key, value, "paths that are not empty")
+        if self.eval is not None and self.eval_fraction > 0:
+            raise refused("eval_fraction", self.eval_fraction, "0, as data.eval is given")
+        if self.weights is not None:
+            sources = len(self.train) if isinstance(self.train, list) else 1
+            if len(self.weights) != sources:
+                raise refused("weights", self.weights, f"one weight for each of the {sources} sources of data.train")
+        if None not in (self.min_tokens, self.max_tokens) and self.min_tokens > self.max_tokens:  # type: ignore[operator]
+            raise refused("min_tokens", self.min_tokens, f"at most data.max_tokens ({self.max_tokens})")
+        return self
+
+    @model_validator(mode="after")
+    def _fields(self) -> DataConfig:
+        text = _names("text_template", self.text_template)
+        _names("prompt_template", self.prompt_template)
+        if self.messages_field is not None:
+            for key in ("text_template", "prompt_template", "target_field"):
+                if getattr(self, key) is not None:
+                    raise refused(key, Said(f"{key} beside messages_field"), "one of the two")
+        if self.target_field is not None:
+            if self.target_field not in text:
+                raise refused("target_field", self.target_field, "a field of data.text_template, in braces there once")
+            if self.numeric_targets != "all":
+                raise refused("target_field", self.target_field, "it without numeric_targets: last, which it replaces")
+        return self
+
+
+def _names(key: str, template: str | None) -> list[str]:
+    """The fields of a template that each occur once. Raises what a validator raises for one that names no fields."""
+    if template is None:
+        return []
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise refused(key, template, f"a format with {{field}}s ({error})") from None
+    if not fields or not all(name and not name[0].isdigit() for name in fields):
+        raise refused(key, template, "named JSON fields in braces, such as {question}")
+    return [name for name in fields if fields.count(name) == 1]
