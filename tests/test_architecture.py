@@ -24,6 +24,7 @@ FLOORS = {
     "data": 3,
     "model": 3,
     "checkpoint": 4,
+    "auto": 4,  # what transformers' Auto classes are told: model and tokenizer
     "train": 5,
     "cluster": 6,
     "bench": 6,

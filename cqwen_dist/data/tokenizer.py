@@ -23,6 +23,7 @@ from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.numbers import find_numbers, write_numbers
 
 POLICY_FILE = "number_policy.json"
+OWN_CLASS = "CausalQwenTokenizer"  # what `data.auto_tokenizer` writes into tokenizer_config.json
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Qwen2's pre-tokenisation (transformers, models/qwen2/tokenization_qwen2.py).
 _QWEN2_PATTERN = (
@@ -104,7 +105,8 @@ class NumericalAwareTokenizer:
             raise UserError("model.tokenizer", f"no folder {name}", "a tokenizer's folder or hub name")
         folder = Path(name).expanduser()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+            loader = PreTrainedTokenizerFast if _is_ours(folder) else AutoTokenizer
+            tokenizer = loader.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
         except Exception as error:  # the Rust side raises bare `Exception` for a broken tokenizer.json
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError("model.tokenizer", name, f"a tokenizer's folder or hub name ({reason[:200]})") from None
@@ -227,6 +229,12 @@ class DigitTokenizer(NumericalAwareTokenizer):
 
 def _plain(sequence: Any) -> Any:
     return sequence.tolist() if isinstance(sequence, torch.Tensor) else sequence
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether AutoTokenizer would give this package's own class, which wraps the one that is looked for."""
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") == OWN_CLASS
 
 
 def train_tokenizer(

@@ -132,7 +132,7 @@ def generate(
     done = torch.zeros(b, dtype=torch.bool, device=device)
     cache = DynamicCache(config=base) if use_cache else None
 
-    with at_hand(action):
+    with at_hand(model.action):
         options = Options(
             used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
             rank_by=decode_rule or chosen.rank_by,

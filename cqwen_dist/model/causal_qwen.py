@@ -8,20 +8,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.utils import ModelOutput
 
-from cqwen_dist.batch import Batch
+from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import LoraConfig, UserError
-from cqwen_dist.generate.generator import generate
-from cqwen_dist.generate.numbers import GeneratedNumbers
+from cqwen_dist.generate.generator import Watch, at_hand, generate
+from cqwen_dist.generate.hugging_face import CausalQwenGeneration, translate
 from cqwen_dist.model import initialise
 from cqwen_dist.model.abduction import ABDUCTIONS, AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
@@ -30,6 +38,8 @@ from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.lora import inject_lora, merge_lora
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at
+from cqwen_dist.ops.regression import cauchy_nll
 from cqwen_dist.targets import TargetTransform
 
 
@@ -183,7 +193,9 @@ class CausalQwenModel(nn.Module):
         """U of every position [B,T,C]. context: position_ids, past_key_values, keep."""
         if numeric_values is None:
             numeric_values = torch.zeros(input_ids.shape, dtype=torch.float64, device=input_ids.device)
-        return self.abduction(self.features(input_ids, numeric_values, attention_mask, **context))
+        features = self.features(input_ids, numeric_values, attention_mask, **context)
+        with at_hand(self.abduction):
+            return self.abduction(features)
 
     def forward(
         self, input_ids: Tensor, numeric_values: Tensor, attention_mask: Tensor | None = None
@@ -198,10 +210,17 @@ class CausalQwenModel(nn.Module):
 
 @dataclass
 class CausalQwenOutput(ModelOutput):
-    """loc_U, scale_U [B,T,C]; loc_Y, scale_Y [B,T] in the target's unit; logits (loc_S) [B,k,V] on demand."""
+    """What a forward pass gives, in fp32; Y is in the target's unit (`CausalQwenConfig.target`).
+
+    loss: scalar, where labels are given: the mean OvR loss of the words plus the gated mean NLL of the numbers.
+    logits: loc_S [B,k,V] of the last k = logits_to_keep positions, on demand; scale_S likewise, with output_scales.
+    loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the number, were there one next.
+    past_key_values: the cache that was given, extended.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
+    scale_S: Tensor | None = None
     loc_U: Tensor | None = None
     scale_U: Tensor | None = None
     loc_Y: Tensor | None = None
@@ -209,7 +228,7 @@ class CausalQwenOutput(ModelOutput):
     past_key_values: Any = None
 
 
-class CausalQwenForCausalLM(PreTrainedModel):
+class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     """CausalQwen as Hugging Face users know models: from_pretrained, save_pretrained, generate."""
 
     config_class = CausalQwenConfig
@@ -217,6 +236,13 @@ class CausalQwenForCausalLM(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
+    _no_split_modules = [  # noqa: RUF012  what accelerate keeps on one device
+        "Qwen2DecoderLayer",
+        "Qwen3DecoderLayer",
+        "NumericalAwareEmbedding",
+        "AbductionNetwork",
+        "ActionNetwork",
+    ]
     _keep_in_fp32_modules_strict = {"abduction", "action", "w_num", "num_row"}  # noqa: RUF012  transformers' name
 
     def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
@@ -270,7 +296,10 @@ class CausalQwenForCausalLM(PreTrainedModel):
             if calibration_batches is None:
                 raise UserError("calibration_batches", "no batches", "batches of text for the calibrated start")
             initialise.calibrate(model, calibration_batches)
-        return cls(model.config, model)
+        causal = cls(model.config, model)
+        if base.generation_config is not None:
+            causal.generation_config = base.generation_config
+        return causal
 
     def forward(
         self,
@@ -279,9 +308,15 @@ class CausalQwenForCausalLM(PreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        labels: Tensor | None = None,
         logits_to_keep: int | None = None,
+        output_scales: bool = False,
     ) -> CausalQwenOutput:
-        """[B,T] each -> `CausalQwenOutput`. logits_to_keep: loc_S of the last so many positions (default: none)."""
+        """[B,T] each -> `CausalQwenOutput`.
+
+        labels [B,T]: as Hugging Face's, not shifted (position t learns labels[t+1] and, where that is <NUM>, its
+        numeric_values), -100 ignored. logits_to_keep: loc_S of the last so many positions (default: none).
+        """
         u = self.model.infer(
             input_ids,
             numeric_values,
@@ -289,31 +324,99 @@ class CausalQwenForCausalLM(PreTrainedModel):
             position_ids=position_ids,
             past_key_values=past_key_values,
         )
-        u_prime = self.model.action.add_noise(u)
-        y = self.model.action.value(u_prime)
-        logits = None
-        if logits_to_keep:
-            kept = Cauchy(u_prime.loc[:, -logits_to_keep:], u_prime.scale[:, -logits_to_keep:])
-            logits = self.model.action.scores(kept).loc
+        action, logits, scale_s, loss = self.model.action, None, None, None
+        with at_hand(action):
+            u_prime = action.add_noise(u)
+            y = action.value(u_prime)
+            if logits_to_keep:
+                kept = Cauchy(u_prime.loc[:, -logits_to_keep:], u_prime.scale[:, -logits_to_keep:])
+                scores = action.scores(kept) if output_scales else None
+                seen = action.word_part(kept).loc
+                logits = seen @ action.cls_weight.T + action.cls_bias if scores is None else scores.loc
+                scale_s = None if scores is None else scores.scale
+            if labels is not None:
+                loss = self._loss(u_prime, y, labels, numeric_values)
         return CausalQwenOutput(
-            logits=logits, loc_U=u.loc, scale_U=u.scale, loc_Y=y.loc, scale_Y=y.scale, past_key_values=past_key_values
+            loss=loss,
+            logits=logits,
+            scale_S=scale_s,
+            loc_U=u.loc,
+            scale_U=u.scale,
+            loc_Y=y.loc,
+            scale_Y=y.scale,
+            past_key_values=past_key_values,
         )
 
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        numeric_values: Tensor | None = None,
-        mode: str = "standard",
-        return_numbers: bool = False,
-        **options: Any,
-    ) -> Tensor | tuple[Tensor, GeneratedNumbers]:
-        """Continue prompts; prompt + continuation [B,T'] int64 (with return_numbers also their values, aligned).
+    def _loss(self, u_prime: Cauchy, y: Cauchy, labels: Tensor, values: Tensor | None) -> Tensor:
+        """S0 5.3 with alpha 0, the gate without gradient, lambda 1; never [B,T,V]."""
+        action, num = self.model.action, self.config.num_token_id
+        labels = labels[:, 1:].flatten()
+        valid = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        labels = labels[valid]
+        seen = action.word_part(Cauchy(*(t[:, :-1].flatten(0, 1)[valid] for t in u_prime)))
+        head = (action.cls_weight, action.cls_bias, action.threshold)
+        loss = linear_ovr(seen.loc, seen.scale, *head, labels).loss / max(labels.numel(), 1)
+        at = (labels == num).nonzero()[:, 0]
+        loc, scale = (t[:, :-1].flatten()[valid][at] for t in y)
+        goals = loc.new_zeros(at.shape, dtype=torch.float64) if values is None else values[:, 1:].flatten()[valid][at]
+        with torch.no_grad():
+            gate = ovr_prob_at(seen.loc[at], seen.scale[at], *head, labels.new_tensor([num]))[:, 0]
+        nll = cauchy_nll(loc, scale, self.model.target.forward(goals))
+        return loss + (gate * nll).sum() / max(at.numel(), 1)
 
-        Options are `generate.generator.generate`'s: attention_mask, max_new_tokens, eos_token_id, ...
+    @torch.no_grad()
+    def generate(  # type: ignore[override]  # numbers go with the ids
+        self,
+        input_ids: Tensor | None = None,
+        numeric_values: Tensor | None = None,
+        mode: str | None = None,
+        return_numbers: bool = False,
+        *,
+        inputs: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        watch: Sequence[Watch] = (),
+        **options: Any,
+    ) -> Any:
+        """Continue prompts: prompt + continuation [B,T'] int64; with return_numbers also their `GeneratedNumbers`.
+
+        mode: a name of `generate.modes.MODES`, default standard. The rest is Hugging Face's `generate`, as far as it
+        has a meaning here (`generate.hugging_face.translate`): a GenerationConfig or its fields as options, streamers,
+        stopping criteria, stop_strings (with the tokenizer); processors of logits in mode compatible. Further options
+        are `generate.generator.generate`'s: decode_rule, seed, generator, eps_truncation, used_rows, watch. Raises
+        `UserError`.
         """
-        ids, numbers = generate(self.model, input_ids, numeric_values, mode=mode, **options)
-        return (ids, numbers) if return_numbers else ids
+        ids = inputs if input_ids is None else input_ids
+        if ids is None:
+            raise UserError("prompt", None, "token ids [B,T], int64")
+        request = translate(
+            self,
+            ids,
+            attention_mask,
+            mode,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            streamer=streamer,
+            tokenizer=tokenizer,
+            given=options,
+        )
+        given = {**request.options, "watch": [*request.options["watch"], *watch]}
+        if request.copies > 1:
+            ids = ids.repeat_interleave(request.copies, 0)
+            numeric_values = None if numeric_values is None else numeric_values.repeat_interleave(request.copies, 0)
+            if attention_mask is not None:
+                given["attention_mask"] = attention_mask.repeat_interleave(request.copies, 0)
+        written, numbers = generate(self.model, ids, numeric_values, mode=request.mode, **given)
+        if streamer is not None:
+            streamer.end()
+        if request.as_output:
+            return CausalQwenGeneration(sequences=written, numbers=numbers)
+        return (written, numbers) if return_numbers else written
 
     def merge_adapters(self) -> None:
         """Fold LoRA into the backbone, in place."""
@@ -330,6 +433,7 @@ def tokenizer_rows(name_or_path: str) -> int | None:
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of `cqwen_dist.auto`'s own class
     except (OSError, ValueError, KeyError):
         return None
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))

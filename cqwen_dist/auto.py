@@ -1,0 +1,18 @@
+"""Importing this makes transformers' Auto classes know CausalQwen folders, the tokenizer's among them.
+
+import cqwen_dist.auto
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids, numbers = model.generate(**tokenizer("He paid"), return_numbers=True)
+print(tokenizer.decode(ids[0], numbers.values[0]))
+"""
+
+from transformers import AutoTokenizer
+
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, register
+
+register()
+AutoTokenizer.register(CausalQwenConfig, fast_tokenizer_class=CausalQwenTokenizer, exist_ok=True)
+
+__all__ = ["CausalQwenConfig", "CausalQwenForCausalLM", "CausalQwenTokenizer"]

@@ -1,0 +1,190 @@
+"""Hugging Face's words for generating, in ours: GenerationConfig, processors, criteria, streamers, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import (
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.generator import Watch
+from cqwen_dist.generate.numbers import GeneratedNumbers
+from cqwen_dist.generate.streaming import NumberStreamer, StopStrings, Tokenizer
+
+PASSED_ON = ("decode_rule", "eps_truncation", "generator", "seed", "used_rows")  # of `generate.generator.generate`
+PLAIN = ("eos_token_id", "pad_token_id", "use_cache")
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
+# What Hugging Face makes into a processor of the logits, which only `compatible` has.
+OF_LOGITS = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_eos_token_id",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "repetition_penalty",
+    "sequence_bias",
+    "suppress_tokens",
+    "top_h",
+    "typical_p",
+)
+NEUTRAL = {"num_beams": 1, "guidance_scale": 1.0, "cache_implementation": "dynamic"}  # accepted, and change nothing
+
+
+@dataclass
+class CausalQwenGeneration(ModelOutput):
+    """With return_dict_in_generate: sequences [B,T'] int64, prompt + continuation, and their numbers."""
+
+    sequences: Tensor | None = None
+    numbers: GeneratedNumbers | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call in our words: the mode, options of `generate.generator.generate`, rows a prompt, and the output's kind."""
+
+    mode: str
+    options: dict[str, Any]
+    copies: int
+    as_output: bool
+
+
+def translate(
+    model: Any,
+    ids: Tensor,
+    mask: Tensor | None,
+    mode: str | None,
+    *,
+    generation_config: GenerationConfig | None,
+    logits_processor: Sequence[Any] | None,
+    stopping_criteria: Sequence[Callable[..., Tensor]] | None,
+    streamer: BaseStreamer | None,
+    tokenizer: Tokenizer | None,
+    given: dict[str, Any],
+) -> Request:
+    """A call of `CausalQwenForCausalLM.generate`.
+
+    What is given counts before the call's generation_config, and that before the model's own, of which the modes of
+    this package (all but `compatible`) take lengths and ends only: its temperature was chosen for softmax. A mode may
+    stand in a generation config as `mode`. Raises `UserError` for options that are unknown, or not of the mode.
+    """
+    own, asked = _set(model.generation_config), {**_set(generation_config), **given}
+    mode = mode or asked.pop("mode", None) or own.get("mode") or "standard"
+    asked.pop("mode", None)
+    known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
+    for name, value in list(asked.items()):
+        if name in NEUTRAL and value == NEUTRAL[name]:
+            del asked[name]
+        elif name not in known:
+            raise UserError(name, value, f"options out of {', '.join(sorted(known))}")
+    compatible = mode == "compatible"
+    if not compatible:
+        odd = next((n for n in (*OF_LOGITS, "top_k", "top_p") if n in asked), None)
+        if odd or logits_processor:
+            raise UserError(odd or "logits_processor", asked.get(odd or ""), "nothing but in mode compatible")
+    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if compatible else (*PLAIN, *LENGTH)
+    merged = {**{name: value for name, value in own.items() if name in kept}, **asked}
+    options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if name in merged}
+    options["attention_mask"] = mask
+    options["max_new_tokens"] = _length(merged, ids.shape[1])
+    if compatible:
+        options.update(_processors(model, ids, mask, merged, logits_processor or ()))
+    else:
+        options.update({name: merged[name] for name in ("do_sample", "temperature") if name in merged})
+    copies = int(merged.get("num_return_sequences", 1))
+    options["watch"] = _watch(ids, merged, stopping_criteria, streamer, tokenizer)
+    return Request(mode, options, copies, bool(merged.get("return_dict_in_generate")))
+
+
+def _set(config: GenerationConfig | None) -> dict[str, Any]:
+    """What a generation config says, without what it only records."""
+    if config is None:
+        return {}
+    recorded = ("transformers_version", "bos_token_id")
+    return {k: v for k, v in config.to_dict().items() if v is not None and k not in recorded and k[0] != "_"}
+
+
+def _length(merged: dict[str, Any], prompt: int) -> int:
+    if "max_new_tokens" in merged:
+        return int(merged["max_new_tokens"])
+    return max(0, int(merged["max_length"]) - prompt) if "max_length" in merged else 64
+
+
+def _processors(
+    model: Any, ids: Tensor, mask: Tensor | None, merged: dict[str, Any], own: Sequence[Any]
+) -> dict[str, Any]:
+    """Hugging Face's own list of processors and warpers, in its order, and whether to sample."""
+    heat = merged.get("temperature")
+    if heat is not None and not 0.0 <= heat < float("inf"):
+        raise UserError("temperature", heat, "a number >= 0 (0: greedy)")
+    implied = any(name in merged for name in ("temperature", "top_k", "top_p", "seed", "generator"))
+    sampling = bool(merged.get("do_sample", implied)) and heat != 0.0
+    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "eos_token_id", "pad_token_id") if n in merged}
+    settings["do_sample"] = sampling
+    if "eos_token_id" not in settings:
+        settings["eos_token_id"] = model.config.base_config.eos_token_id
+    if not sampling:
+        settings.pop("temperature", None)
+    try:
+        config = GenerationConfig(**settings)
+        model._prepare_special_tokens(config, True, device=ids.device)
+        found = model._get_logits_processor(
+            config,
+            input_ids_seq_length=ids.shape[1],
+            model_kwargs={} if mask is None else {"attention_mask": mask},
+            device=ids.device,
+            logits_processor=LogitsProcessorList(own),
+        )
+    except ValueError as error:
+        raise UserError("generation_config", " ".join(str(error).split()), "values that transformers takes") from None
+    return {"logits_processor": found if len(found) else None, "do_sample": sampling}
+
+
+def _watch(
+    ids: Tensor,
+    merged: dict[str, Any],
+    criteria: Sequence[Callable[..., Tensor]] | None,
+    streamer: BaseStreamer | None,
+    tokenizer: Tokenizer | None,
+) -> list[Watch]:
+    watch: list[Watch] = []
+    ends = StoppingCriteriaList(criteria or ())
+    if merged.get("max_time") is not None:
+        ends.append(MaxTimeCriteria(float(merged["max_time"])))
+    if ends:
+        watch.append(lambda so_far, numbers: ends(so_far, None))
+    strings = merged.get("stop_strings")
+    if strings:
+        if tokenizer is None:
+            raise UserError("tokenizer", None, "the NumericalAwareTokenizer, where stop_strings are given")
+        watch.append(StopStrings([strings] if isinstance(strings, str) else strings, tokenizer, ids.shape[1]))
+    if streamer is not None:
+        prompt = ids.shape[1]
+        if not isinstance(streamer, NumberStreamer):
+            streamer.put(ids.cpu())  # as Hugging Face's generate does, for those that skip it
+        watch.append(lambda so_far, numbers: _put(streamer, so_far, numbers, prompt))
+    return watch
+
+
+def _put(streamer: BaseStreamer, ids: Tensor, numbers: GeneratedNumbers, prompt: int) -> None:
+    if isinstance(streamer, NumberStreamer):
+        streamer.put(ids.cpu(), numbers, prompt)
+    else:
+        streamer.put(ids[:, -1].cpu())
