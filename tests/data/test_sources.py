@@ -19,7 +19,7 @@ def _write(path: Path, *lines: str | bytes) -> str:
 
 
 def _texts(source: str, **config: object) -> list[str]:
-    return [text for text, _ in read_texts(source, DataConfig(train=source, **config), ReadReport())]
+    return [text.text for text in read_texts(source, DataConfig(train=source, **config), ReadReport())]
 
 
 BAD_LINES = {
@@ -46,7 +46,7 @@ def test_bad_lines_are_skipped_and_counted_where_the_config_says_so(tmp_path: Pa
     path = _write(tmp_path / "a.jsonl", '{"text": "good 1"}', *BAD_LINES.values(), BAD_LINES["empty text"])
     report = ReadReport()
     texts = list(read_texts(path, DataConfig(train=path, on_bad_line="skip"), report))
-    assert texts == [("good 1", f"{path}:1")]
+    assert [(text.text, text.where) for text in texts] == [("good 1", f"{path}:1")]
     assert report.read == 1
     assert report.skipped == {kind: 1 + (kind == "empty text") for kind in BAD_LINES}
     assert f"skipped: 2 x empty text, first at {path}:6" in report.lines()
@@ -62,7 +62,7 @@ def test_nan_is_no_json_number(tmp_path: Path) -> None:
 def test_a_missing_file_an_unknown_bundle_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.train: found no file .*nowhere\.jsonl, allowed: an existing JSONL"):
         _texts(str(tmp_path / "nowhere.jsonl"))
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="contain any data files"):
         _texts(str(tmp_path))
     with pytest.raises(UserError, match="allowed: bundled:diabetes or bundled:diabetes/train"):
         _texts("bundled:iris")
