@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-NAMES = ("standardise", "none", "signed_log")
+NAMES = ("standardise", "none", "signed_log", "standardise_log")
 # Targets are clamped here: far beyond any use, and r = target / scale still squares its logarithm in fp32.
 TARGET_LIMIT = 1e30
 # expm1 of more than this is infinite in float64.
@@ -27,6 +27,8 @@ class TargetTransform:
       Cauchy stays a Cauchy.
     - ``none``: t = v (the seeds).
     - ``signed_log``: t = sign(v) ln(1 + |v|), as at the input (seed S0 1.3); median and scale are not used.
+    - ``standardise_log``: t = (sign(v) ln(1 + |v|) - median) / scale, with median and IQR/2 of the logarithms: for
+      numbers of many sizes, of which each should be right for its own size.
 
     Raises ValueError for an unknown name, a median that is not finite, or a scale that is not finite and > 0.
     """
@@ -50,8 +52,10 @@ class TargetTransform:
         raw = values.double()
         if self.name == "standardise":
             raw = (raw - self.median) / self.scale
-        elif self.name == "signed_log":
+        elif not self.linear:
             raw = raw.sign() * raw.abs().log1p()
+            if self.name == "standardise_log":
+                raw = (raw - self.median) / self.scale
         return raw.clamp(-TARGET_LIMIT, TARGET_LIMIT).float()
 
     def inverse(self, targets: torch.Tensor) -> torch.Tensor:
@@ -62,24 +66,32 @@ class TargetTransform:
         target = targets.double()
         if self.name == "standardise":
             return target * self.scale + self.median
-        if self.name == "signed_log":
+        if not self.linear:
+            if self.name == "standardise_log":
+                target = target * self.scale + self.median
             return target.sign() * target.abs().clamp(max=_LOG_LIMIT).expm1()
         return target
 
     @property
     def linear(self) -> bool:
         """Whether a scale has a meaning in the raw unit (`inverse_scale` works)."""
-        return self.name != "signed_log"
+        return self.name in ("standardise", "none")
 
     def inverse_scale(self, scales: torch.Tensor) -> torch.Tensor:
         """Scales of targets to scales in the raw unit.
 
         Args: scales [...] of any float dtype. Returns: [...] float64.
-        Raises: ValueError for signed_log: its raw distribution is no Cauchy; map quantiles by `inverse` instead.
+        Raises: ValueError for logarithms: the raw distribution is no Cauchy; map quantiles by `inverse` instead.
         """
         if not self.linear:
-            raise ValueError("signed_log is not linear: a scale has no raw unit; map quantiles by inverse()")
+            raise ValueError(f"{self.name} is not linear: a scale has no raw unit; map quantiles by inverse()")
         return scales.double() * (self.scale if self.name == "standardise" else 1.0)
+
+    def log_derivative(self, values: torch.Tensor) -> torch.Tensor:
+        """ln dt/dv at raw values [...], float64: what turns a density of targets into one of raw numbers."""
+        raw = values.double()
+        unit = math.log(self.scale) if self.name.startswith("standardise") else 0.0
+        return -unit - (torch.zeros_like(raw) if self.linear else raw.abs().log1p())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` gives an equal transform."""

@@ -26,6 +26,8 @@ def test_inverse_undoes_forward_to_fp32(name: str, median: float, scale: float, 
     # fp32 rounds the target; signed_log turns that into a relative error of about |t| 2^-24.
     if name == "signed_log":
         tolerance = 4e-6 * (raw.abs() + 1)
+    elif name == "standardise_log":
+        tolerance = (4e-6 + 2e-7 * abs(median)) * (raw.abs() + 1)
     else:
         tolerance = 2e-7 * ((raw - median).abs() if name == "standardise" else raw.abs()) + 1e-9 * (1 + abs(median))
     assert ((back - raw).abs() <= tolerance).all()
@@ -37,6 +39,7 @@ def test_values_by_hand() -> None:
     torch.testing.assert_close(TargetTransform("standardise", 10.0, 2.0).forward(raw), ((raw - 10) / 2).float())
     expected = torch.tensor([math.log(100.9), -math.log(4.0), 0.0])
     torch.testing.assert_close(TargetTransform("signed_log").forward(raw), expected)
+    torch.testing.assert_close(TargetTransform("standardise_log", 2.0, 0.5).forward(raw), (expected - 2) / 0.5)
 
 
 def test_large_integers_keep_their_difference() -> None:
@@ -59,6 +62,14 @@ def test_scales() -> None:
     assert TargetTransform("none", 7.0, 4.0).inverse_scale(scales).tolist() == [0.5, 2.0]
     with pytest.raises(ValueError, match="not linear"):
         TargetTransform("signed_log").inverse_scale(scales)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_log_derivative_is_that_of_forward(name: str) -> None:
+    transform, values = TargetTransform(name, 3.0, 2.5), torch.tensor([-40.0, 0.5, 7.0], dtype=torch.float64)
+    step = 1e-2
+    slope = (transform.forward(values + step).double() - transform.forward(values - step).double()) / (2 * step)
+    torch.testing.assert_close(transform.log_derivative(values), slope.log(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("args", [("log", 0.0, 1.0), ("none", math.nan, 1.0), ("standardise", 0.0, 0.0)])

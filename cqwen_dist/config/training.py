@@ -89,8 +89,10 @@ class LossConfig(Section):
     class_weight_limit: Annotated[float, Field(ge=1, strict=True)] = Field(
         10.0, description="class_weights: frequency: no word weighs more than this, or less than its inverse."
     )
-    target_transform: Literal["standardise", "none", "signed_log"] | None = Field(
-        None, description="Unit of the regression; default: standardise when calibrated, none in the seed presets."
+    target_transform: Literal["standardise", "none", "signed_log", "standardise_log"] | None = Field(
+        None,
+        description="Unit of the regression: by median and IQR/2, raw, logarithms, or logarithms by their median and "
+        "IQR/2 (numbers of many sizes); default: standardise when calibrated, none in the seed presets.",
     )
     cls_denominator: Literal["valid", "attention"] = Field("valid", description="What L_cls is divided by.")
     vocab_reduction: Literal["sum", "mean"] = Field(

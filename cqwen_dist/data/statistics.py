@@ -15,14 +15,21 @@ from cqwen_dist.targets import TargetTransform
 
 @dataclass(frozen=True)
 class NumericStatistics:
-    """Location and scale of the targets in their raw unit; count 0: there were none (median 0, scale 1)."""
+    """Location and scale of the targets in their raw unit; count 0: there were none (median 0, scale 1).
+
+    log_median, log_scale: the same of sign(v) ln(1 + |v|).
+    """
 
     median: float
     scale: float
     count: int
+    log_median: float = 0.0
+    log_scale: float = 1.0
 
     def transform(self, name: str) -> TargetTransform:
-        """The target transform of this name in this unit (standardise uses median and scale)."""
+        """The target transform of this name in this unit."""
+        if name == "standardise_log":
+            return TargetTransform(name, self.log_median, self.log_scale)
         return TargetTransform(name, self.median, self.scale)
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,6 +47,12 @@ def numeric_statistics(values: np.ndarray) -> NumericStatistics:
     values = np.asarray(values, dtype=np.float64)
     if not values.size:
         return NumericStatistics(0.0, 1.0, 0)
+    logarithms = np.sign(values) * np.log1p(np.abs(values))
+    return NumericStatistics(*_spread(values), int(values.size), *_spread(logarithms))
+
+
+def _spread(values: np.ndarray) -> tuple[float, float]:
+    """(median, IQR/2 or what stands in for it)."""
     low, median, high = (float(q) for q in np.quantile(values, [0.25, 0.5, 0.75]))
     scale = high / 2 - low / 2
     # What rounding alone makes of equal numbers is no spread.
@@ -47,4 +60,4 @@ def numeric_statistics(values: np.ndarray) -> NumericStatistics:
         scale = float(np.mean(np.abs(values / 2 - median / 2)))
     if scale <= 1e-12 * abs(median):
         scale = 1.0
-    return NumericStatistics(median, scale, int(values.size))
+    return median, scale

@@ -116,6 +116,8 @@ def test_statistics_by_hand() -> None:
     statistics = numeric_statistics(np.array([4.0, 1.0, 3.0, 2.0, 1e300]))
     assert (statistics.median, statistics.scale, statistics.count) == (3.0, 1.0, 5)
     assert statistics.transform("standardise").median == 3.0
+    assert statistics.transform("standardise_log").median == pytest.approx(np.log(4.0))
+    assert statistics.transform("standardise_log").scale == pytest.approx(np.log(5.0 / 3.0) / 2)
     assert numeric_statistics(np.array([1.0, 2.0])).median == 1.5  # the mean of the middle two
     assert numeric_statistics(np.zeros(0)) == type(statistics)(0.0, 1.0, 0)
 
