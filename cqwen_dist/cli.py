@@ -284,6 +284,47 @@ def bench_loss(
         Console().print(table(result))
 
 
+@bench_app.command("learn")
+def bench_learn(
+    experiment: Annotated[
+        list[str] | None, typer.Argument(metavar="[preserve|starts|numbers]...", help="Default: all three.")
+    ] = None,
+    data: Annotated[str, typer.Option(help="JSONL: GSM8K's fields, or text; default: Python's docstrings.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="A Qwen2.5 tokenizer: preserve at V = 151,936.")] = "",
+    out: Annotated[Path, typer.Option(help="Where results lie; the same command goes on there.")] = Path("runs/learn"),
+    scale: Annotated[str, typer.Option(help="small (minutes on 2 cores) or full (a GPU).")] = "small",
+    seeds: Annotated[int | None, typer.Option(help="Seeds of starts and numbers; default: the scale's.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Trainings side by side; default: by the cores.")] = None,
+    minutes: Annotated[float, typer.Option(help="Stop after so long; what is done stays.")] = 60.0,
+    only: Annotated[list[str] | None, typer.Option(help="Only arms whose names match; several times for more.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Does it learn: knowledge kept and forgotten, the starts compared, numbers against digits. Trains many models."""
+    _quiet_libraries()
+    from rich.console import Console
+
+    from cqwen_dist.bench.learn import EXPERIMENTS, render, run
+
+    console = Console(stderr=as_json, highlight=False)
+    summary = run(
+        experiment or list(EXPERIMENTS),
+        out=out,
+        data=data or None,
+        tokenizer=tokenizer or None,
+        scale=scale,
+        seeds=seeds,
+        lanes=lanes,
+        minutes=minutes,
+        only=only,
+        say=console.print,
+    )
+    if as_json:
+        _print_json(summary)
+    else:
+        for table in render(summary):
+            console.print(table)
+
+
 @bench_app.command("generate")
 def bench_generate(
     hidden: Annotated[int, typer.Option(help="H; the default shape is Qwen2.5-0.5B's.")] = 896,

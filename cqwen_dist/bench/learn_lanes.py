@@ -1,0 +1,124 @@
+"""Many small trainings side by side: lanes are processes that take tasks off one list, in order.
+
+A tiny model leaves most of a GPU and all but one core idle, so a dozen lanes share them. Every result is written as
+it ends, under its task's name; what is there already is not done again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cqwen_dist.checkpoint.manifest import write_atomically
+from cqwen_dist.parallel.runtime import Runtime, distributed
+
+Work = Callable[..., dict[str, Any]]  # (options of the task, runtime) -> figures
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to do in a lane; `needs` are tasks that stand before it on the list."""
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+    needs: tuple[str, ...] = field(default=())
+
+
+def run_tasks(
+    tasks: list[Task], kinds: dict[str, Work], out: Path, lanes: int, seconds: float, say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Do the tasks; returns the results by name, of those that were done within `seconds`.
+
+    kinds: top-level functions by `Task.kind`. A task that fails has a result with `error`. After `seconds` the lanes
+    are ended and what is missing is said.
+    """
+    results = out / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    left = [task for task in tasks if _read(results, task.name) is None]
+    if left:
+        context = multiprocessing.get_context("spawn")
+        turn = context.Value("i", 0)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        lanes = min(lanes, len(left))
+        arguments = (left, kinds, out, turn)
+        processes = [context.Process(target=_lane, args=(*arguments, lane), daemon=True) for lane in range(lanes)]
+        for process in processes:
+            process.start()
+        _wait(processes, left, results, time.monotonic() + seconds, say)
+    return {task.name: found for task in tasks if (found := _read(results, task.name)) is not None}
+
+
+def _wait(processes: list[Any], left: list[Task], results: Path, deadline: float, say: Callable[[str], None]) -> None:
+    seen: set[str] = set()
+    while True:
+        alive = any(process.is_alive() for process in processes)
+        for task in left:
+            result = None if task.name in seen else _read(results, task.name)
+            if result is not None:
+                seen.add(task.name)
+                said = f"failed: {result['error'].strip().splitlines()[-1]}" if "error" in result else "done"
+                say(f"[{len(seen)}/{len(left)}] {task.name}: {said}, {result['seconds']:.0f} s")
+        if not alive or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    missing = [task.name for task in left if task.name not in seen]
+    if missing:
+        say(f"not done: {', '.join(missing)}")
+
+
+def _lane(tasks: list[Task], kinds: dict[str, Work], out: Path, turn: Any, lane: int) -> None:
+    """Take the next task until none is left."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    log = (out / f"lane-{lane}.log").open("a", buffering=1, encoding="utf-8")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    with redirect_stdout(log), distributed() as runtime:
+        while True:
+            with turn.get_lock():
+                index, turn.value = turn.value, turn.value + 1
+            if index >= len(tasks):
+                return
+            _do(tasks[index], kinds, out, runtime)
+
+
+def _do(task: Task, kinds: dict[str, Work], out: Path, runtime: Runtime) -> None:
+    results = out / "results"
+    for need in task.needs:
+        while _read(results, need) is None:
+            time.sleep(0.2)
+    began = time.monotonic()
+    try:
+        broken = [need for need in task.needs if "error" in (_read(results, need) or {})]
+        if broken:
+            raise RuntimeError(f"{broken[0]} failed")
+        result = kinds[task.kind](task.options, runtime)
+    except Exception:  # the others go on
+        result = {"error": traceback.format_exc()}
+    record = {**result, "seconds": time.monotonic() - began}
+    write_atomically(results / f"{task.name}.json", json.dumps(record, indent=1))
+    gc.collect()
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _read(results: Path, name: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads((results / f"{name}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None

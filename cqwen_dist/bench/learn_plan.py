@@ -1,0 +1,319 @@
+"""What `cqwen bench learn` runs: bases, arms, and how large they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.bench.learn_lanes import Task
+
+# Starts of the comparison: the presets, and the seeds' constants with what else the calibrated start brings.
+STARTS: dict[str, dict[str, Any]] = {
+    "calibrated": {"start": "calibrated"},
+    "calibrated, w_num 1": {"start": "calibrated", "model": {"w_num_scale": 1.0}},
+    "seed": {"start": "seed", "model": {"w_num_scale": 1.0}},
+    "seed, standardised": {
+        "start": "seed",
+        "model": {"number_dims": 8},
+        "loss": {"target_transform": "standardise"},
+    },
+    "seed-100": {"start": "seed-100", "model": {"w_num_scale": 1.0}},
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of one kind of run. vocab None: the real tokenizer's (--tokenizer), else one trained on the texts."""
+
+    vocab: int | None
+    hidden: int
+    layers: int
+    length: int  # of words and code; rows of tables are never cut
+    batch: int
+    pretrain_steps: int
+    pretrain_batch: int
+    heads_steps: int
+    lora_steps: int
+    table_steps: int
+    start_steps: int
+    texts: int
+    held_out: int
+    rates: tuple[tuple[float, float], ...]  # (lr, lr of the scales) that every start may choose from
+    lrs: tuple[float, ...]  # of LoRA, that every arm of the numbers may choose from
+    seeds: int
+
+
+SCALES = {
+    "small": Scale(
+        vocab=2048,
+        hidden=64,
+        layers=2,
+        length=192,
+        batch=12,
+        pretrain_steps=300,
+        pretrain_batch=16,
+        heads_steps=80,
+        lora_steps=80,
+        table_steps=250,
+        start_steps=100,
+        texts=1500,
+        held_out=60,
+        rates=((1e-3, 1e-2), (1e-3, 1e-1)),
+        lrs=(2e-3,),
+        seeds=1,
+    ),
+    "full": Scale(
+        vocab=8192,
+        hidden=256,
+        layers=4,
+        length=256,
+        batch=16,
+        pretrain_steps=1500,
+        pretrain_batch=32,
+        heads_steps=200,
+        lora_steps=400,
+        table_steps=600,
+        start_steps=250,
+        texts=8000,
+        held_out=200,
+        rates=((3e-4, 1e-2), (1e-3, 1e-2), (1e-3, 3e-2), (1e-3, 1e-1)),
+        lrs=(1e-3, 3e-3),
+        seeds=3,
+    ),
+}
+TABLE_LENGTH = 512
+# Ways to learn numbers: the target's unit, and what else may matter.
+WAYS: dict[str, dict[str, Any]] = {
+    "standardise": {"loss": {"target_transform": "standardise"}},
+    "signed_log": {"loss": {"target_transform": "signed_log"}},
+    "standardise_log": {"loss": {"target_transform": "standardise_log"}},
+    "standardise_log, w_num 1": {"loss": {"target_transform": "standardise_log"}, "model": {"w_num_scale": 1.0}},
+    "standardise_log, lambda 4": {"loss": {"target_transform": "standardise_log", "reg_weight": 4.0}},
+}
+REAL_VOCAB = 151_936
+
+
+def architecture(scale: Scale, vocab: int) -> dict[str, Any]:
+    """A Qwen2 of the scale."""
+    return {
+        "model_type": "qwen2",
+        "vocab_size": vocab,
+        "hidden_size": scale.hidden,
+        "intermediate_size": 3 * scale.hidden,
+        "num_hidden_layers": scale.layers,
+        "num_attention_heads": max(2, scale.hidden // 64),
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+
+
+LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Planner:
+    """Tasks of the experiments in one output folder."""
+
+    def __init__(self, out: Path, scale: Scale, tokenizer: str | None, medians: dict[str, float]) -> None:
+        self.out, self.scale, self.tokenizer, self.medians = out, scale, tokenizer, medians
+        self.tasks: dict[str, Task] = {}
+
+    def file(self, name: str, part: str) -> str:
+        return str(self.out / "data" / f"{name}-{part}.jsonl")
+
+    def base(self, real: bool, seed: int) -> str:
+        """A base pretrained on words and code, every text with its numbers as <NUM> and as digits; its task's name."""
+        scale, name = self.scale, f"base-{'real' if real else 'small'}-{seed}"
+        vocab = REAL_VOCAB if real else scale.vocab
+        assert vocab is not None
+        config = {
+            "model": {
+                "architecture": architecture(scale, vocab),
+                "tokenizer": self.tokenizer if real else "train",
+                "pretrain": {
+                    "steps": scale.pretrain_steps,
+                    "batch_size": scale.pretrain_batch,
+                    "lr": 2e-3,
+                    "data": self.file("code", "train"),
+                    "numerals": "both",
+                    "rows": "occurring" if real else "all",
+                },
+            },
+            "data": {"train": self.file("words", "train"), "sequence_length": scale.length, "pack": True},
+            "train": {"seed": seed},
+            "run": {"dir": str(self.out / name)},
+        }
+        self.tasks.setdefault(name, Task(name, "base", {"config": config}))
+        return name
+
+    def folders(self, base: str) -> tuple[str, str]:
+        """(model, tokenizer) of a base."""
+        folder = str(self.out / base / "base")
+        return folder, str(self.tokenizer) if base.startswith("base-real") else folder
+
+    def causal(
+        self,
+        name: str,
+        base: str,
+        corpus: str,
+        stages: list[dict[str, Any]],
+        seed: int,
+        changes: dict[str, Any],
+        *,
+        table: bool = False,
+        other: bool = False,
+    ) -> None:
+        """A run of the product. changes: sections of the config that differ."""
+        model, tokenizer = self.folders(base)
+        config: dict[str, Any] = {
+            "model": {"name_or_path": model, "tokenizer": tokenizer, "lora": LORA, "w_num_scale": 0.0},
+            "data": {
+                "train": self.file(corpus, "train"),
+                "eval": self.file(corpus, "test"),
+                "sequence_length": TABLE_LENGTH if table else self.scale.length,
+                "pack": not table,
+                "numeric_targets": "last" if table else "all",
+            },
+            "stages": stages,
+            "train": {
+                "global_batch_size": self.scale.batch,
+                "micro_batch_size": self.scale.batch,
+                "seed": seed,
+                "eval_every": 100_000,
+                "checkpoint_every": 100_000,
+                "keep_checkpoints": 100,
+            },
+            "run": {"dir": str(self.out / "runs" / name)},
+        }
+        for section, value in changes.items():
+            config[section] = {**config.get(section, {}), **value} if isinstance(value, dict) else value
+        options = {"config": config, "numbers": self.file(corpus, "test"), "median": self.medians[corpus]}
+        if other:
+            options["other"] = self.file("code", "test")
+        self.tasks[name] = Task(name, "causal", options, (base,))
+
+    def plain(
+        self,
+        name: str,
+        base: str,
+        corpus: str,
+        steps: int,
+        lr: float,
+        seed: int,
+        *,
+        digits: bool,
+        last_only: bool = False,
+        head: bool = False,
+        table: bool = False,
+    ) -> None:
+        """The ordinary way on the same base and texts."""
+        model, tokenizer = self.folders(base)
+        options = {
+            "base": model,
+            "tokenizer": tokenizer,
+            "data": {
+                "train": self.file(corpus, "train"),
+                "sequence_length": TABLE_LENGTH if table else self.scale.length,
+                "pack": not table,
+            },
+            "steps": steps,
+            "batch": self.scale.batch,
+            "lr": lr,
+            "seed": seed,
+            "lora": {
+                "r": LORA["r"],
+                "lora_alpha": LORA["alpha"],
+                "lora_dropout": LORA["dropout"],
+                "target_modules": TARGETS,
+            },
+            "digits": digits,
+            "last_only": last_only,
+            "head": head,
+            "words": self.file(corpus, "test"),
+            "other": self.file("code", "test"),
+            "numbers": self.file(corpus, "test"),
+            "median": self.medians[corpus],
+        }
+        self.tasks[name] = Task(name, "plain", options, (base,))
+
+
+def stage(name: str, steps: int, lr: float, scales: float = 1e-2, lora: float | None = None) -> dict[str, Any]:
+    """A stage of heads and embedding, and of LoRA at its own rate where one is given."""
+    rates = {"scales": scales} if lora is None else {"scales": scales, "lora": lora}
+    groups = ["heads", "embedding"] if lora is None else ["heads", "embedding", "lora"]
+    return {"name": name, "train": groups, "steps": steps, "lr": lr, "lr_groups": rates}
+
+
+def preserve(planner: Planner) -> None:
+    """Knowledge kept and forgotten: starts, both stages, with and without the constraint, beside ordinary LoRA."""
+    scale, seed = planner.scale, 0
+    base = planner.base(real=planner.tokenizer is not None, seed=seed)
+
+    def stages(lr: float, scales: float) -> list[dict[str, Any]]:
+        return [stage("heads", scale.heads_steps, lr, scales), stage("lora", scale.lora_steps, lr, scales, lora=1e-3)]
+
+    for start, (lr, scales) in {
+        "calibrated": (3e-4, 1e-2),
+        "calibrated, w_num 1": (3e-4, 1e-2),
+        "seed": (1e-3, 1e-1),
+        "seed-100": (1e-3, 1e-1),
+    }.items():
+        planner.causal(f"preserve {start}", base, "words", stages(lr, scales), seed, STARTS[start], other=True)
+    held = {**STARTS["calibrated"], "loss": {"constraint": {"mode": "dual", "eps": 0.02}}}
+    planner.causal("preserve calibrated, KL held", base, "words", stages(3e-4, 1e-2), seed, held, other=True)
+    steps = scale.heads_steps + scale.lora_steps
+    planner.plain("preserve LoRA + softmax", base, "words", steps, 1e-3, seed, digits=False)
+    planner.plain("preserve LoRA + softmax, head too", base, "words", steps, 1e-3, seed, digits=False, head=True)
+    planner.plain("preserve LoRA + softmax, digits", base, "words", steps, 1e-3, seed, digits=True)
+
+
+def starts(planner: Planner) -> None:
+    """Every start at every rate, over the seeds, each seed with its own base; heads stage only, words and numbers."""
+    for seed in range(planner.scale.seeds):
+        base = planner.base(real=False, seed=seed)
+        for start, changes in STARTS.items():
+            for lr, scales in planner.scale.rates:
+                one = [stage("heads", planner.scale.start_steps, lr, scales)]
+                planner.causal(f"starts {start} {lr:g} {scales:g} {seed}", base, "words", one, seed, changes)
+
+
+def numbers(planner: Planner) -> None:
+    """Words' answers and both tables: ours in two units of the target, digits decoded, at equal steps."""
+    scale = planner.scale
+    for seed in range(scale.seeds):
+        base = planner.base(real=False, seed=seed)
+        for corpus in ("words", "diabetes", "cancer"):
+            table = corpus != "words"
+            before, steps = (
+                (scale.heads_steps // 2, scale.table_steps) if table else (scale.heads_steps, scale.lora_steps)
+            )
+            for lr in scale.lrs:
+                for way, changes in WAYS.items():
+                    run = [stage("heads", before, 1e-3), stage("lora", steps, 1e-3, lora=lr)]
+                    planner.causal(
+                        f"numbers {corpus} {way} {lr:g} {seed}", base, corpus, run, seed, changes, table=table
+                    )
+                for last in (False, True) if table else (False,):
+                    name = f"numbers {corpus} digits{', answer only' if last else ''} {lr:g} {seed}"
+                    planner.plain(
+                        name,
+                        base,
+                        corpus,
+                        before + steps,
+                        lr,
+                        seed,
+                        digits=True,
+                        last_only=last,
+                        head=True,
+                        table=table,
+                    )
+
+
+EXPERIMENTS = {"preserve": preserve, "starts": starts, "numbers": numbers}
+
+
+def with_seeds(scale: Scale, seeds: int | None) -> Scale:
+    """The scale with another number of seeds."""
+    return scale if seeds is None else replace(scale, seeds=seeds)
