@@ -6,8 +6,6 @@ what is allowed), 1 a failure, 75 stopped in order and can be resumed.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import time
@@ -18,6 +16,9 @@ import typer
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.report import use
+from cqwen_dist.report.console import print_json as _print_json
+from cqwen_dist.report.console import quiet_libraries as _quiet_libraries
 
 OTHER_RANKS_WAIT_S = 5.0
 
@@ -62,9 +63,12 @@ def launch(
     config: ConfigFile,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: these hosts instead, over ssh.")] = None,
+    env_file: Annotated[Path | None, typer.Option(help="NAME=VALUE lines for the hosts' ranks.")] = None,
+    preflight: Annotated[bool, typer.Option(help="Look at the hosts together before training.")] = True,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configurations, start nothing.")] = False,
 ) -> None:
-    """Train on several ranks of this machine under the `deepspeed` launcher."""
+    """Train on several ranks of this machine, or of the hosts of a hostfile, under the `deepspeed` launcher."""
     from cqwen_dist.cluster.launch import dry_run
     from cqwen_dist.cluster.launch import launch as run
 
@@ -72,7 +76,7 @@ def launch(
         _print_json(dry_run(config, overrides or [], ranks))
         return
 
-    raise typer.Exit(run(config, overrides or [], ranks))
+    raise typer.Exit(run(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=preflight))
 
 
 @app.command()
@@ -137,44 +141,8 @@ def evaluate(
         _print_figures(figures)
 
 
-@app.command()
-def generate(
-    checkpoint: Checkpoint,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
-    mode: Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")] = (
-        "standard"
-    ),
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
-    seed: Annotated[int | None, typer.Option(help="Seed of the modes that draw.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Continue prompts; numbers come with a 90 % interval."""
-    _quiet_libraries()
-    from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.generate.continuation import continue_text
-
-    model, tokenizer = load_trained(checkpoint)
-    written = continue_text(model, tokenizer, prompt, mode=mode, max_new_tokens=max_new_tokens, seed=seed)
-    if as_json:
-        _print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
-        return
-    for w in written:
-        typer.echo(w.prompt + w.text)
-        for number in w.numbers:
-            typer.echo(f"    {number.value:.6g}   90 % interval {number.low:.6g} to {number.high:.6g}", err=True)
-
-
-@app.command()
-def export(
-    checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet, or is empty.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
-) -> None:
-    """Write a folder that CausalQwenForCausalLM.from_pretrained loads; verified before it appears."""
-    _quiet_libraries()
-    from cqwen_dist.checkpoint.export import export as write
-
-    typer.echo(f"exported to {write(checkpoint, out, merge)}")
+for verb in (use.generate, use.predict, use.export):
+    app.command()(verb)
 
 
 @app.command()
@@ -208,13 +176,114 @@ def plan(
 
 
 @app.command()
-def status(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
-    """What a run is doing, or how it ended."""
-    from cqwen_dist.checkpoint.status import read_status
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each; 0: CPU ranks.")] = 0,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each; default: one a GPU, or one.")] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:key=value,...", help="What a stage asks for instead (nodes=1,...): a job of its own."
+        ),
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="As sbatch takes it; so the next ones.")] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    qos: Annotated[str | None, typer.Option()] = None,
+    constraint: Annotated[str | None, typer.Option()] = None,
+    exclude: Annotated[str | None, typer.Option()] = None,
+    limit: Annotated[str | None, typer.Option("--time", help="Time limit; default: none is asked for.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="A further option of sbatch, such as --mem=0.")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option(help="A line of bash before anything, such as module load.")
+    ] = None,
+    venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
+    container: Annotated[str | None, typer.Option(help="Image in which Python runs.")] = None,
+    container_command: Annotated[str, typer.Option(help="What runs a command in it.")] = "apptainer exec --nv",
+    name: Annotated[str | None, typer.Option(help="Of the job; default: cqwen- and the run's folder.")] = None,
+    warn_s: Annotated[int, typer.Option(help="Stop in order so many seconds before the time limit.")] = 180,
+    max_restarts: Annotated[int, typer.Option(help="Requeues in a row without a new checkpoint.")] = 5,
+    preflight: Annotated[bool, typer.Option(help="Look at the nodes together before training.")] = True,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
+) -> None:
+    """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""
+    from cqwen_dist.cluster.slurm import Place, Resources, render
+    from cqwen_dist.cluster.submit import advice, check_jobs, plan_jobs
+    from cqwen_dist.cluster.submit import submit as send
 
-    if not run.is_dir():
-        raise UserError("RUN", str(run), "a run's folder")
-    _print_json(read_status(run))
+    asked = Resources(
+        nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
+    )
+    where = Place(venv=venv, container=container, container_command=container_command, setup=tuple(setup or []))
+    jobs = plan_jobs(
+        config,
+        overrides or [],
+        asked,
+        stage or [],
+        where,
+        name=name,
+        warn_s=warn_s,
+        max_restarts=max_restarts,
+        preflight=preflight,
+    )
+    if not dry:
+        for line in advice(jobs, send(jobs)):
+            typer.echo(line)
+        return
+    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here"]:
+        typer.echo(words, err=True)
+    for job, script, command in zip(jobs.jobs, jobs.scripts, jobs.commands(), strict=True):
+        typer.echo(render(job), nl=False)
+        typer.echo(f"{script}\n{command}", err=True)
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs live: measured, and the same on all nodes.")] = Path("runs"),
+    ranks: Annotated[int, typer.Option(help="Processes on this machine, to measure between them.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Every host of this file, over ssh.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="What a preflight needs: no operators, two sizes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What this machine has and lacks; under srun, --ranks or --hostfile all of them, and the network between them."""
+    folder = folder.absolute()
+    if hostfile is not None or ranks > 1:
+        from cqwen_dist.cluster.launch import run_words
+
+        words = ["doctor", "--folder", str(folder), *["--quick"] * quick, *["--json"] * as_json]
+        raise typer.Exit(run_words(words, ranks, hostfile, folder))
+    _quiet_libraries()
+    from cqwen_dist.cluster.doctor import examine
+
+    document = examine(folder, quick)
+    if document is None:
+        return
+    if as_json:
+        _print_json(document)
+    else:
+        from rich.console import Console
+
+        from cqwen_dist.cluster.doctor_page import page
+
+        Console(width=None if sys.stdout.isatty() else 160).print(page(document))
+    raise typer.Exit(1 if document["red"] else 0)
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's folder, or the id of a SLURM job.")],
+    as_json: AsJson = False,
+) -> None:
+    """What a run is doing: step, time to go, last checkpoint, restarts and why."""
+    from cqwen_dist.cluster.watch import lines, look
+
+    document = look(run)
+    if as_json:
+        _print_json(document)
+    else:
+        for line in lines(document):
+            typer.echo(line)
 
 
 @config_app.command("validate")
@@ -347,37 +416,6 @@ def bench_generate(
         from rich.console import Console
 
         Console().print(table(result))
-
-
-def _quiet_libraries() -> None:
-    """Keep transformers, DeepSpeed and tokenizers from talking over the progress line; no hub telemetry."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    import logging
-    import warnings
-
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-
-
-def _print_json(document: Any) -> None:
-    """A number that is not finite is null: JSON knows neither NaN nor infinity, and strict readers refuse them."""
-    typer.echo(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

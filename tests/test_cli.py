@@ -311,7 +311,7 @@ def test_json_has_null_where_a_figure_is_not_finite(capsys: pytest.CaptureFixtur
 
 
 def test_status_list_and_verify_of_a_good_run(cqwen: Command, one_rank: Path) -> None:
-    code, out, _ = cqwen("status", one_rank)
+    code, out, _ = cqwen("status", one_rank, "--json")
     assert (code, json.loads(out)["status"]) == (0, "done")
     code, out, _ = cqwen("checkpoint", "list", one_rank)
     assert code == 0

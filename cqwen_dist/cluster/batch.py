@@ -1,7 +1,7 @@
 """What a batch script asks Python for: is the run sound, how did it end, and shall it be queued again.
 
     begin   checks the config and counts this start; prints the run's folder and this start's log folder
-    end     prints `done`, `requeue SECONDS` or `failed`; says on stderr why, with the guilty rank's last lines
+    end     prints `done`, `stopped`, `requeue SECONDS` or `failed`; says why, with the guilty rank's last lines
     point   prints one line of a sweep as the words of a run, each ended by a zero byte
 
 Every start and end is one line of `slurm/history.jsonl` in the run's folder. A start that comes to no new checkpoint
@@ -111,6 +111,8 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
     _record(run_dir, {"event": "end", "how": how, "reason": reason, "code": code, "step": _latest_step(run_dir)})
     if how == "done":
         return "done", reason
+    if how == "cancelled":
+        return "stopped", reason
     if how == "preempted":
         return "requeue 0", reason
     tries = fruitless_starts(read_history(run_dir)) - (_latest_step(run_dir) != started["step"])

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.cluster.hostfile import prepared, read_environment, read_hostfile
+from cqwen_dist.cluster.node import rank_environment
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.ports import free_port
@@ -40,22 +42,12 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
 
 def launch_command(path: Path, overrides: Sequence[str], ranks: int, port: int) -> list[str]:
     """The `deepspeed` command line (a list: nothing of the user's is ever read by a shell)."""
-    return [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--quiet",
-        "--num_accelerators",
-        str(ranks),
-        "--master_port",
-        str(port),
-        "--no_local_rank",
-        "--module",
-        "cqwen_dist",
-        "train",
-        str(path),
-        *overrides,
-    ]
+    return _local_command(["train", str(path), *overrides], ranks, port)
+
+
+def _local_command(words: list[str], ranks: int, port: int) -> list[str]:
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_accelerators", str(ranks)]
+    return [*launcher, "--master_port", str(port), "--no_local_rank", "--module", "cqwen_dist", *words]
 
 
 def dry_run(path: Path, overrides: Sequence[str], ranks: int) -> dict[str, Any]:
@@ -72,11 +64,20 @@ def dry_run(path: Path, overrides: Sequence[str], ranks: int) -> dict[str, Any]:
     }
 
 
-def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False) -> int:
+def launch(
+    path: Path,
+    overrides: Sequence[str],
+    ranks: int,
+    quiet: bool = False,
+    hostfile: Path | None = None,
+    env_file: Path | None = None,
+    look_first: bool = True,
+) -> int:
     """Run to the end on this machine; returns the exit code of `cqwen`: 0 done, 2 wrong input, 75 stopped, 1 else.
 
     The launcher itself returns 0 where a rank died by a signal, so the run's own status file decides.
-    quiet: what the ranks print goes to stderr.
+    quiet: what the ranks print goes to stderr. hostfile: on its hosts instead, `ranks` unread; there, unless told
+    otherwise, a quick `cqwen doctor` first sees that the hosts fit together. env_file: more of their environment.
     """
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
@@ -84,12 +85,18 @@ def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False
     if is_done(Path(config.run.dir)):
         (sys.stderr if quiet else sys.stdout).write(f"already done: {config.run.dir}\n")
         return 0
-    environment = dict(os.environ)
-    if not _has_gpu():
-        environment.setdefault("DS_ACCELERATOR", "cpu")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     before = read_status(Path(config.run.dir))
-    code, told = _run_to_its_end(launch_command(path, overrides, ranks, free_port()), environment, quiet)
+    if hostfile is None:
+        code, told = _on_this_machine(launch_command(path, overrides, ranks, free_port()), ranks, quiet)
+    else:
+        hosts, environment = read_hostfile(hostfile), read_environment(env_file)
+        shared = Path(config.run.dir).absolute()
+        if look_first and (
+            red := _on_hosts(["doctor", "--quick", "--folder", str(shared)], hosts, environment, shared)[0]
+        ):
+            sys.stderr.write("the hosts are not fit: see the red lines above\n")
+            return red
+        code, told = _on_hosts(["train", str(path.absolute()), *overrides], hosts, environment, shared, quiet)
     for stacks in stacks_of(Path(config.run.dir)):
         sys.stderr.write(f"a rank did not get on; where it stood: {stacks}\n")
     if code:
@@ -97,16 +104,43 @@ def launch(path: Path, overrides: Sequence[str], ranks: int, quiet: bool = False
     after = read_status(Path(config.run.dir))
     if after == before:  # ranks that ended before they could write theirs
         return STOPPED if told else 1
-    return {"done": 0, "preempted": STOPPED}.get(after["status"], 1)
+    return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
 
 
-def _run_to_its_end(command: list[str], environment: dict[str, str], quiet: bool) -> tuple[int, bool]:
+def run_words(words: list[str], ranks: int, hostfile: Path | None = None, shared: Path = Path()) -> int:
+    """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts."""
+    if hostfile is None:
+        return _on_this_machine(_local_command(words, ranks, free_port()), ranks, quiet=False)[0]
+    return _on_hosts(words, read_hostfile(hostfile), read_environment(None), shared.absolute())[0]
+
+
+def _on_this_machine(command: list[str], ranks: int, quiet: bool) -> tuple[int, bool]:
+    return _run_to_its_end(command, {**os.environ, **rank_environment(ranks, os.cpu_count())}, quiet)
+
+
+def _on_hosts(
+    words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, quiet: bool = False
+) -> tuple[int, bool]:
+    with prepared(words, hosts, environment, shared, free_port()) as job:
+        try:
+            return _run_to_its_end(job.command, job.environment, quiet, job.stop, job.folder)
+        finally:
+            job.end()
+
+
+def _run_to_its_end(
+    command: list[str],
+    environment: dict[str, str],
+    quiet: bool,
+    tell: Callable[[], None] | None = None,
+    folder: str | None = None,
+) -> tuple[int, bool]:
     """(exit code of a command, whether it was told to stop); nothing it started outlives this call.
 
     It runs in a session of its own, so signals come here alone. The first one goes to the ranks as SIGUSR1, now and
     then again (one may just be starting), and they stop in order. The launcher between would kill them for SIGINT or
     SIGTERM, and die of SIGUSR1: it is started with that signal blocked, and the ranks unblock it (`parallel.stop`).
-    A second signal ends the session: SIGTERM, and after a grace period SIGKILL.
+    A second signal ends the session: SIGTERM, and after a grace period SIGKILL. tell: how ranks elsewhere are told.
     """
     told = 0
 
@@ -119,7 +153,7 @@ def _run_to_its_end(command: list[str], environment: dict[str, str], quiet: bool
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     output = sys.stderr if quiet else None
-    process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True, cwd=folder)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     said = False
     try:
@@ -128,8 +162,11 @@ def _run_to_its_end(command: list[str], environment: dict[str, str], quiet: bool
                 if not said:
                     sys.stderr.write("stopping the ranks at the next step; the same command goes on from there\n")
                     said = True
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGUSR1)
+                if tell is not None:
+                    tell()
+                else:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGUSR1)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
         return process.returncode, bool(told)
@@ -155,8 +192,3 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         pass  # nobody is left
     process.wait()
-
-
-def _has_gpu() -> bool:
-    """Whether an NVIDIA driver is there, without importing torch."""
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()

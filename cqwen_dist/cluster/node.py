@@ -48,7 +48,7 @@ def main() -> None:
     # save after 30 s; both wait for it for ever, and the ranks take theirs.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", "0")) or os.cpu_count()
-    order = Order(["train", *given.words], os.getcwd(), rank_environment(given.ranks, cpus), given.logs)
+    order = Order("slurm", ["train", *given.words], os.getcwd(), rank_environment(given.ranks, cpus), logs=given.logs)
     command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet"]
     hosts = os.environ["CQWEN_HOSTS"].split()
     command += [f"--world_info={world_info({host: local_slots(given.ranks) for host in hosts})}"]

@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "cqwen_dist.cluster.rank"
+_READ = "CQWEN_ENVIRONMENT_READ"
 
 
 @dataclass(frozen=True)
 class Order:
     """What a rank shall do."""
 
+    token: str  # of the launch; first, so that the word begins with it
     words: list[str]  # of `cqwen`
     folder: str
     environment: dict[str, str] = field(default_factory=dict)
+    environment_file: str | None = None  # more of it, where others shall not read it off the command line
     logs: str | None = None  # a folder: each rank's output in its own file there; None: to the console
 
     def encode(self) -> str:
@@ -43,7 +46,10 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     order = Order.decode(sys.argv[1])
-    missing = {name: value for name, value in order.environment.items() if os.environ.get(name) != value}
+    wanted = dict(order.environment)
+    if order.environment_file is not None and os.environ.get(_READ) != order.token:
+        wanted |= json.loads(Path(order.environment_file).read_text(encoding="utf-8")) | {_READ: order.token}
+    missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
     if missing:  # in a new program: the loader and Python read theirs at its start
         os.execve(sys.executable, [sys.executable, "-u", "-m", MODULE, sys.argv[1]], {**os.environ, **missing})
     os.chdir(order.folder)

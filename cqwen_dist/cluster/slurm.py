@@ -197,7 +197,7 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
 # ------------------------------------------------------------------------------------------------ talking to SLURM
 
 
-def test_only(script: str) -> str | None:
+def check(script: str) -> str | None:
     """What `sbatch --test-only` says of a script: when and where it would start; None where there is no sbatch.
 
     Raises `UserError` with SLURM's own words where it would refuse the job.
@@ -210,7 +210,7 @@ def test_only(script: str) -> str | None:
     return _words(done.stderr)
 
 
-def submit(script: Path, after: str | None = None) -> str:
+def send(script: Path, after: str | None = None) -> str:
     """Submit; returns the job's id. after: the job whose success it waits for. Raises `UserError`."""
     done = _sbatch("--parsable", *waits_for(after), str(script))
     if done.returncode:

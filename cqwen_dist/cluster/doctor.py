@@ -1,0 +1,254 @@
+"""What a machine, or every node of a job, has: facts, measurements, and red lines with their remedy.
+
+Each node states its facts alone; then the ranks compare and measure together. `findings` turns the document into red
+lines; nothing else decides what is wrong. Preflights run the quick part: no DeepSpeed import, two message sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.checkpoint.manifest import git_commit, versions
+from cqwen_dist.cluster.node import has_gpu
+
+SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
+QUICK_SIZES = (2**20, 16 * 2**20)
+TOOLS = ("ninja", "g++", "nvcc", "pdsh", "srun")
+LOW_DISK_GIB = 5.0
+LARGE_SKEW_S = 2.0
+SLOW_FOLDER_S = 1.0
+WAIT_FOR_FILE_S = 30.0
+
+
+def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
+    """The document, on rank 0; None on the others. Collective under a launcher; alone without one."""
+    from cqwen_dist.parallel.collectives import barrier, gather_objects
+    from cqwen_dist.parallel.measure import all_reduce_seconds, bus_bandwidth, clock_spread
+    from cqwen_dist.parallel.runtime import distributed
+
+    join_srun()
+    facts = node_facts(folder, quick)
+    with distributed(60.0) as runtime:
+        world = runtime.world_size
+        nodes = {facts["host"]: facts for facts in reversed(gather_objects(facts))}
+        hosts = list(reversed(nodes))
+        lost = gather_objects((facts["host"], _unresolved(hosts)))
+        together: dict[str, Any] = {"ranks": world, "unresolved": {host: names for host, names in lost if names}}
+        token = folder / f".cqwen-doctor-{os.environ.get('MASTER_PORT', '')}"
+        if runtime.is_main and facts["folder"]["error"] is None:
+            token.write_text(str(time.time()), encoding="utf-8")
+        barrier()
+        unseen = gather_objects((facts["host"], _seconds_until(token)))
+        together["folder_seen_s"] = max((s for _, s in unseen if s is not None), default=None)
+        together["folder_unseen"] = sorted({host for host, seconds in unseen if seconds is None})
+        barrier()
+        if runtime.is_main:
+            token.unlink(missing_ok=True)
+        if world > 1:
+            together["clock_spread_s"] = clock_spread()
+            times = all_reduce_seconds(QUICK_SIZES if quick else SIZES, runtime.device)
+            together["backend"] = "nccl" if runtime.device.type == "cuda" else "gloo"
+            together["all_reduce"] = [
+                {"bytes": size, "seconds": s, "gib_per_s": bus_bandwidth(size, s, world) / 2**30}
+                for size, s in times.items()
+            ]
+        if not runtime.is_main:
+            return None
+    document = {"nodes": [nodes[host] for host in hosts], "together": together}
+    return {**document, "red": findings(document)}
+
+
+def join_srun() -> None:
+    """Where srun started this process and nobody said where its ranks meet: on the step's first host.
+
+    In the batch script itself, which is no step, SLURM's variables tell of ranks that nobody started.
+    """
+    if "MASTER_ADDR" in os.environ or "SLURM_PROCID" not in os.environ:
+        return
+    if "SLURM_STEP_NODELIST" not in os.environ:
+        del os.environ["SLURM_PROCID"]
+        return
+    names = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    hosts = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    os.environ.update(MASTER_ADDR=hosts[0], MASTER_PORT=str(20000 + (job * 37 + step) % 12000))
+
+
+def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
+    """Of this process's machine."""
+    import torch
+
+    from cqwen_dist.parallel.measure import device_name
+
+    cuda, nccl = device_name()
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append({"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)})
+    return {
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": versions(),
+        "commit": git_commit(),
+        "driver": has_gpu(),
+        "cuda": cuda,
+        "nccl": nccl,
+        "gpus": gpus,
+        "interconnect": _interconnect(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "tools": {name: shutil.which(name) is not None for name in TOOLS},
+        "operators": {} if quick else _operators(),
+        "disk_gib": {str(path): _free_gib(path) for path in dict.fromkeys((folder, Path("/tmp"), Path.home()))},
+        "folder": _try_folder(folder),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("NCCL_", "GLOO_", "OMP_", "DS_", "CUDA_VISIBLE", "TORCH_EXTENSIONS"))
+        },
+    }
+
+
+def findings(document: dict[str, Any]) -> list[dict[str, str]]:
+    """The red lines: what is wrong, where, and the remedy."""
+    red: list[dict[str, str]] = []
+
+    def add(where: str, what: str, remedy: str) -> None:
+        red.append({"where": where, "what": what, "remedy": remedy})
+
+    nodes, together = document["nodes"], document["together"]
+    first = nodes[0]
+    for node in nodes:
+        host = node["host"]
+        if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
+            add(host, "an NVIDIA driver, and torch sees no GPU", "install torch for this driver's CUDA version")
+        for name, version in node["packages"].items():
+            if version == "not installed":
+                add(host, f"{name} is not installed", f"{node['executable']} -m pip install {name}")
+        if (error := node["folder"]["error"]) is not None:
+            add(host, f"{node['folder']['path']}: {error}", "a folder that every node may write: run.dir, or --folder")
+        elif node["folder"]["write_s"] > SLOW_FOLDER_S:
+            slow = f"writing one small file takes {node['folder']['write_s']:.1f} s"
+            add(host, slow, "another file system for run.dir: every checkpoint waits for this one")
+        for path, free in node["disk_gib"].items():
+            if free is not None and free < LOW_DISK_GIB:
+                add(host, f"{free:.1f} GiB free in {path}", "make room: a checkpoint that does not fit fails the run")
+        for port in node["interconnect"]["infiniband"]:
+            if "ACTIVE" not in port["state"]:
+                add(host, f"{port['name']} is {port['state']}", "its cable or switch; or NCCL_IB_HCA without it")
+        for key in ("python", "commit", "cuda", "nccl"):
+            if node[key] != first[key]:
+                add(host, f"{key} {node[key]}, on {first['host']} {first[key]}", "the same environment on every node")
+        for name, version in node["packages"].items():
+            if version != (other := first["packages"].get(name)):
+                add(host, f"{name} {version}, on {first['host']} {other}", "the same environment on every node")
+        if len(node["gpus"]) != len(first["gpus"]):
+            count = f"{len(node['gpus'])} GPUs, on {first['host']} {len(first['gpus'])}"
+            add(host, count, "nodes of one kind: --constraint, --exclude")
+    for host, lost in together["unresolved"].items():
+        add(host, f"does not know the name {', '.join(lost)}", "the names in DNS or /etc/hosts of every node")
+    for host in together["folder_unseen"]:
+        if all(node["folder"]["error"] is None for node in nodes):
+            add(host, f"does not see {first['folder']['path']} of {first['host']}", "a folder on a shared file system")
+    if (spread := together.get("clock_spread_s") or 0.0) > LARGE_SKEW_S:
+        add("all", f"clocks differ by {spread:.1f} s", "NTP or chrony on every node: locks and logs compare times")
+    return red
+
+
+# ------------------------------------------------------------------------------------------------- small parts
+
+
+def _unresolved(hosts: list[str]) -> list[str]:
+    lost = []
+    for host in hosts if len(hosts) > 1 else []:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            lost.append(host)
+    return lost
+
+
+def _try_folder(folder: Path) -> dict[str, Any]:
+    """Seconds to make a small file last (write, fsync, rename) and to read it: the median of five."""
+    writes, reads = [], []
+    mine = folder / f".cqwen-doctor-{platform.node()}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(5):
+            began = time.perf_counter()
+            with mine.with_suffix(".new").open("wb") as file:
+                file.write(b"x" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+            mine.with_suffix(".new").replace(mine)
+            writes.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            mine.read_bytes()
+            reads.append(time.perf_counter() - began)
+        mine.unlink()
+    except OSError as error:
+        return {"path": str(folder), "error": error.strerror or str(error)}
+    return {"path": str(folder), "error": None, "write_s": sorted(writes)[2], "read_s": sorted(reads)[2]}
+
+
+def _seconds_until(path: Path) -> float | None:
+    """How long another host's file takes to be seen here; None: too long."""
+    began = time.monotonic()
+    while not path.exists():
+        if time.monotonic() - began > WAIT_FOR_FILE_S:
+            return None
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def _free_gib(path: Path) -> float | None:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return round(shutil.disk_usage(path).free / 2**30, 1)
+    except OSError:
+        return None
+
+
+def _interconnect() -> dict[str, Any]:
+    """Links between GPUs as nvidia-smi draws them, and InfiniBand or RoCE ports with their state and rate."""
+    topology = ""
+    if shutil.which("nvidia-smi"):
+        try:
+            done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
+            topology = done.stdout.partition("\nLegend")[0].strip() if done.returncode == 0 else ""
+        except (OSError, subprocess.SubprocessError):
+            pass
+    ports = []
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        try:
+            state, rate = ((port / name).read_text().strip() for name in ("state", "rate"))
+        except OSError:
+            continue
+        ports.append({"name": f"{port.parts[-3]}:{port.name}", "state": state, "rate": rate})
+    return {"topology": topology, "infiniband": ports}
+
+
+def _operators() -> dict[str, str]:
+    """DeepSpeed's compiled parts: installed, can be built here when needed, or not."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
+    try:
+        import deepspeed.ops
+        from deepspeed.git_version_info import installed_ops
+
+        compatible = deepspeed.ops.__compatible_ops__
+    except ImportError:
+        return {}
+    return {
+        name: "installed" if installed_ops[name] else "can be built" if compatible.get(name) else "not here"
+        for name in sorted(installed_ops)
+    }

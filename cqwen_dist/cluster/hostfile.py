@@ -1,0 +1,166 @@
+"""Ranks on several hosts through the `deepspeed` launcher: pdsh over ssh, one line of a hostfile a host.
+
+pdsh hands its words to a shell on each host and takes no environment along, so nothing of the user's is among them:
+what the ranks shall do is one word (`cluster.rank`), and their environment lies in a file beside the run that only its
+owner may read. A stop reaches the ranks by name, never their launcher: killing pdsh would break the pipe into which
+they still write while they save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+
+from cqwen_dist.cluster.node import has_gpu
+from cqwen_dist.cluster.rank import MODULE, Order
+from cqwen_dist.config import UserError
+
+# What of this process's environment the ranks get; a name that ends in _ stands for all that begin with it.
+PASSED_ON = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "CUDA_HOME",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TORCH_",
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "DS_",
+    "HF_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "WANDB_",
+    "CQWEN_",
+)
+# What DeepSpeed would hand to the remote shell itself, in its own quotes.
+_NOT_FOR_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "DS_ENV_FILE")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start, how to ask its ranks to stop, and how to end what is left of them."""
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    stop: Callable[[], None]
+    end: Callable[[], None]
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Ranks by host, from lines `host slots=N`; # begins a comment. Raises `UserError` with the line."""
+    hosts: dict[str, int] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError("--hostfile", str(path), f"a readable file ({getattr(error, 'strerror', error)})") from None
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        found = re.fullmatch(r"([\w][\w.@-]*) slots=([1-9]\d*)", " ".join(words), re.ASCII)
+        if found is None:
+            raise UserError("--hostfile", line, "host slots=N", f"{path}, line {number}")
+        if found[1] in hosts:
+            raise UserError("--hostfile", line, "each host once", f"{path}, line {number}")
+        hosts[found[1]] = int(found[2])
+    if not hosts:
+        raise UserError("--hostfile", str(path), "at least one line: host slots=N")
+    return hosts
+
+
+def read_environment(path: Path | None) -> dict[str, str]:
+    """What the ranks' environment shall be: of this process what `PASSED_ON` names, then the file's NAME=VALUE lines.
+
+    path: default DeepSpeed's own `.deepspeed_env` here or at home, where there is one. Raises `UserError`.
+    """
+    environment = {name: value for name, value in os.environ.items() if _is_passed_on(name)}
+    if not has_gpu():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    if path is None:
+        usual = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
+        path = next((file for file in usual if file.is_file()), None)
+        if path is None:
+            return environment
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError("--env-file", str(path), f"a readable file ({getattr(error, 'strerror', error)})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip(), re.ASCII):
+            raise UserError("--env-file", line, "NAME=VALUE", f"{path}, line {number}")
+        environment[name.strip()] = value.strip()
+    return environment
+
+
+@contextmanager
+def prepared(
+    words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, port: int
+) -> Iterator[Launch]:
+    """The launch of `cqwen` with these words on all hosts; its files exist inside.
+
+    shared: a folder that every host sees. Raises `UserError` where this machine cannot launch.
+    """
+    for tool in ("pdsh", "ssh"):
+        if which(tool) is None:
+            raise UserError("--hostfile", f"no {tool} here", f"{tool}, which starts the ranks on other hosts")
+    if not re.fullmatch(r"[\w./+-]+", sys.executable, re.ASCII):
+        raise UserError("--hostfile", sys.executable, "a Python in a path of plain letters: ssh hands it to a shell")
+    token = secrets.token_hex(6)
+    try:
+        shared.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("run.dir", str(shared), f"a folder that can be written ({error.strerror})") from None
+    secret = shared / f".environment-{token}.json"
+    word = Order(token, words, os.getcwd(), environment_file=str(secret)).encode()
+    with tempfile.TemporaryDirectory() as local:
+        try:
+            with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                json.dump(environment, file)
+            hostfile, variables = Path(local) / "hostfile", Path(local) / "environment"
+            hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
+            accelerator = "cpu" if environment.get("DS_ACCELERATOR") == "cpu" else "cuda"
+            variables.write_text(f"DS_ACCELERATOR={accelerator}\n", encoding="utf-8")
+            command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", str(hostfile)]
+            command += ["--launcher", "pdsh", "--force_multi", "--no_ssh_check", "--no_local_rank"]
+            command += ["--master_addr", next(iter(hosts)).rpartition("@")[2], "--master_port", str(port)]
+            command += ["--module", MODULE, word]
+            own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
+            own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": accelerator}
+            # Every host has the folder `/`, which is where DeepSpeed takes the ranks first.
+            yield Launch(
+                command,
+                own,
+                "/",
+                stop=lambda: _signal("USR1", f"[-]m {MODULE} {word[:32]}", hosts),
+                end=lambda: _signal("KILL", f"[{word[0]}]{word[1:32]}", hosts),
+            )
+        finally:
+            with suppress(OSError):
+                secret.unlink()
+
+
+def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
+    """To the processes of this launch on all hosts: the pattern holds its token, and does not match itself."""
+    command = ["pdsh", "-R", "ssh", "-t", "10", "-u", "20", "-w", ",".join(hosts), f"pkill -{name} -f '{pattern}'"]
+    with suppress(subprocess.SubprocessError):
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+
+
+def _is_passed_on(name: str) -> bool:
+    return any(name.startswith(known) if known.endswith("_") else name == known for known in PASSED_ON)

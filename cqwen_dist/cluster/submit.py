@@ -1,0 +1,127 @@
+"""`cqwen submit`: from a config to jobs in the queue, every check that needs no node done first."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.cluster.launch import preflight
+from cqwen_dist.cluster.slurm import FOLDER, Job, Place, Resources, check, read_stage_option, render, send, split_stages
+from cqwen_dist.cluster.slurm import waits_for as options_to_wait
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.plan import read_architecture
+from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
+from cqwen_dist.train.run_folder import is_done
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run ready to be submitted: its jobs in order, each waiting for the one before."""
+
+    config: Config
+    folder: Path  # of scripts and config, made when they are written
+    jobs: list[Job]
+
+    @property
+    def scripts(self) -> list[Path]:
+        """Where each job's script goes."""
+        return [self.folder / f"job-{index + 1}.sbatch" for index in range(len(self.jobs))]
+
+    def commands(self) -> list[str]:
+        """The sbatch lines, the ids of jobs not yet submitted as words."""
+        lines = []
+        for index, script in enumerate(self.scripts):
+            wait = options_to_wait(f"<id of job {index}>" if index else None)
+            lines.append(" ".join(["sbatch", *wait, shlex.quote(str(script))]))
+        return lines
+
+
+def plan_jobs(
+    path: Path,
+    overrides: Sequence[str],
+    resources: Resources,
+    stages: Sequence[str] = (),
+    place: Place | None = None,
+    **options: Any,
+) -> Plan:
+    """What would be submitted; writes nothing. options: further fields of `Job`, by name.
+
+    Raises `UserError` for what `cqwen launch` would refuse, and for ranks that the config does not fit.
+    """
+    config = preflight(path, overrides)
+    if is_done(Path(config.run.dir)):
+        raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
+    by_stage = dict(read_stage_option(text, resources) for text in stages)
+    run_dir = Path(config.run.dir).absolute()
+    folder = _free_folder(run_dir / FOLDER)
+    jobs = []
+    split = split_stages(config, resources, by_stage)
+    trained = feature_parameters(config, read_architecture(config))
+    name = options.pop("name", None) or f"cqwen-{run_dir.name}"
+    for index, (last, needs) in enumerate(split):
+        deepspeed_config(config, needs.nodes * needs.ranks, trained)  # ranks that do not fit are refused here
+        chained = [f"run.stop_after={last}"] if index + 1 < len(split) else []
+        jobs.append(
+            Job(
+                name=name if len(split) == 1 else f"{name}-{last}",
+                folder=Path.cwd(),
+                run_dir=run_dir,
+                config=str(folder / "config.yaml"),
+                overrides=tuple(chained),
+                resources=needs,
+                place=place or Place(),
+                **options,
+            )
+        )
+    return Plan(config, folder, jobs)
+
+
+def check_jobs(plan: Plan) -> list[str]:
+    """What SLURM says of each job; empty where there is no sbatch. Raises `UserError` where it would refuse one."""
+    said = (check(render(job)) for job in plan.jobs)
+    return [words for words in said if words is not None]
+
+
+def submit(plan: Plan) -> list[str]:
+    """Write config and scripts into the run's folder, submit; returns the jobs' ids. Raises `UserError`."""
+    if not check_jobs(plan):
+        raise UserError("sbatch", Said("no such command here"), "a machine of the cluster (--dry-run needs none)")
+    try:
+        plan.folder.mkdir(parents=True)
+        (plan.folder / "config.yaml").write_text(plan.config.to_yaml(), encoding="utf-8")
+        for script, job in zip(plan.scripts, plan.jobs, strict=True):
+            script.write_text(render(job), encoding="utf-8")
+    except OSError as error:
+        raise UserError("run.dir", str(plan.folder), f"a folder that can be written ({error.strerror})") from None
+    ids: list[str] = []
+    for script in plan.scripts:
+        ids.append(send(script, after=ids[-1] if ids else None))
+    return ids
+
+
+def advice(plan: Plan, ids: Sequence[str]) -> list[str]:
+    """What to tell who has submitted: the ids, and how to follow, stop and resume."""
+    run_dir = plan.jobs[0].run_dir
+    quoted = shlex.quote(str(run_dir))
+    lines = []
+    for index, (number, job) in enumerate(zip(ids, plan.jobs, strict=True)):
+        after = f", after {ids[index - 1]}" if index else ""
+        lines.append(f"job {number}{after}: {job.name}, {job.resources.nodes} nodes x {job.resources.ranks} ranks")
+    scripts = " ".join(shlex.quote(str(script)) for script in plan.scripts[-1:])
+    return [
+        *lines,
+        f"follow: cqwen status {quoted}    tail -F {shlex.quote(str(run_dir / FOLDER / 'latest' / 'rank-0.log'))}",
+        f"stop:   scancel {' '.join(ids)}    (in order, to go on later: scancel --batch --signal=TERM {ids[0]})",
+        f"resume: sbatch {scripts}    (it goes on from the last checkpoint)",
+    ]
+
+
+def _free_folder(parent: Path) -> Path:
+    number = 1
+    while (parent / f"submit-{number}").exists():
+        number += 1
+    return parent / f"submit-{number}"
