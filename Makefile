@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-matrix test-gpu lint format clean
+.PHONY: help setup quickstart test test-all test-matrix crash test-gpu lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -30,6 +30,9 @@ test-all: setup lint ## with the slow tests (not those that need a GPU)
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'
+
+crash: setup ## runs killed at drawn moments and gone on with (CRASHES=36 CRASH_SEED=...)
+	$(BIN)/pytest tests/crash -m slow -s
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

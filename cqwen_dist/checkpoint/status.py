@@ -66,6 +66,8 @@ class RunStatus:
             "host": platform.node(),
             "pid": os.getpid(),
         }
+        if before["status"] != "done":
+            self.write()
 
     def at(self, step: int, total_steps: int, stage: str | None, checkpoint: str | None = None) -> None:
         """Where the run is; the file follows every few seconds."""

@@ -1,0 +1,181 @@
+"""Runs that are killed: where a blow falls is drawn, dealt for real, and the run is gone on with until it is done.
+
+A blow is SIGKILL of one rank, some milliseconds after it came to a point of the run for the n-th time: on the way
+through a step, an evaluation, a stage's begin, or a save that another thread is writing. The other rank is left alone
+to find out. Ranks are processes of their own, started without the launcher, whose seconds would be most of the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.ranks import fork_server
+from support.runs import write_config
+
+WORLD = 2
+SURVIVE_S = 20.0  # how long the other rank may take to find out
+# Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
+POINTS: dict[str, tuple[str, str, int, float]] = {
+    "step": ("cqwen_dist.train.step:Stepper", "__call__", 9, 40.0),
+    "save": ("cqwen_dist.checkpoint.saving:Saver", "_write", 5, 60.0),
+    "boundary": ("cqwen_dist.train.trainer:Trainer", "_enter_stage", 2, 20.0),
+    "evaluation": ("cqwen_dist.train.trainer:Trainer", "_forward", 9, 20.0),
+}
+
+
+@dataclass(frozen=True)
+class Blow:
+    """SIGKILL of `rank`, `after_ms` after it came to `point` for the `call`-th time."""
+
+    rank: int
+    point: str
+    call: int
+    after_ms: float
+
+    @staticmethod
+    def drawn(draw: random.Random) -> Blow:
+        point = draw.choice(list(POINTS))
+        _, _, calls, most_ms = POINTS[point]
+        return Blow(draw.randrange(WORLD), point, draw.randint(1, calls), round(draw.uniform(0, most_ms), 1))
+
+
+@dataclass
+class Ended:
+    """How one command on a run ended: exit codes by rank, and seconds from the blow to the other rank's end."""
+
+    codes: list[int]
+    seconds: float
+    survived_s: float | None = None
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def killed(self) -> bool:
+        return -signal.SIGKILL in self.codes
+
+
+def crash_config(folder: Path, **changes: Any) -> Path:
+    """2 stages of 5 steps, LoRA dropout, a save every 2 steps, an evaluation every 3: points on and off each other."""
+    return write_config(
+        folder,
+        model__lora__dropout=0.1,
+        stages__0__steps=5,
+        stages__1__steps=5,
+        train__checkpoint_every=2,
+        train__eval_every=3,
+        train__keep_checkpoints=2,
+        **changes,
+    )
+
+
+def command(config: Path, *overrides: str, blow: Blow | None = None) -> Ended:
+    """One start of a run on two ranks, with a blow or without; waits for both to end."""
+    context = fork_server()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    results = context.SimpleQueue()
+    began = time.monotonic()
+    ranks = [
+        context.Process(
+            target=_rank, args=(rank, port, str(config), overrides, blow, dict(os.environ), results), daemon=True
+        )
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    died: float | None = None
+    try:
+        while any(process.is_alive() for process in ranks):
+            now = time.monotonic()
+            if died is None and any(process.exitcode for process in ranks):
+                died = now
+            limit = died + SURVIVE_S if died is not None else began + 120
+            assert now < limit, f"{[process.exitcode for process in ranks]}: a rank hangs ({blow})"
+            time.sleep(0.005)
+    finally:
+        for process in ranks:
+            process.kill()
+    said = []
+    while not results.empty():
+        said.append(results.get())
+    ended = time.monotonic()
+    return Ended(
+        [int(process.exitcode or 0) for process in ranks], ended - began, None if died is None else ended - died, said
+    )
+
+
+def _rank(
+    rank: int,
+    port: int,
+    config: str,
+    overrides: tuple[str, ...],
+    blow: Blow | None,
+    environment: dict[str, str],
+    results: Any,
+) -> None:
+    import torch
+
+    from cqwen_dist.config import load_config
+    from cqwen_dist.train.trainer import train
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    if blow is not None and blow.rank == rank:
+        deal(blow)
+    try:
+        train(load_config(config, list(overrides)))
+    except BaseException:
+        results.put(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)
+
+
+def deal(blow: Blow, strike: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
+    """Have this process struck at the blow's point; patches the function that is called there."""
+    import importlib
+
+    where, name, _, _ = POINTS[blow.point]
+    module, _, owner = where.partition(":")
+    cls = getattr(importlib.import_module(module), owner)
+    plain = getattr(cls, name)
+    calls = 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == blow.call:
+            timer = threading.Timer(blow.after_ms / 1000, strike)
+            timer.daemon = True
+            timer.start()
+        return plain(*args, **kwargs)
+
+    setattr(cls, name, watched)
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    """What two runs must have in common: checksums of all weights and moments, and every figure but speeds."""
+    folder = run / (run / "latest").read_text().strip()
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "checkpoint": folder.name,
+        "weights": {name: record["sha256"] for name, record in files.items() if name.endswith(".safetensors")},
+        "figures": [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines],
+        "status": json.loads((run / "status.json").read_text())["status"],
+    }

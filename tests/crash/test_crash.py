@@ -1,0 +1,86 @@
+"""SIGKILL at any moment loses nothing but the steps since the last checkpoint.
+
+`make crash` deals 36 blows (CRASHES=100 for more, CRASH_SEED to draw others) and prints each with its seed.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from crash.harness import Blow, Ended, command, crash_config, result_of
+
+from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
+
+BLOWS_A_RUN = 3
+SPREADS = {
+    "ZeRO-1": (),
+    "ZeRO-2, vocabulary over 2": ("parallel.zero_stage=2", "parallel.vocab_group_size=2"),
+    "ZeRO-3, vocabulary over 2": ("parallel.zero_stage=3", "parallel.vocab_group_size=2"),
+}
+
+
+def reference(folder: Path, spread: tuple[str, ...]) -> tuple[Path, dict]:
+    config = crash_config(folder)
+    assert command(config, *spread).codes == [0, 0]
+    return config, result_of(folder / "run")
+
+
+def step_of(run: Path) -> int:
+    status = run / "status.json"
+    return json.loads(status.read_text())["step"] if status.is_file() else 0
+
+
+def harass(
+    config: Path, run: Path, spread: tuple[str, ...], draw: random.Random, blows: int
+) -> list[tuple[Blow, Ended]]:
+    """A run that is killed up to `blows` times and gone on with; the blows that fell."""
+    fallen = []
+    for _ in range(blows):
+        blow = Blow.drawn(draw)
+        ended = command(config, *spread, f"run.dir={run}", blow=blow)
+        if not ended.killed:
+            assert ended.codes == [0, 0], ended.said
+            return fallen
+        fallen.append((blow, ended))
+        for folder in list_checkpoints(run):
+            assert verify(folder) == [], f"{folder} is damaged after {blow}"
+    ended = command(config, *spread, f"run.dir={run}")
+    assert ended.codes == [0, 0], ended.said
+    return fallen
+
+
+def kill_until(blows: int, tmp_path: Path, spread: tuple[str, ...], seed: int) -> int:
+    """Runs killed and gone on with, each compared with the one that was left alone, until so many blows have fallen."""
+    config, expected = reference(tmp_path, spread)
+    draw, fallen, runs = random.Random(seed), 0, 0
+    while fallen < blows:
+        run = tmp_path / f"killed-{runs}"
+        dealt = harass(config, run, spread, draw, min(BLOWS_A_RUN, blows - fallen))
+        for blow, ended in dealt:
+            fallen += 1
+            print(
+                f"  {fallen:3} of seed {seed}: rank {blow.rank}, {blow.after_ms:4.1f} ms after {blow.point} {blow.call}"
+                f"; the other rank ended {ended.survived_s:.2f} s later"
+            )
+        found = result_of(run)
+        assert found == expected, f"run {runs} of seed {seed} differs after {[blow for blow, _ in dealt]}"
+        runs += 1
+        assert runs < 4 * blows, "blows miss: the points are never reached"
+    return runs
+
+
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_left_alone(tmp_path: Path) -> None:
+    kill_until(4, tmp_path, SPREADS["ZeRO-2, vocabulary over 2"], seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_dozens_of_blows(tmp_path: Path, spread: str) -> None:
+    each = -(-int(os.environ.get("CRASHES", "36")) // len(SPREADS))
+    seed = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"\n{spread}: {each} blows, CRASH_SEED={seed}")
+    runs = kill_until(each, tmp_path, SPREADS[spread], seed)
+    print(f"  {each} blows over {runs} runs: weights, moments and figures equal to the bit")
