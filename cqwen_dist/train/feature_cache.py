@@ -119,7 +119,8 @@ class FeatureCache:
     def _refuse_invalid(self, plan: StagePlan) -> None:
         awake = sorted(plan.stage.groups & {"embedding", "lora"})
         if awake:
-            raise CacheRefused(f"{' and '.join(awake)} trains in this stage, so z is another at every step")
+            verb = "trains" if len(awake) == 1 else "train"
+            raise CacheRefused(f"{' and '.join(awake)} {verb} in this stage, so z is another at every step")
 
     def _open_or_build(self, loader: Loader) -> FeatureShards:
         dataset = loader.dataset

@@ -1,0 +1,56 @@
+"""Ranks and micro-batches are two ways to spread one optimizer step: every spread gives the same run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import losses, train_run, write_config, write_texts
+
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.checkpoint.resume import load_checkpoint
+
+STEPS = 10
+BATCH = 16  # two sequences a micro-batch: ranks x accumulation = 8
+
+
+def spread(folder: Path, ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and last parameters of 10 steps, LoRA and all heads training, on so many ranks of 8 / ranks batches."""
+    config = folder / "config.yaml"
+    run = folder / f"run{ranks}"
+    train_run(config, f"run.dir={run}", world=ranks, timeout=300)
+    saved = load_checkpoint(checkpoint_folder(run, STEPS), (0, 2**62))
+    return losses(run), {**saved.features, **saved.heads, **saved.rows}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spread")
+    write_texts(folder / "texts.jsonl", 200)
+    stage = {"name": "both", "train": ["heads", "embedding", "lora"], "steps": STEPS, "lr": 1e-2}
+    write_config(
+        folder,
+        stages=[stage],
+        train__global_batch_size=BATCH,
+        train__micro_batch_size=2,
+        loss__constraint={"mode": "dual", "eps": 0.01},
+    )
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
+def test_ranks_times_accumulation_is_what_counts(folder: Path, ranks: int) -> None:
+    """1x8 = 2x4 = 4x2 = 8x1 to 1e-5, in every loss of 10 steps and in every parameter at the end."""
+    alone, parameters = spread(folder, 1) if not (folder / "run1").exists() else _again(folder)
+    found, theirs = spread(folder, ranks)
+    assert len(found) == STEPS
+    assert found == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < 0.9 * alone[0], "nothing was learnt: nothing is tested"
+    for name, value in parameters.items():
+        if name.startswith(("embedding", "backbone")):
+            assert value.any(), f"{name} did not train"
+        assert float((theirs[name] - value).abs().max()) <= 1e-5 * max(float(value.abs().max()), 1.0), name
+
+
+def _again(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    saved = load_checkpoint(checkpoint_folder(folder / "run1", STEPS), (0, 2**62))
+    return losses(folder / "run1"), {**saved.features, **saved.heads, **saved.rows}

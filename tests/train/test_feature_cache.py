@@ -1,0 +1,149 @@
+"""z computed once: the losses of the run that computes it anew, by any ranks, and why there is none where there is."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import cqwen_forked, losses, metrics, train_run, write_config
+
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, file_record, write_atomically
+from cqwen_dist.train.feature_shards import FeatureShards
+
+EPOCHS_OF_HEADS = [
+    {"name": "heads", "train": ["heads"], "steps": 8, "lr": 1e-2},  # 32 texts, 12 a step: 3 steps an epoch
+    {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 2, "lr": 1e-2},
+    {"name": "again", "train": ["classifier", "thresholds"], "steps": 6, "lr": 1e-2},  # LoRA has moved and is fixed
+]
+
+
+def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS) -> Path:
+    return write_config(folder, stages=stages, train__checkpoint_every=1, train__keep_checkpoints=30)
+
+
+@pytest.fixture(scope="module")
+def uncached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without a cache; its folder."""
+    folder = tmp_path_factory.mktemp("uncached")
+    train_run(config_in(folder), "train.feature_cache.mode=never")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, uncached: Path) -> Path:
+    """The same on two ranks with a cache that is kept; the folder that holds both."""
+    folder = tmp_path_factory.mktemp("kept")
+    train_run(config_in(folder), f"train.feature_cache.dir={folder}/cache", *same_data(uncached), world=2)
+    return folder
+
+
+def same_data(run: Path) -> list[str]:
+    return [f"data.train={run.parent}/texts.jsonl"]
+
+
+def caches(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob("*/manifest.json"))
+
+
+def test_losses_are_those_without_a_cache_to_1e_6(uncached: Path, kept: Path) -> None:
+    assert losses(kept / "run") == pytest.approx(losses(uncached), rel=1e-6)
+    assert len(caches(kept / "cache")) == 2, "one of the untrained features, one of those that LoRA has moved"
+    assert losses(uncached)[7] < 0.9 * losses(uncached)[0]
+
+
+def test_any_rank_reads_what_others_wrote(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    """A run of one rank on the cache of two; it makes none."""
+    before = {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")}
+    config = config_in(tmp_path, EPOCHS_OF_HEADS[:2])  # what LoRA makes of it differs in last bits: another key
+    train_run(config, f"train.feature_cache.dir={kept}/cache", *same_data(uncached))
+    assert losses(tmp_path / "run")[:7] == pytest.approx(losses(uncached)[:7], rel=1e-6)
+    assert {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")} == before
+
+
+def test_a_run_goes_on_in_the_middle_of_a_cached_stage_on_other_ranks(
+    uncached: Path, kept: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(kept / "run", copy)
+    for later in (copy / "checkpoints").glob("step-*"):
+        if later.name > checkpoint_folder(copy, 2).name:
+            shutil.rmtree(later)
+    write_atomically(copy / "latest", "checkpoints/step-00000002\n")
+    own = ["train.feature_cache.dir=null", "train.micro_batch_size=3"]
+    train_run(kept / "config.yaml", f"run.dir={copy}", *own, *same_data(uncached))
+    assert losses(copy) == pytest.approx(losses(uncached), rel=1e-6)
+    assert not (copy / "feature_cache").exists(), "the run's own cache goes when its stage does"
+
+
+def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept / "cache", tmp_path / "cache")
+    damaged = sorted((tmp_path / "cache").glob("*/z-*.bin"))[0]
+    block = bytearray(damaged.read_bytes())
+    block[100] ^= 0x40
+    damaged.write_bytes(block)
+    train_run(config_in(tmp_path), f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached), world=2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(uncached), rel=1e-6)
+    manifest = json.loads((damaged.parent / "manifest.json").read_text())
+    assert file_record(damaged) == manifest["files"][damaged.name], "it was not made again"
+
+
+def test_the_key_knows_data_and_model(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    known = {folder.name for folder in caches(kept / "cache")}
+    for number, change in enumerate(["data.sequence_length=20", "train.precision=bf16"]):
+        config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0]])
+        at = tmp_path / str(number)
+        train_run(config, change, f"run.dir={at}/run", f"train.feature_cache.dir={at}", *same_data(uncached))
+        (made,) = caches(at)
+        key = json.loads((made / "manifest.json").read_text())["key"]
+        assert made.name not in known, change
+        known.add(made.name)
+        assert {"base", "trained", "data", "tokenizer", "dtype"} <= key.keys()
+    z = FeatureShards(made, 16, torch.bfloat16).read([3, 0])
+    assert z.dtype == torch.bfloat16, "in the run's own dtype"
+    assert bool(z.float().std() > 0.1)
+
+
+def test_required_where_it_cannot_be_is_refused_with_the_reason(uncached: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    for options, reason in [
+        ([], "stages.1: embedding and lora train in this stage, so z is another at every step"),
+        (["train.feature_cache.max_gib=1e-6"], "stages.0: it takes .* GiB, train.feature_cache.max_gib is 1e-06"),
+    ]:
+        run = tmp_path / str(len(options))
+        done = cqwen_forked("train", config, f"run.dir={run}", "train.feature_cache.mode=require", *options)
+        assert done.returncode == 2, done.stderr
+        said = " ".join(done.stderr.split())
+        assert "train.feature_cache.mode: found 'require', allowed: auto" in said
+        assert re.search(reason, said), said
+
+
+def test_where_it_is_not_worth_it_the_run_says_why_and_goes_on(uncached: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0] | {"steps": 3}])
+    done = cqwen_forked("train", config, *same_data(uncached))
+    assert done.returncode == 0, done.stderr
+    assert "no feature cache: the stage has 1 of an epoch left: nothing would be read twice" in done.stdout
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_full_disk_is_a_reason_not_a_failure(
+    uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cqwen_dist.train import feature_cache
+
+    refuse = feature_cache.FeatureCache._refuse_size
+    monkeypatch.setattr(feature_cache, "free_bytes", lambda folder: 1000)
+    cache = feature_cache.FeatureCache.__new__(feature_cache.FeatureCache)
+    with pytest.raises(feature_cache.CacheRefused, match="GiB free"):
+        _alone(lambda: refuse(cache, 10_000), cache, tmp_path, monkeypatch)
+
+
+def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process group: one rank's answer is everyone's."""
+    from cqwen_dist.config import FeatureCacheConfig
+    from cqwen_dist.train import feature_cache
+
+    monkeypatch.setattr(feature_cache, "gather_objects", lambda value: [value])
+    cache.settings, cache.folder = FeatureCacheConfig(), folder  # type: ignore[attr-defined]
+    action()  # type: ignore[operator]
