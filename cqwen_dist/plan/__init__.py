@@ -1,7 +1,8 @@
-"""Arithmetic on a config, before anything is started: does it fit? (floor 1: no torch)."""
+"""Arithmetic on a config, before anything is started: does it fit, what does it cost? (floor 1: no torch)."""
 
 from cqwen_dist.plan.architecture import Architecture, read_architecture
-from cqwen_dist.plan.memory import Part, Plan, plan
+from cqwen_dist.plan.make import Plan, plan
+from cqwen_dist.plan.memory import Part
 from cqwen_dist.plan.show import render
 
 __all__ = ["Architecture", "Part", "Plan", "plan", "read_architecture", "render"]

@@ -13,8 +13,14 @@ largest, n. Nothing but the replicas' sum of the rows' gradients depends on V:
     replica group      all-reduce       gradients of the rows
     vocabulary group   all-reduce       the rows' squared gradient norm (4 bytes)
 
-A group of one says nothing. Not in it: what DeepSpeed says for the features, whatever V is, and the trainer's few
-numbers a step (counts, figures, now and then the best words of some tokens).
+A group of one says nothing. What DeepSpeed says for the features, whatever V is, over the world (`feature_messages`):
+
+    ZeRO 1, a step           all-reduce       gradients of all that trains; all-gather of the weights after it
+    ZeRO 2                   the same, the all-reduce at every micro-batch
+    ZeRO 3, a micro-batch    all-gather       weights where they are wanted; reduce-scatter of the gradients
+    a step                   all-reduce       a norm a parameter group; under bf16 (1, 2) one byte: overflow
+
+Not in either: the trainer's few numbers a step (counts, figures, now and then the best words of some tokens).
 """
 
 from __future__ import annotations
@@ -22,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from cqwen_dist.plan.sizes import MAX_LIVE, PERSISTENT_BELOW, Sizes
 
 FP32, INT64 = 4, 8
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -83,6 +91,89 @@ def head_messages(
         say("all-reduce", "replica", replicas, size * FP32)
     say("all-reduce", "vocabulary", group, FP32)
     return found
+
+
+def step_messages(s: Sizes) -> list[Message]:
+    """Everything that a rank says in one optimizer step of a stage, every position of every micro-batch kept."""
+    messages = head_messages(
+        [[s.tokens] * s.group] * s.accumulation,
+        world=s.world,
+        columns=s.words,
+        gemm_bytes=s.width,
+        row_tensors=s.row_tensors(s.awake),
+        replicated=s.whole_head(s.awake),
+        full_gate_grad=s.config.loss.gate_grad == "full",
+    )
+    return messages + feature_messages(s)
+
+
+def feature_messages(s: Sizes) -> list[Message]:
+    """What DeepSpeed says in one optimizer step of a stage (nothing while no feature trains, under ZeRO 1 and 2)."""
+    if s.world == 1 or (not s.graph and s.zero < 3):
+        return []
+    found: list[Message] = []
+
+    def say(operation: Operation, size: int, times: int = 1) -> None:
+        found.extend([Message(operation, "world", s.world, size)] * (times if size else 0))
+
+    if s.zero == 3:
+        gathered = _gathered(s) * s.width
+        say("all-gather", gathered, s.accumulation)
+        say("all-gather", _persistent(s) * s.width)
+        if s.graph:
+            say("reduce-scatter", _even(s.trained_features, s.world) * s.width, s.accumulation)
+            say("all-reduce", 2 * FP32, len(s.engine_parameters))
+        return found
+    say("all-reduce", s.trained_features * s.width, s.accumulation if s.zero == 2 else 1)
+    if s.width < FP32:
+        say("all-reduce", 1)
+    say("all-reduce", FP32, len(s.engine_parameters))
+    for count in s.engine_parameters.values():
+        say("all-gather", _even(count, 2 * s.world) * s.width)
+    return found
+
+
+def _gathered(s: Sizes) -> int:
+    """Numbers that ZeRO-3 gathers in a micro-batch: the ends once; layers once where all may stay, else for forward and
+    for backward (and for what checkpointing runs again)."""
+    a = s.base
+    below = s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
+    window = min(
+        s.zero_setting("stage3_max_live_parameters", MAX_LIVE), s.zero_setting("stage3_max_reuse_distance", MAX_LIVE)
+    )
+    linear = [rows * columns for rows, columns, _ in a.linears.values()]
+    small = a.layer_parameters - sum(linear)  # biases and norms
+    frozen = sum(size for size in linear if size >= below) + (small if not below else 0)
+    rank = s.config.model.lora.r
+    adapters = sum(
+        sum(rank * side for side in a.linears[name][:2] if rank * side >= below or not below) for name in s.adapters
+    )
+    ends = (a.embedding_parameters if a.embedding_parameters >= below else 0) + (3 * a.hidden if not below else 0)
+    again = s.graph and s.checkpointing
+    if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
+        return ends + a.layers * (frozen * (1 + again) + adapters)
+    passes = 1 + s.graph + again
+    return ends + a.layers * passes * (frozen + adapters)
+
+
+def _persistent(s: Sizes) -> int:
+    """Numbers of the small parameters, which ZeRO-3 keeps whole and gathers again after each step."""
+    a = s.base
+    below = s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
+    if not below or not s.graph:
+        return 0
+    linear = [rows * columns for rows, columns, _ in a.linears.values()]
+    frozen = sum(size for size in linear if size < below) + a.layer_parameters - sum(linear)
+    rank = s.config.model.lora.r
+    adapters = sum(
+        sum(rank * side for side in a.linears[name][:2] if rank * side < below) for name in s.adapters
+    )
+    ends = (a.embedding_parameters if a.embedding_parameters < below else 0) + 3 * a.hidden
+    return a.layers * (frozen + adapters) + ends
+
+
+def _even(count: int, parts: int) -> int:
+    return -(-count // parts) * parts
 
 
 def transfer_share(vocab: int, group: int, *, flops: float, bytes_per_s: float, gemm_bytes: int = 2) -> float:

@@ -1,30 +1,36 @@
-"""How many bytes each rank needs, part by part; every part says its formula.
+"""How many bytes each rank needs, part by part, at the moments of a step where it may need most.
 
-H hidden, C causal dimension (number dimensions included), V vocabulary, v rows of it on a rank, L layers, N tokens of
-a micro-batch (sequence_length x its sequences), g ranks of a vocabulary group. Weights and optimizer states are
-exact counts; activations are an estimate (attention that never forms [T, T] is assumed: SDPA or flash). Every group
-that any stage trains is counted, as no engine is rebuilt between stages. A pretraining of the base is not counted.
+What a rank holds all the time (weights, masters, moments) is an exact count; so is what autograd keeps and what the
+fused loss allocates. docs/planner.md derives every term. Letters: `plan.sizes`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from cqwen_dist.config import Config, UserError
-from cqwen_dist.plan.architecture import Architecture
-from cqwen_dist.plan.comm import head_messages
+from cqwen_dist.plan import activations
+from cqwen_dist.plan.sizes import FP32, MAX_LIVE, PERSISTENT_BELOW, Sizes
 
-GIB = 2**30
-FP32 = 4
+GIB, MIB = 2**30, 2**20
 MOMENTS = 2 * FP32
-# What stays taken beside tensors: the context, communication buffers, the allocator's slack.
-RESERVE_GIB = {"gpu": 1.5, "cpu": 1.0}
-# The fused loss works in tiles: this many buffers of at most this many bytes. The reference keeps [N, v] tensors alive.
-TILE_BUFFERS, TILE_BYTES = 5, 128 * 2**20
+# The fused loss's tiles (`ops.ovr_chunked`; a test holds the two equal): bytes of a [t, n] and of an [n, C] buffer,
+# most tokens; [t, n] buffers beside loc and scale, by implementation.
+TILE_BYTES = {"cpu": 2 * MIB, "cuda": 128 * MIB}
+BLOCK_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
+TILE_TOKENS = {"cpu": 512, "cuda": 8192}
+WORK_BUFFERS = {"chunked": 3, "triton": 0}
+FASTEST = {"cpu": "chunked", "cuda": "triton"}
 REFERENCE_TENSORS = 9
+# A look at the accuracy (`train.step`, `ops.ovr_heads`): tokens, bytes of an [N, n] chunk, such chunks alive at once.
+LOOK_TOKENS, CHUNK_BYTES, CHUNKS = 256, 8 * MIB, 11
+# [N, C] tensors in fp32 of KL(U || U at the start), those that its backward needs included.
+KL_TENSORS = 8
+# Beside tensors. GPU: the context with its loaded kernels, NCCL's buffers for a communicator, the maths libraries'
+# workspaces (these in torch's allocator), and what the allocator cannot use. CPU: the process with its libraries.
+CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
+FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
 
 
 @dataclass(frozen=True)
@@ -38,298 +44,243 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a rank needs, against what it has."""
+class Moment:
+    """A moment of a stage's step: what is held then beside what is always held."""
 
-    nodes: int
-    gpus_per_node: int
-    world: int
-    gpu_memory_gib: float
-    accumulation: int
-    base_parameters: int
-    trainable_parameters: int
-    head_bytes_sent: int  # by a rank for the heads in an optimizer step
-    head_bytes_sent_unsharded: int  # the same with the whole head on every rank
+    stage: str
+    name: str
     parts: tuple[Part, ...]
-    advice: str
 
     @property
-    def device_gib(self) -> float:
-        """All parts on the device of one rank."""
-        return sum(part.bytes for part in self.parts if part.place == "device") / GIB
-
-    @property
-    def host_gib(self) -> float:
-        """All parts that one rank keeps in host memory."""
-        return sum(part.bytes for part in self.parts if part.place == "host") / GIB
-
-    @property
-    def fits(self) -> bool:
-        """Whether a rank's parts stay within its memory."""
-        return self.device_gib <= self.gpu_memory_gib
-
-    @property
-    def reason(self) -> str:
-        """The verdict in one sentence."""
-        need = f"{self.device_gib:.2f} GiB of {self.gpu_memory_gib:g} GiB a rank"
-        if self.fits:
-            return f"fits: {need}"
-        largest = max((part for part in self.parts if part.place == "device"), key=lambda part: part.bytes)
-        return (
-            f"does not fit: {need}; the largest part is {largest.name} ({largest.bytes / GIB:.2f} GiB). {self.advice}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            **asdict(self),
-            "parts": [{**asdict(part), "gib": round(part.bytes / GIB, 4)} for part in self.parts],
-            "device_gib": round(self.device_gib, 4),
-            "host_gib": round(self.host_gib, 4),
-            "fits": self.fits,
-            "reason": self.reason,
-        }
+    def bytes(self) -> int:
+        """On the device."""
+        return sum(part.bytes for part in self.parts if part.place == "device")
 
 
-def plan(
-    config: Config, *, nodes: int, gpus_per_node: int, gpu_memory_gib: float, architecture: dict[str, Any]
-) -> Plan:
-    """Memory of one rank (the largest one). `gpus_per_node` 0 means one CPU rank a node, its memory in host RAM.
-
-    `architecture` is the base's transformers config (`read_architecture`). Raises `UserError`.
-    """
-    if nodes < 1:
-        raise UserError("--nodes", nodes, "at least 1")
-    if gpus_per_node < 0:
-        raise UserError("--gpus-per-node", gpus_per_node, "0 (CPU) or more")
-    if not (math.isfinite(gpu_memory_gib) and gpu_memory_gib > 0):
-        raise UserError("--gpu-memory-gib", gpu_memory_gib, "a number above 0")
-    world = nodes * max(1, gpus_per_node)
-    if world % config.parallel.vocab_group_size:
-        allowed = f"a divisor of the number of ranks ({world})"
-        raise UserError("parallel.vocab_group_size", config.parallel.vocab_group_size, allowed)
-    sizes = _Sizes(config, Architecture.of(architecture), world)
-    reserve = int(RESERVE_GIB["gpu" if gpus_per_node else "cpu"] * GIB)
-    parts = (
-        *_frozen(sizes),
-        *_engine(sizes),
-        *_heads(sizes),
-        *_activations(sizes),
-        Part("reserve", reserve, "context, communication, allocator"),
-    )
-    return Plan(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        world=world,
-        gpu_memory_gib=gpu_memory_gib,
-        accumulation=sizes.accumulation,
-        base_parameters=sizes.base.base_parameters,
-        trainable_parameters=sum(sizes.engine_parameters.values())
-        + sum(trained for _, trained in sizes.replicated_parameters.values())
-        + sizes.trained_rows * sizes.base.vocab,
-        head_bytes_sent=_head_bytes_sent(sizes, sizes.group),
-        head_bytes_sent_unsharded=_head_bytes_sent(sizes, 1),
-        parts=tuple(part for part in parts if part.bytes),
-        advice=_advice(config, parts),
-    )
+def kept(s: Sizes) -> Iterator[Part]:
+    """Held from the first step of the stage to its last: weights, masters, moments."""
+    yield from _frozen(s)
+    yield from _engine(s)
+    yield from _heads(s)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """The numbers that several parts share."""
-
-    config: Config
-    base: Architecture
-    world: int
-
-    @property
-    def share(self) -> int:
-        """Sequences of a step on the rank that has most."""
-        return -(-self.config.train.global_batch_size // self.world)
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches a step."""
-        return -(-self.share // self.config.train.micro_batch_size)
-
-    @property
-    def awake(self) -> frozenset[str]:
-        """The groups that any stage trains."""
-        return frozenset[str]().union(*(stage.groups for stage in self.config.stages))
-
-    @property
-    def width(self) -> int:
-        """Bytes of a backbone number."""
-        return 2 if self.config.train.precision == "bf16" else FP32
-
-    @property
-    def causal(self) -> int:
-        """C."""
-        return (self.config.model.causal_size or self.base.hidden) + self.config.number_dims
-
-    @property
-    def words(self) -> int:
-        """The dimensions of U that words see: C without the number dimensions."""
-        return self.config.model.causal_size or self.base.hidden
-
-    @property
-    def group(self) -> int:
-        """g."""
-        return self.config.parallel.vocab_group_size
-
-    @property
-    def rows(self) -> int:
-        """v, of the rank that has most."""
-        return -(-self.base.vocab // self.group)
-
-    @property
-    def tokens(self) -> int:
-        """N."""
-        return min(self.config.train.micro_batch_size, self.share) * self.config.data.sequence_length
-
-    @property
-    def per_word(self) -> bool:
-        """Whether C is one number a word."""
-        return self.config.train.thresholds == "per-word"
-
-    @property
-    def trained_threshold(self) -> bool:
-        """Whether C learns in any stage."""
-        return "thresholds" in self.awake and self.config.train.thresholds != "fixed"
-
-    @property
-    def trained_rows(self) -> int:
-        """Trained numbers for each word."""
-        bias = self.config.train.train_class_bias and "classifier" in self.awake
-        return self.words * ("classifier" in self.awake) + bias + (self.per_word and self.trained_threshold)
-
-    @property
-    def engine_parameters(self) -> dict[str, int]:
-        """Trained parameters that DeepSpeed's engine holds, by part."""
-        lora = self.config.model.lora
-        sizes = {
-            "LoRA": self.base.lora_parameters(lora.r, lora.target_modules) if "lora" in self.awake else 0,
-            # w_num and the difference of <NUM>'s row
-            "embedding of numbers": 2 * self.base.hidden if "embedding" in self.awake else 0,
-        }
-        return {name: size for name, size in sizes.items() if size}
-
-    @property
-    def replicated_parameters(self) -> dict[str, tuple[int, int]]:
-        """(parameters, of which trained) of the heads that every rank holds whole, outside the engine, by part."""
-        c, h = self.causal, self.base.hidden
-        vectors = {"regression": c + 1, "noise": c}
-        abduction = 2 * (c * h + c)
-        return {
-            "abduction": (abduction, abduction * ("abduction" in self.awake)),
-            "regression and noise": (
-                sum(vectors.values()),
-                sum(size for name, size in vectors.items() if name in self.awake),
-            ),
-        }
-
-    def over(self, stage: int) -> int:
-        """Over how many ranks ZeRO spreads what it shards from `stage` on."""
-        return self.world if self.config.parallel.zero_stage >= stage else 1
+def moments(s: Sizes) -> list[Moment]:
+    """The moments of a step that may need most."""
+    found = [("the loss", _loss(s)), ("backward of the heads", _heads_backward(s)), ("optimizer step", _step(s))]
+    found.append(("a look at the accuracy", _accuracy(s)))
+    if s.config.loss.constraint.mode == "monitor":
+        found.append(("a look at the constraint", _heads_backward(s, looking=True)))
+    if s.graph:
+        found.append(("backward of the last layer", _backbone_backward(s)))
+    else:  # also where z is cached: the cache is made by it
+        found.append(("forward", _forward(s)))
+    return [Moment(s.stage.name, name, tuple(part for part in parts if part.bytes)) for name, parts in found]
 
 
-def _frozen(s: _Sizes) -> Iterator[Part]:
-    how = f"{s.width} bytes each" + (f", over {s.world} ranks (ZeRO-3)" if s.over(3) > 1 else "")
-    yield Part("backbone (frozen)", _share(s.base.backbone_parameters * s.width, s.over(3)), how)
-    yield Part("token embedding (frozen)", _share(s.base.embedding_parameters * s.width, s.over(3)), f"V H, {how}")
-    if s.over(3) > 1:
-        gathered = 2 * s.base.layer_parameters + s.base.embedding_parameters
-        yield Part("gathered by ZeRO-3", gathered * s.width, "two whole layers and the embedding, while in use")
+def beside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
+    """What a rank needs beyond its `tensors` bytes of tensors."""
+    if s.kind == "cpu":
+        yield Part("process", PROCESS, "Python, torch and their libraries")
+        return
+    yield Part("CUDA context", CONTEXT, "driver, loaded kernels")
+    groups = (1 + (s.group > 1) + (1 < s.group < s.world) + 1) if s.world > 1 else 0
+    if groups:
+        yield Part("communication buffers", groups * NCCL, f"NCCL, {groups} communicators")
+    share = FRAGMENTATION[s.kind]
+    yield Part("fragmentation", round(share * tensors), f"{share:.0%} of the tensors: what the allocator cannot use")
 
 
-def _engine(s: _Sizes) -> Iterator[Part]:
-    """Weights, gradients, fp32 masters (of bf16 weights, or ZeRO's own partition) and two moments, by ZeRO stage."""
+# ------------------------------------------------------------------------------------------ always held
+
+
+def _frozen(s: Sizes) -> Iterator[Part]:
+    a, over = s.base, s.over(3)
+    how = f"{s.width} bytes each" + (f", over {over} ranks (ZeRO-3)" if over > 1 else "")
+    linear = a.layers * sum(rows * columns for rows, columns, _ in a.linears.values())
+    if s.config.model.quantize == "nf4":
+        packed = round(linear * NF4_BYTES)
+        yield Part("backbone (frozen)", packed + (a.backbone_parameters - linear) * s.width, "4 bits and their scales")
+    else:
+        yield Part("backbone (frozen)", _share(a.backbone_parameters * s.width, over), how)
+    yield Part("token embedding (frozen)", _share(a.embedding_parameters * s.width, over), f"V H, {how}")
+    if s.zero == 3:
+        live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
+        gathered = min(live + a.layer_parameters, a.backbone_parameters + a.embedding_parameters) if over > 1 else 0
+        yield Part("gathered by ZeRO-3", gathered * s.width, f"whole weights in use, at most {live:,} and a layer")
+
+
+NF4_BYTES = 0.5 + 4 / 64  # 4 bits, an fp32 scale for every 64
+
+
+def _engine(s: Sizes) -> Iterator[Part]:
+    """Weights, and fp32 masters and moments of this rank's share."""
+    reached = reached_groups(s)
     for name, count in s.engine_parameters.items():
-        width = s.width
-        yield Part(f"{name}: weights", _share(count * width, s.over(3)), f"{count:,} x {width} bytes / {s.over(3)}")
-        yield Part(f"{name}: gradients", _share(count * width, s.over(2)), f"{count:,} x {width} bytes / {s.over(2)}")
-        master = FP32 if width < FP32 or s.config.parallel.zero_stage else 0
+        group = "lora" if name == "LoRA" else "embedding"
+        trained = MOMENTS if group in reached else 0
+        whole = count if s.zero < 3 or s.over(3) == 1 else _share(count, s.over(3))
+        yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
+        if s.zero == 3:  # one flat buffer of gradients for good
+            yield Part(f"{name}: gradients", _share(count, s.world) * s.width + count * s.width, "ZeRO-3's buffers")
         yield Part(
             f"{name}: optimizer",
-            _share(count * (master + MOMENTS), s.over(1)),
-            f"{count:,} x ({master} master + {MOMENTS} moments) / {s.over(1)}",
+            _share(count * (FP32 + trained), s.over(1)),
+            f"{count:,} x ({FP32} master + {trained} moments) / {s.over(1)}",
             "host" if s.config.parallel.offload == "optimizer" else "device",
         )
 
 
-def _heads(s: _Sizes) -> Iterator[Part]:
+def _heads(s: Sizes) -> Iterator[Part]:
     """The heads lie outside the engine, in fp32, with an AdamW of their own: small ones whole, rows over the group."""
-    for name, (count, trained_count) in s.replicated_parameters.items():
-        size = count * FP32 + trained_count * (FP32 + MOMENTS)
-        yield Part(name, size, f"{count:,} x 4 bytes, {trained_count:,} trained x 12 more (gradient, two moments)")
-    v, c = s.rows, s.words
-    trained = "classifier" in s.awake
-    each = FP32 * (2 if trained else 1) + (MOMENTS if trained else 0)
-    state = "master, gradient, two moments" if trained else "weight only (never trained)"
-    yield Part("W_cls", v * c * each, f"v C = {v:,} x {c:,}, {each} bytes: {state}, over {s.group} ranks")
-    bias = v * (FP32 * 2 + MOMENTS if trained and s.config.train.train_class_bias else FP32)
-    threshold = (v if s.per_word else 1) * (FP32 * 2 + MOMENTS if s.trained_threshold else FP32)
-    yield Part("b_cls and C", bias + threshold, "fp32; with gradient and two moments if trained")
+    reached = reached_groups(s)
+    c, h, v, words = s.causal, s.base.hidden, s.rows, s.words
+    for name, count in (("abduction", 2 * (c * h + c)), ("regression", c + 1), ("noise", c)):
+        size = count * (FP32 + MOMENTS * (name in reached))
+        yield Part(name, size, f"{count:,} x 4 bytes" + (", 8 more for moments" if name in reached else ""))
+    trained = "classifier" in reached
+    each = FP32 + MOMENTS * trained
+    state = "master and two moments" if trained else "weights (never trained so far)"
+    yield Part("W_cls", v * words * each, f"v C = {v:,} x {words:,}, {each} bytes: {state}, over {s.group} ranks")
+    bias = v * (FP32 + MOMENTS * (trained and s.config.train.train_class_bias))
+    learns = "thresholds" in reached and s.config.train.thresholds != "fixed"
+    threshold = (v if s.config.train.thresholds != "scalar" else 1) * (FP32 + MOMENTS * learns)
+    yield Part("b_cls and C", bias + threshold, "fp32; with two moments where they learn")
+    yield Part("abduction at the start", 2 * (c * h + c) * FP32, "a copy, for KL(U || U at the start)")
 
 
-def _activations(s: _Sizes) -> Iterator[Part]:
-    a, n = s.base, s.tokens
-    h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    # Kept by autograd in one layer: inputs of adapters, q, k, v and the attention's output, four of the MLP's inner
-    # tensors, and the two norms' inputs in fp32.
-    layer = n * (s.width * (2 * h + 2 * q + 2 * kv + 4 * i) + 2 * FP32 * h)
-    if not s.awake & {"embedding", "lora"}:
-        yield Part("activations", n * s.width * (4 * h + 3 * i), "N (4H + 3I): one layer, no gradient through it")
-    elif s.config.model.gradient_checkpointing:
-        kept = a.layers * n * h * s.width
-        yield Part("activations", kept + layer, "N L H (layer inputs) + one layer recomputed")
-    else:
-        yield Part("activations", a.layers * layer, "N L (w (2H + 2AD + 2KD + 4I) + 8H), w bytes a number")
-    c = s.causal
-    own = n * FP32 * (h + 5 * c)
-    gathered = s.group * n * FP32 * 4 * c if s.group > 1 else 0
-    how = "N (H + 5C) in fp32" + (f" + {s.group} N 4C gathered" if gathered else "")
-    yield Part("features and U", own + gathered, how)
-    scores = s.group * n * s.rows * FP32
-    if s.config.loss.impl == "reference":
-        yield Part("OvR loss", REFERENCE_TENSORS * scores, f"{REFERENCE_TENSORS} tensors [N, v] (loss.impl: reference)")
-    else:
-        tile = TILE_BUFFERS * min(TILE_BYTES, scores)
-        second = s.rows * s.words * FP32 if "classifier" in s.awake and s.accumulation > 1 else 0
-        yield Part("OvR loss", tile + second, "tiles" + (" + a micro-batch's own gradient of W_cls" if second else ""))
+def reached_groups(s: Sizes) -> frozenset[str]:
+    """The groups that train in this stage or trained before it: those have moments."""
+    found: set[str] = set()
+    for stage in s.config.stages:
+        found |= stage.groups
+        if stage.name == s.stage.name:
+            break
+    return frozenset(found)
 
 
-def _head_bytes_sent(s: _Sizes, group: int) -> int:
-    """With vocabulary groups of `group` ranks, every position of a full batch kept."""
-    rows = -(-s.base.vocab // group)
-    messages = head_messages(
-        [[s.tokens] * group] * s.accumulation,
-        world=s.world,
-        columns=s.words,
-        gemm_bytes=s.width,
-        row_tensors=[s.trained_rows * rows],
-        replicated=sum(trained for _, trained in s.replicated_parameters.values()),
-        full_gate_grad=s.config.loss.gate_grad == "full",
-    )
-    return round(sum(message.wire_bytes for message in messages))
+# ---------------------------------------------------------------------------------- moments of a step
+
+
+def _activations(s: Sizes) -> Part:
+    if not s.graph:
+        return Part("activations", activations.batch(s), "the batch: nothing is kept of the backbone")
+    what = "layer inputs (recomputed in backward)" if s.checkpointing else "what autograd keeps of every layer"
+    return Part("activations", activations.saved(s), f"L = {s.base.layers} layers of N = {s.tokens:,}: {what}")
+
+
+def _head_gradients(s: Sizes) -> int:
+    """Gradients of the heads' parameters once a micro-batch is through."""
+    return FP32 * (sum(s.row_tensors(s.awake)) + s.whole_head(s.awake))
+
+
+def _feature_gradients(s: Sizes) -> int:
+    """DeepSpeed's bucket and the averaged share, where the stage differentiates features."""
+    if not s.graph or s.zero == 3:
+        return 0
+    own = FP32 if s.zero == 2 and s.width == 2 else s.width
+    averaged = s.trained_features if s.zero == 1 else _share(s.trained_features, s.world)
+    return s.trained_features * s.width + averaged * own
+
+
+def _standing(s: Sizes) -> Iterator[Part]:
+    """Gradients of the micro-batches before this one."""
+    if s.accumulation > 1:
+        yield Part("accumulated gradients", _head_gradients(s) + _feature_gradients(s), "of earlier micro-batches")
+
+
+def _features_and_u(s: Sizes, forward: bool) -> int:
+    """z, U, U' and what their backward needs; `forward`: while the loss is computed, U's own scale is still there."""
+    n, c, w = s.tokens, s.causal, s.width
+    differentiated = s.graph or "abduction" in s.awake
+    tensors = 2 + differentiated + forward  # loc, scale with noise; before softplus; scale
+    size = n * w * s.base.hidden + tensors * n * c * FP32
+    if w < FP32:
+        size += 2 * n * s.words * w  # what the products take
+        size += 2 * w * c * s.base.hidden * s.graph  # the two matrices, rounded, kept for the gradient of z
+    if s.group > 1:
+        size += s.group * n * (2 * s.words * w + 12)
+    if s.config.loss.constraint.mode != "off" and reached_groups(s) & {"embedding", "lora"}:
+        size += n * w * s.base.hidden  # z as it was at the start
+    return size
+
+
+def _loss(s: Sizes) -> Iterator[Part]:
+    yield _activations(s)
+    yield from _standing(s)
+    yield Part("features and U", _features_and_u(s, True), "z, and four [N, C] in fp32")
+    n, c = s.group * s.tokens, s.words
+    need_u = s.graph or bool(s.awake & {"abduction", "noise"})
+    rows = FP32 * sum(s.row_tensors(s.awake))
+    gap = FP32 * s.rows * (1 + bool(s.awake & {"thresholds"} or s.config.train.train_class_bias))
+    yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
+    yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
+    impl = s.config.loss.impl if s.config.loss.impl != "auto" else FASTEST[s.kind]
+    if impl == "reference":
+        yield Part("loss tiles", REFERENCE_TENSORS * n * s.rows * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
+        return
+    t, words = tile_shape(n, s.rows, c, s.kind)
+    low = s.width < FP32 and s.kind == "cuda"
+    tiles = t * words * FP32 * (2 + WORK_BUFFERS[impl]) + low * 2 * t * words * s.width
+    blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.awake))
+    copies = 2 * n * c * FP32 if s.width < FP32 and s.kind == "cpu" else 0
+    yield Part("loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({impl})")
+
+
+def tile_shape(tokens: int, rows: int, c: int, kind: str) -> tuple[int, int]:
+    """(t, n) of the fused loss; as `ops.ovr_chunked.tile_shape`."""
+    t = max(1, min(tokens, TILE_TOKENS[kind]))
+    n = min(TILE_BYTES[kind] // (t * FP32), BLOCK_BYTES[kind] // (max(1, c) * FP32))
+    return t, max(1, min(rows, n))
+
+
+def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
+    yield _activations(s)
+    yield from _standing(s)
+    n, c = s.tokens, s.causal
+    yield Part("features and U", _features_and_u(s, False), "what their backward needs")
+    yield Part("gradients", _head_gradients(s), "rows, abduction, regression")
+    wide = 2 * s.group * n * s.words * s.width + 3 * n * c * FP32 + (2 * n * c * s.width if s.width < FP32 else 0)
+    if looking:  # after the loss, before any gradient is passed on
+        wide = 2 * s.group * n * s.words * s.width
+    yield Part("gradients of U", wide, "as they came, as they are added up, through softplus")
+    if looking or s.config.loss.constraint.mode in ("hinge", "dual"):
+        yield Part("KL to the start", KL_TENSORS * n * c * FP32, f"{KL_TENSORS} tensors [N, C] in fp32")
+
+
+def _accuracy(s: Sizes) -> Iterator[Part]:
+    """Of some tokens, when the last micro-batch's gradients are made."""
+    n = min(LOOK_TOKENS, s.tokens) * s.group
+    words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
+    yield Part("gradients", _head_gradients(s) + _feature_gradients(s), "of the step")
+    held = s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4 + words * s.words * FP32 * (1 + (s.width < FP32))
+    yield Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
+
+
+def _backbone_backward(s: Sizes) -> Iterator[Part]:
+    yield _activations(s)
+    yield from _standing(s)
+    yield Part("gradients", _head_gradients(s) + _feature_gradients(s), "heads in fp32; features in DeepSpeed's buffers")
+    yield Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
+
+
+def _forward(s: Sizes) -> Iterator[Part]:
+    yield from _standing(s)
+    yield Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
+
+
+def _step(s: Sizes) -> Iterator[Part]:
+    flat = FP32 * s.whole_head(s.awake) if s.world > 1 else 0
+    features = 0 if not s.graph else s.trained_features * s.width + _share(s.trained_features * FP32, s.over(1))
+    yield Part("gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece")
+
+
+def persistent_small(s: Sizes) -> int:
+    """ZeRO-3 leaves parameters below a size whole on every rank."""
+    below = s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
+    a = s.base
+    small = sum(rows * columns for rows, columns, _ in a.linears.values() if rows * columns < below)
+    return a.layers * (small + 2 * a.hidden)
 
 
 def _share(size: int, ranks: int) -> int:
     return -(-size // ranks)
-
-
-def _advice(config: Config, parts: tuple[Part, ...]) -> str:
-    """What to change first, by the largest part."""
-    largest = max((part for part in parts if part.place == "device"), key=lambda part: part.bytes).name
-    if largest in ("activations", "features and U"):
-        checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "
-        return f"Try {checkpoint}a smaller train.micro_batch_size or data.sequence_length."
-    if largest == "OvR loss":
-        return "Try loss.impl auto." if config.loss.impl == "reference" else "Try a larger parallel.vocab_group_size."
-    if largest.startswith("W_cls"):
-        return "Try a larger parallel.vocab_group_size."
-    if config.train.precision == "fp32":
-        return "Try train.precision bf16."
-    if config.parallel.zero_stage < 3:
-        return "Try parallel.zero_stage 3."
-    return "Try more ranks, or a smaller base model."

@@ -1,0 +1,160 @@
+"""A training step by itself: the real engine and stepper on batches made up of the config's shapes, no data, no run.
+
+What is measured here is what trains: `train.engine` and `train.step` as `cqwen train` puts them together, at random
+weights (the time and the memory of a step do not depend on their values).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import Config
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.runtime import Runtime, seed_everything
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.train.constraint import Constraint
+from cqwen_dist.train.deepspeed_config import deepspeed_config
+from cqwen_dist.train.engine import Engine
+from cqwen_dist.train.partitioned import load_partitioned_base
+from cqwen_dist.train.stages import Schedule, StagePlan
+from cqwen_dist.train.step import ACCURACY_EVERY, Stepper
+
+NUMBER_SHARE = 0.125  # of tokens are <NUM>, as in GSM8K
+DOCUMENTS = 4  # in a packed sequence
+
+
+@dataclass
+class Rig:
+    """An engine ready to step, on this rank."""
+
+    config: Config
+    runtime: Runtime
+    groups: Groups
+    engine: Engine
+    stepper: Stepper
+    constraint: Constraint
+    schedule: Schedule
+    vocab: int
+
+    def enter(self, stage: int) -> StagePlan:
+        """Go to the beginning of a stage: who is awake, at what rates."""
+        plan = self.schedule.plans[stage]
+        self.engine.enter_stage(plan, self.schedule.woken(plan))
+        self.engine.set_lr(plan, plan.start)
+        self.constraint.features_moved = self.schedule.features_awake_by(plan)
+        return plan
+
+    def batches(self, plan: StagePlan, seed: int = 0) -> list[Batch]:
+        """This rank's micro-batches of one optimizer step, on the CPU: full sequences, every position learnt."""
+        whole, micro = self.config.batch_sizes(plan.stage)
+        share = max(1, whole // self.groups.world_size)
+        length = plan.stage.sequence_length or self.config.data.sequence_length
+        sizes = [min(micro, share - done) for done in range(0, share, micro)]
+        return [self._batch(rows, length, 1000 * seed + i) for i, rows in enumerate(sizes)]
+
+    def step(
+        self,
+        micro_batches: list[Batch],
+        plan: StagePlan,
+        looking: bool = False,
+        cached: list[Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step of a stage; its figures, not yet read. looking: one at which the constraint looks too, and
+        the accuracy; cached: z of the kept positions, by micro-batch."""
+        every = self.config.loss.constraint.every * ACCURACY_EVERY
+        return self.stepper(micro_batches, plan, every if looking else every + 1, cached)[0]
+
+    def _batch(self, rows: int, length: int, seed: int) -> Batch:
+        make = torch.Generator().manual_seed(seed + 7919 * self.runtime.rank)
+        number = self.engine.model.config.num_token_id
+        ids = torch.randint(0, number, (rows, length + 1), generator=make)
+        is_number = torch.rand(ids.shape, generator=make) < NUMBER_SHARE
+        ids[is_number] = number
+        values = torch.where(is_number, torch.randn(ids.shape, generator=make).double() * 30, 0.0)
+        positions = torch.arange(length).expand(rows, -1)
+        if self.config.data.pack and length >= DOCUMENTS:
+            positions = positions % -(-length // DOCUMENTS)
+        return Batch(
+            input_ids=ids[:, :-1].contiguous(),
+            numeric_values=values[:, :-1].contiguous(),
+            attention_mask=torch.ones(rows, length, dtype=torch.bool),
+            position_ids=positions.contiguous(),
+            labels=ids[:, 1:].contiguous(),
+            numeric_labels=values[:, 1:].contiguous(),
+            numeric_mask=is_number[:, 1:].contiguous(),
+        )
+
+
+def build_rig(config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None) -> Rig:
+    """A model of `architecture` with random weights, its engine and its stepper. Collective over the world.
+
+    Raises `UserError` where the config and the number of ranks do not fit.
+    """
+    seed_everything(config.train.seed)
+    groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    base, head = _base(config, architecture, runtime, dtype)
+    vocab = base.config.vocab_size
+    start, stop = vocab_range(vocab, groups.vocab_rank, groups.vocab_size)
+    model = CausalQwenModel.from_base_model(
+        base,
+        start="seed",
+        head=head,
+        num_token_id=vocab - 1,
+        vocab_start=start,
+        rows=stop - start,
+        causal_size=config.model.causal_size,
+        number_dims=config.number_dims,
+        scale_activation=config.model.scale_activation,
+        scalar_threshold=config.train.thresholds == "scalar",
+        lora=config.model.lora.model_dump() if config.trains("lora") else None,
+    )
+    if config.model.gradient_checkpointing:
+        model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    engine = Engine(model, config, runtime, groups)
+    constraint = Constraint(model, config.loss.constraint, engine.forward)
+    used = vocab if config.loss.negatives == "used" else None
+    stepper = Stepper(engine, config, dtype, used, constraint, np.ones(vocab, dtype=np.int64))
+    rig = Rig(config, runtime, groups, engine, stepper, constraint, Schedule(config.stages, 1), vocab)
+    if config.loss.constraint.mode != "off":
+        constraint.begin(engine.feature_state()[0], rig.batches(rig.schedule.plans[0])[:1])
+    return rig
+
+
+def _base(
+    config: Config, architecture: dict[str, Any], runtime: Runtime, dtype: torch.dtype
+) -> tuple[PreTrainedModel, Any]:
+    """(base, head): whole, on the run's device; under ZeRO-3 partitioned, from files that are written aside."""
+    settings = AutoConfig.for_model(**architecture)
+    if config.parallel.zero_stage == 3:
+        with _folder(runtime) as folder:
+            if runtime.is_main:
+                AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
+            torch.distributed.barrier()
+            partition = deepspeed_config(config, runtime.world_size, 1)
+            base, head = load_partitioned_base(str(folder), dtype, partition, runtime)
+            return base, head[:]
+    with runtime.device:  # random weights of a large model are drawn where they will be
+        return AutoModelForCausalLM.from_config(settings, dtype=dtype), None
+
+
+@contextmanager
+def _folder(runtime: Runtime) -> Iterator[Path]:
+    """One temporary folder for all ranks of a machine."""
+    with tempfile.TemporaryDirectory() as mine:
+        named = [mine]
+        torch.distributed.broadcast_object_list(named)
+        yield Path(named[0])
+        torch.distributed.barrier()

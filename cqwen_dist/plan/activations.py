@@ -1,0 +1,88 @@
+"""What autograd keeps of the backbone, and what forward and backward hold beside it; docs/planner.md derives each term.
+
+All in bytes of one micro-batch on one rank. Letters: `plan.sizes`.
+"""
+
+from __future__ import annotations
+
+from cqwen_dist.plan.sizes import FP32, Sizes
+
+INT64, BOOL = 8, 1
+
+
+def masked(s: Sizes) -> bool:
+    """Whether attention has a mask: packed documents; plain causal attention needs none."""
+    return s.config.data.pack
+
+
+def layer_saved(s: Sizes) -> int:
+    """Kept of one layer between forward and backward, adapters awake or asleep."""
+    a, w, n = s.base, s.width, s.tokens
+    h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    trained = "lora" in s.awake
+    each = 2 * (FP32 * h + FP32)  # both norms: their input in fp32, and 1 / rms
+    if masked(s):
+        each += w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
+        each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as numbers, one row a token
+    else:
+        each += w * (2 * q + 2 * kv) + a.heads * FP32
+    if a.model_type == "qwen3":
+        each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
+    each += w * 3 * i  # gate, act(gate), up
+    return n * (each + _adapters_saved(s, trained))
+
+
+def _adapters_saved(s: Sizes, trained: bool) -> int:
+    """Bytes a token that the adapters of a layer add: inputs of A while it learns, its output, dropout's mask.
+
+    ZeRO-3's linear map keeps its input whether its weight learns or not, in place of the gathered weight.
+    """
+    lora, w = s.config.model.lora, s.width
+    mask = (BOOL if s.kind == "cuda" else w) if lora.dropout else 0
+    total = 0
+    inputs = {1, 2, 3} if s.zero == 3 else set()
+    trained = trained or s.zero == 3
+    for name in s.adapters:
+        rows, columns, _ = s.base.linears[name]
+        total += rows * mask
+        if lora.dora:  # the product that the magnitude scales, and the base's own
+            total += w * 2 * columns
+        if not trained:
+            continue
+        total += w * lora.r
+        if lora.dropout:
+            total += w * rows  # each adapter drops for itself
+        elif name == "o_proj":
+            pass  # attention keeps its output anyway
+        else:
+            inputs.add({"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}[name])
+    widths = {1: s.base.hidden, 2: s.base.hidden, 3: s.base.intermediate}
+    return total + w * sum(widths[place] for place in inputs)
+
+
+def saved(s: Sizes) -> int:
+    """Kept of the whole backbone at the end of forward: layers (or their inputs), the last norm, positions, mask."""
+    a, w, n = s.base, s.width, s.tokens
+    layers = a.layers * (n * w * a.hidden if s.checkpointing else layer_saved(s))
+    ends = n * (FP32 * a.hidden + FP32) + n * 2 * w * a.head_dim
+    mask = n * s.length * BOOL if masked(s) else 0
+    return layers + ends + mask + batch(s)
+
+
+def batch(s: Sizes) -> int:
+    """The micro-batch itself: ids, positions, labels, the kept positions; values; masks."""
+    return s.tokens * (4 * INT64 + 2 * 8 + 2 * BOOL)
+
+
+def layer_backward(s: Sizes) -> int:
+    """Beside what is kept, at most, while the last layer is differentiated (gradients of its widest part)."""
+    a, w, n = s.base, s.width, s.tokens
+    wide = 2 if "down_proj" in s.adapters and "lora" in s.awake else 3
+    recomputed = layer_saved(s) if s.checkpointing else 0
+    return recomputed + n * (wide * w * a.intermediate + (w + FP32) * a.hidden)
+
+
+def layer_forward(s: Sizes) -> int:
+    """Held at most by one layer where nothing is kept for backward."""
+    a, w, n = s.base, s.width, s.tokens
+    return n * w * (3 * a.hidden + 3 * a.intermediate) + n * 2 * w * a.head_dim + batch(s)

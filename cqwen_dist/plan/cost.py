@@ -1,0 +1,189 @@
+"""How long a step takes, by part: a roofline over stated (or measured) rates, and what the schedule comes to.
+
+Products take operations / (peak x efficiency). Everything between them is bound by memory: bytes / (bandwidth x
+memory efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` for each. What ranks say
+is a ring over the slowest link it crosses. docs/planner.md derives the terms; `--calibrate` scales each part by what
+`cqwen bench step` measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cqwen_dist.plan.comm import Message, feature_messages, step_messages
+from cqwen_dist.plan.flops import Flops, flops
+from cqwen_dist.plan.machine import Machine
+from cqwen_dist.plan.memory import FASTEST
+from cqwen_dist.plan.sizes import FP32, Sizes
+
+LAUNCH = 6e-6  # s a kernel, started from Python
+KERNELS, ADAPTER_KERNELS = 45, 6  # of a layer's forward; of an adapter; backward has twice as many
+HEAD_KERNELS, TILE_KERNELS = 200, {"triton": 12, "chunked": 30, "reference": 40}
+PASSES = {"triton": 16, "chunked": 160, "reference": 200}  # bytes read and written for a (token, word), beside products
+ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the norm
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step of one rank, by part."""
+
+    backbone_forward: float
+    backbone_backward: float
+    heads: float
+    communication: float
+    optimizer: float
+    exposed_launches: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage: its step, its length, what it comes to."""
+
+    stage: str
+    time: StepTime
+    tokens: int  # of all ranks, a step
+    steps: int | None  # None: the data's size is not known
+    flops_per_token: Flops
+    mfu: float
+    bytes_sent: int  # by a rank, a step
+    collectives: int
+    bound: str  # by what
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.time.seconds
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole stage, evaluations and checkpoints not counted."""
+        return None if self.steps is None else self.steps * self.time.seconds / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "stage": self.stage,
+            "step_s": self.time.seconds,
+            "step_s_by_part": asdict(self.time),
+            "tokens_per_step": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "flops_per_token": self.flops_per_token.to_dict(),
+            "mfu": self.mfu,
+            "bytes_sent": self.bytes_sent,
+            "collectives": self.collectives,
+            "bound": self.bound,
+            "steps": self.steps,
+            "hours": self.hours,
+        }
+
+
+def stage_cost(s: Sizes, m: Machine, ranks_per_node: int, sequences: int | None = None) -> StageCost:
+    """Of one stage. sequences: in an epoch of the data, where that is known."""
+    each = flops(s)
+    micro = micro_batch_times(s, m)
+    messages = step_messages(s)
+    said = sum(message_time(message, s, m, ranks_per_node) for message in messages)
+    if s.zero == 3:  # gathered while layers compute: only what is longer than they are is waited for
+        gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
+        behind = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
+        said -= min(behind, s.accumulation * (micro["backbone_forward"] + micro["backbone_backward"]))
+    time = StepTime(
+        backbone_forward=s.accumulation * micro["backbone_forward"],
+        backbone_backward=s.accumulation * micro["backbone_backward"],
+        heads=s.accumulation * micro["heads"],
+        communication=said * m.factor("communication"),
+        optimizer=optimizer_time(s, m),
+        exposed_launches=s.accumulation * micro["exposed_launches"],
+    )
+    parts = asdict(time)
+    bound = max(parts, key=lambda name: parts[name])
+    used = each.useful * s.step_tokens / s.world
+    return StageCost(
+        stage=s.stage.name,
+        time=time,
+        tokens=s.step_tokens,
+        steps=steps_of(s, sequences),
+        flops_per_token=each,
+        mfu=used / (time.seconds * m.peak(s.width)),
+        bytes_sent=round(sum(message.wire_bytes for message in messages)),
+        collectives=len(messages),
+        bound=bound.replace("_", " "),
+    )
+
+
+def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
+    """Seconds of one micro-batch on one rank: forward, backward, heads, and what launching adds."""
+    each, n = flops(s), s.tokens
+    rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
+    passes = layer_bytes(s)
+    forward = n * (each.backbone_forward / rate + (0 if s.cached else passes / memory))
+    backward = n * ((each.backbone_backward + each.recomputed) / rate)
+    backward += n * s.graph * (2 + s.checkpointing) * passes / memory
+    impl = s.config.loss.impl if s.config.loss.impl != "auto" else FASTEST[s.kind]
+    words = s.base.vocab * PASSES[impl] + 15 * s.causal * FP32
+    heads = n * ((each.word_head + each.abduction) / rate + words / memory)
+    found = {
+        "backbone_forward": forward * m.factor("backbone_forward"),
+        "backbone_backward": backward * m.factor("backbone_backward"),
+        "heads": heads * m.factor("heads"),
+    }
+    floor = 0.0
+    if s.kind == "cuda":
+        layer = KERNELS + ADAPTER_KERNELS * len(s.adapters)
+        runs = (not s.cached) + s.graph * (2 + s.checkpointing)
+        floor = LAUNCH * (s.base.layers * layer * runs + HEAD_KERNELS)
+    found["exposed_launches"] = max(0.0, floor - sum(found.values()))
+    return found
+
+
+def layer_bytes(s: Sizes) -> float:
+    """Read and written a token by the elementwise passes of all layers, forward: norms, residuals, rotations, the
+    activation, and what adapters add to every linear map that has one."""
+    a, w = s.base, s.width
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    each = 2 * 32 * a.hidden + 6 * w * a.hidden + 10 * w * (q + kv) + 5 * w * a.intermediate
+    if a.model_type == "qwen3":
+        each += 32 * (q + kv)
+    for name in s.adapters:
+        rows, columns, _ = a.linears[name]
+        each += w * (rows + 6 * columns)
+    return float(a.layers * each)
+
+
+def optimizer_time(s: Sizes, m: Machine) -> float:
+    """AdamW of the heads and of this rank's share of the features, the norm and the clip among it."""
+    heads = sum(s.row_tensors(s.awake)) + s.whole_head(s.awake)
+    features = s.trained_features * s.graph / s.over(1)
+    if s.config.parallel.offload == "optimizer":
+        host = features * (ADAMW + 2 * s.width) / m.host
+        return (ADAMW * heads / (m.memory * m.memory_efficiency)) * m.factor("optimizer") + host
+    return ADAMW * (heads + features) / (m.memory * m.memory_efficiency) * m.factor("optimizer")
+
+
+def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:
+    """Of one collective: a ring over the slowest link that its group crosses."""
+    crosses = {
+        "world": s.world > ranks_per_node,
+        "vocabulary": s.group > ranks_per_node,
+        "replica": s.world > ranks_per_node,
+    }[message.group]
+    rate, latency = (m.between, m.latency_between) if crosses else (m.inside, m.latency_inside)
+    rounds = (2 if message.operation == "all-reduce" else 1) * max(1, (message.ranks - 1).bit_length())
+    return message.wire_bytes / rate + latency * rounds
+
+
+def steps_of(s: Sizes, sequences: int | None) -> int | None:
+    """Optimizer steps of a stage (at most, where it ends by itself); None where the data's size is not known."""
+    if s.stage.steps is not None:
+        return s.stage.steps
+    if s.stage.until is not None:
+        return s.stage.until.max_steps
+    if sequences is None:
+        return None
+    return max(1, round((s.stage.epochs or 0.0) * -(-sequences // s.batch[0])))

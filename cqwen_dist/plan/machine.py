@@ -1,0 +1,88 @@
+"""What a machine sustains: rates of a GPU, of the links between GPUs. Stated, or measured by `cqwen bench step`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config import UserError
+
+GB, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one rank. Products reach `efficiency` of the peak; the rest is bound by memory."""
+
+    name: str
+    bf16: float  # flop/s, the maker's dense peak
+    fp32: float  # flop/s, likewise (TF32 not used)
+    memory: float  # bytes/s
+    inside: float  # bytes/s that a rank sends within its node
+    between: float = 50 * GB  # bytes/s that a rank sends to another node
+    latency_inside: float = 10e-6  # s of a collective, for each of its rounds
+    latency_between: float = 20e-6
+    efficiency: float = 0.70  # of the peak, in large products
+    memory_efficiency: float = 0.75  # of the bandwidth, in elementwise passes
+    host: float = 20 * GB  # bytes/s to host memory, and of AdamW there
+    calibrated: str = ""  # where measured rates came from
+    # seconds a token over what the roofline says, by part (1: as it says)
+    factors: tuple[tuple[str, float], ...] = ()
+
+    def peak(self, width: int) -> float:
+        """flop/s in the precision whose numbers have `width` bytes."""
+        return self.bf16 if width == 2 else self.fp32
+
+    def factor(self, part: str) -> float:
+        """How much slower than the roofline a part was measured."""
+        return dict(self.factors).get(part, 1.0)
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("h200", 989 * TERA, 67 * TERA, 4800 * GB, 450 * GB),
+        Machine("h100", 989 * TERA, 67 * TERA, 3350 * GB, 450 * GB),
+        Machine("a100", 312 * TERA, 19.5 * TERA, 2039 * GB, 300 * GB),
+        Machine("l40s", 362 * TERA, 91 * TERA, 864 * GB, 32 * GB),
+        Machine("cpu", 0.03 * TERA, 0.03 * TERA, 10 * GB, 2 * GB, between=1 * GB, efficiency=1.0),
+    )
+}
+# Bytes/s that each rank may send between nodes.
+INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25": 3.125 * GB, "eth10": 1.25 * GB}
+
+
+def machine(name: str, interconnect: str, calibration: Path | None = None) -> Machine:
+    """A machine by name, its links, and measured factors. Raises `UserError` for what is not known."""
+    if name not in MACHINES:
+        raise UserError("--gpu", name, f"one of {', '.join(MACHINES)}")
+    if interconnect not in INTERCONNECTS:
+        raise UserError("--interconnect", interconnect, f"one of {', '.join(INTERCONNECTS)}")
+    found = replace(MACHINES[name], between=INTERCONNECTS[interconnect])
+    return found if calibration is None else calibrate(found, calibration)
+
+
+def calibrate(found: Machine, path: Path) -> Machine:
+    """The machine with the factors of a `cqwen bench step --json` document. Raises `UserError`."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        factors = {str(k): float(v) for k, v in document["calibration"]["factors"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError("--calibrate", str(path), "a document of `cqwen bench step --json`") from None
+    good = {part: factor for part, factor in factors.items() if 0 < factor < float("inf")}
+    return replace(found, factors=tuple(sorted(good.items())), calibrated=str(path))
+
+
+def describe(found: Machine) -> dict[str, Any]:
+    """The rates as a person reads them."""
+    return {
+        "gpu": found.name,
+        "bf16_tflops": found.bf16 / TERA,
+        "memory_gb_per_s": found.memory / GB,
+        "inside_gb_per_s": found.inside / GB,
+        "between_gb_per_s": found.between / GB,
+        "efficiency": found.efficiency,
+        "calibrated": found.calibrated or None,
+    }

@@ -1,0 +1,226 @@
+"""A plan: does the run fit, what does it need and say and cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.plan import memory
+from cqwen_dist.plan.architecture import Architecture
+from cqwen_dist.plan.comm import head_messages
+from cqwen_dist.plan.cost import StageCost, stage_cost
+from cqwen_dist.plan.machine import MACHINES, Machine, describe
+from cqwen_dist.plan.memory import FP32, GIB, MOMENTS, Moment, Part
+from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
+
+
+BESIDE = ("process", "CUDA context", "communication buffers", "fragmentation")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank needs, against what it has."""
+
+    nodes: int
+    gpus_per_node: int
+    world: int
+    gpu_memory_gib: float
+    accumulation: int
+    base_parameters: int
+    trainable_parameters: int
+    head_bytes_sent: int  # by a rank for the heads in an optimizer step
+    head_bytes_sent_unsharded: int  # the same with the whole head on every rank
+    stage: str  # in which most is needed
+    moment: str  # and when in its step
+    parts: tuple[Part, ...]
+    advice: str
+    checkpoint_bytes: int  # of one checkpoint on disk
+    stages: tuple[StageCost, ...]
+    machine: Machine
+    global_batch_size: int
+    sequence_length: int
+
+    @property
+    def tensor_gib(self) -> float:
+        """What torch's allocator will have given out at the most: no context, buffers of libraries, fragmentation."""
+        return sum(part.bytes for part in self.parts if part.place == "device" and part.name not in BESIDE) / GIB
+
+    @property
+    def hours(self) -> float | None:
+        """Of all stages; None where one is given in epochs over data of unknown size."""
+        found = [stage.hours for stage in self.stages]
+        return None if None in found else sum(hours for hours in found if hours is not None)
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours times ranks."""
+        return None if self.hours is None else self.hours * self.world
+
+    @property
+    def slowest(self) -> StageCost:
+        """The stage with the fewest tokens/s: what layouts are compared by."""
+        return min(self.stages, key=lambda stage: stage.tokens_per_s)
+
+    @property
+    def device_gib(self) -> float:
+        """All parts on the device of one rank."""
+        return sum(part.bytes for part in self.parts if part.place == "device") / GIB
+
+    @property
+    def host_gib(self) -> float:
+        """All parts that one rank keeps in host memory."""
+        return sum(part.bytes for part in self.parts if part.place == "host") / GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's parts stay within its memory."""
+        return self.device_gib <= self.gpu_memory_gib
+
+    @property
+    def reason(self) -> str:
+        """The verdict in one sentence."""
+        need = f"{self.device_gib:.2f} GiB of {self.gpu_memory_gib:g} GiB a rank"
+        if self.fits:
+            return f"fits: {need}"
+        largest = max((part for part in self.parts if part.place == "device"), key=lambda part: part.bytes)
+        return (
+            f"does not fit: {need}; the largest part is {largest.name} ({largest.bytes / GIB:.2f} GiB). {self.advice}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = {k: v for k, v in asdict(self).items() if k not in ("stages", "machine")}
+        return {
+            **plain,
+            "machine": describe(self.machine),
+            "stages": [stage.to_dict() for stage in self.stages],
+            "tensor_gib": round(self.tensor_gib, 4),
+            "hours": self.hours,
+            "gpu_hours": self.gpu_hours,
+            "parts": [{**asdict(part), "gib": round(part.bytes / GIB, 4)} for part in self.parts],
+            "device_gib": round(self.device_gib, 4),
+            "host_gib": round(self.host_gib, 4),
+            "fits": self.fits,
+            "reason": self.reason,
+        }
+
+
+def worst(sizes: list[Sizes]) -> tuple[Sizes, Moment, tuple[Part, ...]]:
+    """(stage, moment, all parts held then) where a rank's tensors are most."""
+    found = []
+    for s in sizes:
+        always = tuple(part for part in memory.kept(s) if part.bytes)
+        for moment in memory.moments(s):
+            found.append((s, moment, always + moment.parts))
+    return max(found, key=lambda item: tensor_bytes(item[2]))
+
+
+def tensor_bytes(parts: tuple[Part, ...]) -> int:
+    """Of the parts on the device."""
+    return sum(part.bytes for part in parts if part.place == "device")
+
+
+def plan(
+    config: Config,
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu_memory_gib: float,
+    architecture: dict[str, Any],
+    machine: Machine | None = None,
+    sequences: int | None = None,
+) -> Plan:
+    """Memory of one rank (the largest one), and what the run costs. `gpus_per_node` 0 means one CPU rank a node.
+
+    `architecture` is the base's transformers config (`read_architecture`); machine: rates (default an H100's, or a
+    CPU's); sequences: in an epoch of the data, where that is known. Raises `UserError`.
+    """
+    if nodes < 1:
+        raise UserError("--nodes", nodes, "at least 1")
+    if gpus_per_node < 0:
+        raise UserError("--gpus-per-node", gpus_per_node, "0 (CPU) or more")
+    if not (math.isfinite(gpu_memory_gib) and gpu_memory_gib > 0):
+        raise UserError("--gpu-memory-gib", gpu_memory_gib, "a number above 0")
+    machine = machine or MACHINES["h100" if gpus_per_node else "cpu"]
+    ranks_per_node = max(1, gpus_per_node)
+    base = Architecture.of(architecture)
+    kind: Kind = "cuda" if gpus_per_node else "cpu"
+    sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences)
+    s, moment, parts = worst(sizes)
+    parts = (*parts, *memory.beside_tensors(s, tensor_bytes(parts)))
+    return Plan(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        world=s.world,
+        gpu_memory_gib=gpu_memory_gib,
+        accumulation=s.accumulation,
+        base_parameters=base.base_parameters,
+        trainable_parameters=_trained(s),
+        head_bytes_sent=_head_bytes_sent(s, s.group),
+        head_bytes_sent_unsharded=_head_bytes_sent(s, 1),
+        stage=s.stage.name,
+        moment=moment.name,
+        parts=parts,
+        advice=_advice(s, parts),
+        checkpoint_bytes=checkpoint_bytes(sizes[-1]),
+        stages=tuple(stage_cost(one, machine, ranks_per_node, sequences) for one in sizes),
+        machine=machine,
+        global_batch_size=config.train.global_batch_size,
+        sequence_length=config.data.sequence_length,
+    )
+
+
+def _trained(s: Sizes) -> int:
+    """Numbers that any stage trains, over all ranks."""
+    rows = sum(s.row_tensors(s.ever_awake)) // s.rows * s.base.vocab
+    features = sum(
+        count
+        for name, count in s.engine_parameters.items()
+        if ("lora" if name == "LoRA" else "embedding") in s.ever_awake
+    )
+    return rows + features + s.whole_head(s.ever_awake)
+
+
+def checkpoint_bytes(s: Sizes) -> int:
+    """Of one checkpoint of the last stage: adapters and embedding with two moments, all heads, moments of those that
+    have trained; fp32. The frozen backbone is not in it."""
+    groups, v, c, h = s.ever_awake, s.base.vocab, s.causal, s.base.hidden
+    scalar = s.config.train.thresholds == "scalar"
+    heads = 2 * (c * h + c) + (c + 1) + c + v * s.words + v + (1 if scalar else v)
+    moments = s.whole_head(groups) + sum(s.row_tensors(groups)) // s.rows * v
+    return s.trained_features * (FP32 + MOMENTS) + heads * FP32 + moments * MOMENTS
+
+
+def _head_bytes_sent(s: Sizes, group: int) -> int:
+    """With vocabulary groups of `group` ranks, every position of a full batch kept."""
+    per_row = sum(s.row_tensors(s.awake)) // s.rows
+    messages = head_messages(
+        [[s.tokens] * group] * s.accumulation,
+        world=s.world,
+        columns=s.words,
+        gemm_bytes=s.width,
+        row_tensors=[per_row * -(-s.base.vocab // group)],
+        replicated=s.whole_head(s.awake),
+        full_gate_grad=s.config.loss.gate_grad == "full",
+    )
+    return round(sum(message.wire_bytes for message in messages))
+
+
+def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
+    """What to change first, by the largest part."""
+    config = s.config
+    largest = max((part for part in parts if part.place == "device"), key=lambda part: part.bytes).name
+    if largest in ("activations", "features and U", "one layer's backward", "gradients of U"):
+        checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "
+        return f"Try {checkpoint}a smaller train.micro_batch_size or data.sequence_length."
+    if largest == "loss tiles":
+        return "Try loss.impl auto." if config.loss.impl == "reference" else "Try a larger parallel.vocab_group_size."
+    if largest in ("W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
+        return "Try a larger parallel.vocab_group_size."
+    if config.train.precision == "fp32":
+        return "Try train.precision bf16."
+    if config.parallel.zero_stage < 3:
+        return "Try parallel.zero_stage 3."
+    return "Try more ranks, or a smaller base model."

@@ -1,0 +1,190 @@
+"""Which layout to take: every combination that fits, by tokens/s, and why the best are the best.
+
+Tried: micro-batch (powers of two up to a rank's share), ZeRO stage, vocabulary group (1 and every divisor of the ranks
+up to a node's, and the config's own), gradient checkpointing, offload. What a run *means* (its global batch, its
+lengths, its losses) is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.plan.machine import Machine
+from cqwen_dist.plan.make import Plan, plan
+
+SIMPLER_WITHIN = 0.01  # a plainer layout is taken before one that is faster by less
+MAX_GROUP = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the search may choose."""
+
+    micro_batch_size: int
+    zero_stage: int
+    vocab_group_size: int
+    gradient_checkpointing: bool
+    offload: str
+
+    @property
+    def plainness(self) -> tuple[bool, bool, int, int]:
+        """Less is plainer: nothing on the host, nothing computed twice, a lower ZeRO stage, a smaller group."""
+        return (self.offload != "none", self.gradient_checkpointing, self.zero_stage, self.vocab_group_size)
+
+    def to_overrides(self) -> list[str]:
+        """As overrides of the command line."""
+        return [
+            f"train.micro_batch_size={self.micro_batch_size}",
+            f"parallel.zero_stage={self.zero_stage}",
+            f"parallel.vocab_group_size={self.vocab_group_size}",
+            f"model.gradient_checkpointing={str(self.gradient_checkpointing).lower()}",
+            f"parallel.offload={self.offload}",
+        ]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that fits, what it comes to, and what speaks for it."""
+
+    layout: Layout
+    plan: Plan
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        slowest = self.plan.slowest
+        return {
+            "overrides": self.layout.to_overrides(),
+            "tokens_per_s": slowest.tokens_per_s,
+            "mfu": slowest.mfu,
+            "device_gib": round(self.plan.device_gib, 3),
+            "host_gib": round(self.plan.host_gib, 3),
+            "hours": self.plan.hours,
+            "gpu_hours": self.plan.gpu_hours,
+            "why": self.why,
+        }
+
+
+def search(
+    config: Config,
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu_memory_gib: float,
+    architecture: dict[str, Any],
+    machine: Machine | None = None,
+    sequences: int | None = None,
+    most: int = 5,
+) -> list[Choice]:
+    """The best layouts that fit, the best first; none where nothing fits. Raises `UserError` as `plan` does."""
+    options: dict[str, Any] = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "gpu_memory_gib": gpu_memory_gib,
+        "architecture": architecture,
+        "machine": machine,
+        "sequences": sequences,
+    }
+    found: list[tuple[Layout, Plan]] = []
+    for layout in layouts(config, nodes * max(1, gpus_per_node), max(1, gpus_per_node)):
+        try:
+            planned = plan(with_layout(config, layout), **options)
+        except UserError as error:
+            if error.key.startswith(("train.micro", "parallel.", "model.lora.dora", "model.quantize")):
+                continue
+            raise
+        if planned.fits:
+            found.append((layout, planned))
+    return _best(found, machine or (found[0][1].machine if found else None), most)
+
+
+def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
+    """Every combination worth a look. A larger micro-batch comes first, so that it wins a draw."""
+    share = -(-config.train.global_batch_size // world)
+    own = config.train.micro_batch_size
+    sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)}, reverse=True)
+    groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
+    groups.add(config.parallel.vocab_group_size)
+    offloads = ("none", "optimizer") if config.trains("lora") else ("none",)
+    for micro in sizes:
+        if config.train.global_batch_size % micro:
+            continue
+        for zero in (1, 2, 3) if world > 1 else (1,):
+            for group in sorted(groups):
+                for checkpointing in (False, True) if config.trains("lora") or config.trains("embedding") else (False,):
+                    for offload in offloads:
+                        yield Layout(micro, zero, group, checkpointing, offload)
+
+
+def with_layout(config: Config, layout: Layout) -> Config:
+    """The config with a layout's five keys. Nothing is validated again: only these keys change, to allowed values."""
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"gradient_checkpointing": layout.gradient_checkpointing}),
+            "train": config.train.model_copy(update={"micro_batch_size": layout.micro_batch_size}),
+            "parallel": config.parallel.model_copy(
+                update={
+                    "zero_stage": layout.zero_stage,
+                    "vocab_group_size": layout.vocab_group_size,
+                    "offload": layout.offload,
+                }
+            ),
+        }
+    )
+
+
+def _best(found: list[tuple[Layout, Plan]], machine: Machine | None, most: int) -> list[Choice]:
+    """By tokens/s, the plainer first among equals; of layouts that differ in the micro-batch alone, the best."""
+    found = sorted(found, key=lambda item: -item[1].slowest.tokens_per_s)
+    if not found or machine is None:
+        return []
+    top = found[0][1].slowest.tokens_per_s
+    near = [item for item in found if item[1].slowest.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
+    near.sort(key=lambda item: (item[0].plainness, -item[1].slowest.tokens_per_s))
+    chosen: list[Choice] = []
+    seen: set[tuple[Any, ...]] = set()
+    for layout, planned in [*near, *found]:
+        if layout.plainness in seen:
+            continue
+        seen.add(layout.plainness)
+        chosen.append(Choice(layout, planned, _why(layout, planned, machine, top)))
+        if len(chosen) == most:
+            break
+    return chosen
+
+
+def _why(layout: Layout, planned: Plan, machine: Machine, top: float) -> str:
+    """In a sentence or two."""
+    slowest = planned.slowest
+    parts = [f"{slowest.tokens_per_s / top:.0%} of the fastest, bound by {slowest.bound}"]
+    if layout.vocab_group_size > 1:
+        spared = planned.head_bytes_sent_unsharded - planned.head_bytes_sent
+        verb = "spares" if spared > 0 else "costs"
+        parts.append(
+            f"the rows over {layout.vocab_group_size} ranks: {verb} {abs(spared) / 2**30:.2f} GiB on the wire a step"
+        )
+    elif planned.world > 1:
+        parts.append("every rank holds the whole word head")
+    if layout.zero_stage == 3:
+        parts.append("ZeRO-3 spreads the frozen backbone")
+    if layout.gradient_checkpointing:
+        parts.append("activations computed twice to hold fewer")
+    if layout.offload != "none":
+        parts.append("masters and moments on the host")
+    return "; ".join(parts)
+
+
+def crossover_tokens(hidden: int, vocab: int, *, ranks: int, replicas: int, gemm_bytes: int = 2) -> float:
+    """Tokens a rank and step from which a replicated word head says less than one over `ranks` of a group.
+
+    A group of g says 4 N C (g-1) numbers of `gemm_bytes` a rank (gather loc and scale, scatter their gradients) and
+    sums its V C / g rows over the replicas; without it the V C rows are summed over all g x replicas ranks.
+    """
+    world = ranks * replicas
+    whole = 2 * (world - 1) / world * vocab * hidden * 4
+    rows = 2 * (replicas - 1) / replicas * vocab / ranks * hidden * 4
+    return (whole - rows) / (4 * hidden * (ranks - 1) * gemm_bytes)
+
