@@ -111,7 +111,7 @@ def _do(task: Task, kinds: dict[str, Work], out: Path, runtime: Runtime) -> None
     except Exception:  # the others go on
         result = {"error": traceback.format_exc()}
     record = {**result, "seconds": time.monotonic() - began}
-    write_atomically(results / f"{task.name}.json", json.dumps(record, indent=1))
+    write_atomically(results / f"{task.name}.json", json.dumps(record))
     gc.collect()
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()

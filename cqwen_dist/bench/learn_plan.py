@@ -261,8 +261,10 @@ def preserve(planner: Planner) -> None:
         "seed-100": (1e-3, 1e-1),
     }.items():
         planner.causal(f"preserve {start}", base, "words", stages(lr, scales), seed, STARTS[start], other=True)
-    held = {**STARTS["calibrated"], "loss": {"constraint": {"mode": "dual", "eps": 0.02}}}
-    planner.causal("preserve calibrated, KL held", base, "words", stages(3e-4, 1e-2), seed, held, other=True)
+    for eps in (0.01, 0.003):
+        held = {**STARTS["calibrated"], "loss": {"constraint": {"mode": "dual", "eps": eps}}}
+        name = f"preserve calibrated, KL <= {eps:g}"
+        planner.causal(name, base, "words", stages(3e-4, 1e-2), seed, held, other=True)
     steps = scale.heads_steps + scale.lora_steps
     planner.plain("preserve LoRA + softmax", base, "words", steps, 1e-3, seed, digits=False)
     planner.plain("preserve LoRA + softmax, head too", base, "words", steps, 1e-3, seed, digits=False, head=True)
