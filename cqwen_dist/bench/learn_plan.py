@@ -153,6 +153,10 @@ class Planner:
         folder = str(self.out / base / "base")
         return folder, str(self.tokenizer) if base.startswith("base-real") else folder
 
+    def batch(self, table: bool) -> int:
+        """Sequences a step; a table's are short and not packed."""
+        return self.scale.batch * (2 if table else 1)
+
     def causal(
         self,
         name: str,
@@ -167,6 +171,7 @@ class Planner:
     ) -> None:
         """A run of the product. changes: sections of the config that differ."""
         model, tokenizer = self.folders(base)
+        batch = self.batch(table)
         config: dict[str, Any] = {
             "model": {"name_or_path": model, "tokenizer": tokenizer, "lora": LORA, "w_num_scale": 0.0},
             "data": {
@@ -178,8 +183,8 @@ class Planner:
             },
             "stages": stages,
             "train": {
-                "global_batch_size": self.scale.batch,
-                "micro_batch_size": self.scale.batch,
+                "global_batch_size": batch,
+                "micro_batch_size": batch,
                 "seed": seed,
                 "eval_every": 100_000,
                 "checkpoint_every": 100_000,
@@ -219,7 +224,7 @@ class Planner:
                 "pack": not table,
             },
             "steps": steps,
-            "batch": self.scale.batch,
+            "batch": self.batch(table),
             "lr": lr,
             "seed": seed,
             "lora": {
