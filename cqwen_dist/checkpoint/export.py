@@ -3,24 +3,40 @@
 OUT/config.json, model*.safetensors      the whole model, base included, adapters in place (or merged)
 OUT/tokenizer.json, ..., number_policy.json
 OUT/adapter/                             the same adapters in PEFT's own format, unless merged
+OUT/README.md, training.json             the model card, and what it was made from
+OUT/calibration.json                     the intervals' factors, where the run has measured them
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
+from cqwen_dist.checkpoint.as_qwen2 import HELD, plain_model
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
+from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
-from cqwen_dist.config import Config, LoraConfig, UserError, load_config
+from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config.errors import Said
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.intervals import FILE as CALIBRATION
+from cqwen_dist.intervals import read_intervals
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.lora import is_lora, peft_config
+
+ABOUT = "training.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def is_exported(path: Path) -> bool:
@@ -40,15 +56,28 @@ def load_trained(path: str | Path) -> tuple[CausalQwenForCausalLM, NumericalAwar
     path = Path(path)
     if is_exported(path):
         model = CausalQwenForCausalLM.from_pretrained(path)
+        model.config.calibration = _intervals(path) or model.config.calibration
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
         return model.eval(), tokenizer
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), moments=False)
     model = assemble(state, config)
+    model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
     tokenizer = NumericalAwareTokenizer.from_pretrained(
         config.tokenizer_source, model.config.num_token_id, model.config.vocab_size, config.data.numbers
     )
     return model.eval(), tokenizer
+
+
+def _intervals(folder: Path) -> dict[str, Any] | None:
+    """What a folder's `calibration.json` says, or None. Raises `UserError` where that is broken."""
+    try:
+        found = read_intervals(folder)
+    except ValueError as error:
+        raise UserError(
+            CALIBRATION, Said(str(error)), "levels and n as an evaluation wrote them", str(folder)
+        ) from None
+    return found.to_dict() if found.factors else None
 
 
 def run_of(path: str | Path) -> tuple[Config, Path]:
@@ -70,7 +99,10 @@ def assemble(state: TrainState, config: Config) -> CausalQwenForCausalLM:
     _put(model.features, state.features, only_these=True)
     heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
     _put(heads, {**state.heads, **state.rows}, only_these=False)
-    return CausalQwenForCausalLM(shape, model)
+    causal = CausalQwenForCausalLM(shape, model)
+    if base.generation_config is not None:
+        causal.generation_config = base.generation_config
+    return causal
 
 
 @torch.no_grad()
@@ -86,63 +118,177 @@ def _put(module: torch.nn.Module, tensors: dict[str, torch.Tensor], only_these: 
         parameters[name].copy_(value)
 
 
-def export(path: str | Path, out: str | Path, merge: bool = False) -> Path:
+def export(
+    path: str | Path,
+    out: str | Path,
+    merge: bool = False,
+    *,
+    dtype: str | None = None,
+    as_qwen2: bool = False,
+    drop_bias: bool = False,
+    shard_size: str = "5GB",
+) -> Path:
     """Write a checkpoint's model for Hugging Face users; returns the folder.
 
-    merge: fold the adapters into the backbone. The folder appears whole, after it was loaded again and gave the same
-    U. Raises `UserError` where `out` exists and is not empty.
+    merge: fold the adapters into the backbone. dtype: "fp32" or "bf16", of backbone and adapters (default: as they
+    are); the heads stay fp32. as_qwen2: a plain Qwen2 or Qwen3 instead (`checkpoint.as_qwen2`), in one dtype;
+    drop_bias: without what that has no place for. shard_size: at most so much in one safetensors file.
+
+    The folder appears whole, after it was loaded again and gave what the model gives. Raises `UserError` where `out`
+    exists and is not empty, and for options that are unknown or impossible.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError("OUT", str(out), "a folder that does not exist yet, or is empty")
+    if dtype not in (None, *DTYPES):
+        raise UserError("--dtype", dtype, ", ".join(DTYPES))
+    _check_size(shard_size)
     model, tokenizer = load_trained(path)
-    if merge:
+    about = _about(Path(path))
+    if merge and model.config.lora is not None:
         model.merge_adapters()
+        about["adapter"] = "merged"
+    before = probe(model)
+    if dtype is not None:
+        _cast(model, DTYPES[dtype])
+    about["dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(model.dtype, str(model.dtype))
+    rounding = {name: _change(a, b) for (name, a), b in zip(before.items(), probe(model).values(), strict=True)}
+    about["rounding"] = rounding if any(rounding.values()) else None
+    plain = plain_model(model, drop_bias) if as_qwen2 else None
+    if plain is not None and about["adapter"] is not None:
+        about["adapter"] = "merged"
     beside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir(parents=True)
     except OSError as error:
         raise UserError("OUT", str(out), f"a folder that can be made ({error.strerror})") from None
-    model.save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    if model.config.lora is not None:
-        _save_adapter(
-            model, beside / "adapter", None if is_exported(Path(path)) else run_of(path)[0].model.name_or_path
-        )
-    _verify(model, beside)
-    if out.exists():
-        out.rmdir()
-    beside.rename(out)
+    try:
+        if plain is not None:
+            _write_plain(*plain, model, tokenizer, beside, shard_size, about, out.name)
+        else:
+            _write_whole(model, tokenizer, beside, shard_size, about, out.name)
+        if out.exists():
+            out.rmdir()
+        beside.rename(out)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     return out
 
 
-def _save_adapter(model: CausalQwenForCausalLM, folder: Path, base: str | None) -> None:
-    """PEFT's own format, for `PeftModel.from_pretrained` on the base model; base: its name in the run's config."""
-    folder.mkdir()
-    tensors = {
-        "base_model.model.model." + name.replace(".default.", "."): p.detach().contiguous()
-        for name, p in model.model.transformer.named_parameters()
-        if is_lora(name)
+def _write_whole(
+    model: CausalQwenForCausalLM,
+    tokenizer: NumericalAwareTokenizer,
+    folder: Path,
+    shard_size: str,
+    about: dict[str, Any],
+    name: str,
+) -> None:
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
+    if model.config.calibration is not None:
+        _write_json(folder / CALIBRATION, model.config.calibration)
+    if model.config.lora is not None:
+        _save_adapter(model, folder / "adapter", about["base"])
+    _finish(folder, model_card(name, model.config, about), about)
+    again = CausalQwenForCausalLM.from_pretrained(folder).eval()
+    for (part, wanted), found in zip(probe(model).items(), probe(again).values(), strict=True):
+        if not torch.equal(wanted, found):
+            raise RuntimeError(f"the exported model differs in {part} by {_change(wanted, found):.1e}: not exported")
+
+
+def _write_plain(
+    plain: PreTrainedModel,
+    bias: Tensor,
+    model: CausalQwenForCausalLM,
+    tokenizer: NumericalAwareTokenizer,
+    folder: Path,
+    shard_size: str,
+    about: dict[str, Any],
+    name: str,
+) -> None:
+    about["bias"] = float(bias.abs().max()) if float(bias.abs().max()) > HELD else None
+    plain.save_pretrained(folder, max_shard_size=shard_size)
+    tokenizer.tokenizer.save_pretrained(str(folder))
+    _finish(folder, model_card(name, model.config, about, type(plain).__name__), about)
+    ids, _ = _sixteen_tokens(model)
+    again = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        found = again(input_ids=ids).logits.float() + bias
+        wanted = model(ids, logits_to_keep=ids.shape[1]).logits
+    error = _change(wanted, found)
+    if error > (1e-5 if again.dtype == torch.float32 else 0.05):
+        raise RuntimeError(f"the plain model's logits differ by {error:.1e} of their size: not exported")
+
+
+def _finish(folder: Path, card: str, about: dict[str, Any]) -> None:
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    _write_json(folder / ABOUT, {k: about.get(k) for k in ("base", "step", "stages", "figures", "adapter")})
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """What a run, or an earlier export, knows of the model, for its card."""
+    if is_exported(path):
+        try:
+            return dict(json.loads((path / ABOUT).read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {"base": None, "adapter": None}
+    config, folder = run_of(path)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    figures = {k: v for k, v in (state.get("figures") or {}).items() if isinstance(v, (int, float))}
+    built = config.model.architecture
+    return {
+        "base": public_name(config.model.name_or_path) or (f"a {built['model_type']} from scratch" if built else None),
+        "step": state.get("step"),
+        "stages": ", ".join(stage.name for stage in config.stages),
+        "figures": {k: v for k, v in figures.items() if math.isfinite(v)},
+        "adapter": None if config.model.lora is None else "beside, in place and in PEFT's format",
     }
-    save_file(tensors, folder / "adapter_model.safetensors")
-    assert model.config.lora is not None
-    config = peft_config(LoraConfig(**model.config.lora))
-    config.task_type = "CAUSAL_LM"
-    config.inference_mode = True
-    config.base_model_name_or_path = base
-    config.save_pretrained(str(folder))
+
+
+def _check_size(text: str) -> None:
+    if re.fullmatch(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)", text) is None:
+        raise UserError("--shard-size", text, "a size such as 500MB or 5GB")
 
 
 @torch.no_grad()
-def _verify(model: CausalQwenForCausalLM, folder: Path) -> None:
-    """Load the folder again; U and Y of a few tokens must be equal to the bit."""
-    again = CausalQwenForCausalLM.from_pretrained(folder).eval()
+def _cast(model: CausalQwenForCausalLM, dtype: torch.dtype) -> None:
+    """Backbone, adapters and token table; parameters only, since a rounded rotary frequency is a wrong one."""
+    kept = {id(model.model.features.embedding.w_num), id(model.model.features.embedding.num_row)}
+    for parameter in model.model.features.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def _save_adapter(model: CausalQwenForCausalLM, folder: Path, base: str | None) -> None:
+    """PEFT's own format, for `PeftModel.from_pretrained` on the base model; base: its public name."""
+    folder.mkdir()
+    tensors = to_peft({name: p.detach().contiguous() for name, p in model.model.features.named_parameters()})
+    save_file(tensors, folder / WEIGHTS)
+    assert model.config.lora is not None
+    write_config(folder, model.config.lora, base)
+
+
+def _sixteen_tokens(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
+    """Ids and values [1,16], a number among them whose value is 99.9."""
     ids = torch.arange(16).remainder(model.config.vocab_size).unsqueeze(0)
     values = torch.zeros(ids.shape, dtype=torch.float64)
     ids[0, 8], values[0, 8] = model.config.num_token_id, 99.9
-    before, after = model(ids, values), again(ids, values)
-    for name in ("loc_U", "scale_U", "loc_Y", "scale_Y"):
-        a, b = before[name], after[name]
-        if not torch.equal(a, b):
-            raise RuntimeError(f"the exported model differs in {name} by {float((a - b).abs().max())}: not exported")
+    return ids, values
+
+
+@torch.no_grad()
+def probe(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
+    """What the model makes of sixteen tokens, on the CPU: U, Y, and loc_S of the last four."""
+    out = model(*_sixteen_tokens(model), logits_to_keep=4)
+    return {name: out[name] for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits")}
+
+
+def _change(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))

@@ -2,54 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cqwen_dist.config import UserError
-
-DIGITS = 6  # significant digits of a generated number in the text; its record holds the value itself
-
-
-class Tokenizer(Protocol):
-    """What is used of `data.tokenizer.NumericalAwareTokenizer`."""
-
-    num_token_id: int
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def pad_token_id(self) -> int: ...
-
-    def encode(self, text: str) -> tuple[list[int], list[float]]: ...
-
-    def decode(self, ids: list[int], values: list[float]) -> str: ...
+from cqwen_dist.generate.numbers import Digits, NumberRecord, check_digits
+from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, text_of
 
 
 @dataclass(frozen=True)
-class WrittenNumber:
-    """A number the model wrote, in the raw unit, with its central 90 % interval and P(<NUM>)."""
+class TokenRecord:
+    """One token the model wrote: its id, P of this word and of <NUM> at its position, and the number if it is one."""
 
-    value: float
-    low: float
-    high: float
+    id: int
+    p: float
     p_num: float
+    number: NumberRecord | None = None
 
 
 @dataclass(frozen=True)
 class Written:
-    """One prompt's continuation."""
+    """One prompt's continuation; tokens without the end token; end: why it ended (eos, stop or length)."""
 
     prompt: str
     text: str
-    numbers: list[WrittenNumber]
+    tokens: list[TokenRecord]
+    end: str
+
+    @property
+    def numbers(self) -> list[NumberRecord]:
+        """Those among the tokens."""
+        return [token.number for token in self.tokens if token.number is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        return {**asdict(self), "numbers": [asdict(number) for number in self.numbers]}
+
+
+class Padded(NamedTuple):
+    """Prompts as one batch, padded on the left: [B,T] int64, float64, bool."""
+
+    ids: Tensor
+    values: Tensor
+    mask: Tensor
+
+
+def padded(tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device) -> Padded:
+    """Raises `UserError` for no prompt, and for one without tokens."""
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    if not encoded or any(not ids for ids, _ in encoded):
+        raise UserError("prompt", "no tokens", "some text")
+    width = max(len(ids) for ids, _ in encoded)
+    ids = torch.full((len(encoded), width), tokenizer.pad_token_id, dtype=torch.int64)
+    values = torch.zeros(ids.shape, dtype=torch.float64)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, (tokens, numbers) in enumerate(encoded):
+        at = slice(width - len(tokens), width)
+        ids[row, at], values[row, at] = torch.tensor(tokens), torch.tensor(numbers, dtype=torch.float64)
+        mask[row, at] = True
+    return Padded(ids.to(device), values.to(device), mask.to(device))
 
 
 def continue_text(
@@ -60,53 +76,89 @@ def continue_text(
     mode: str = "standard",
     max_new_tokens: int = 64,
     seed: int | None = None,
+    digits: Digits = "auto",
+    stop: Sequence[str] = (),
+    on_text: Callable[[str], None] | None = None,
     **options: Any,
 ) -> list[Written]:
     """Continue prompts as one left-padded batch.
 
-    model: a `CausalQwenForCausalLM`. options: further options of `generate.generator.generate`. Raises `UserError`
-    for an empty prompt and what `generate` refuses.
+    model: a `CausalQwenForCausalLM`. digits: of the numbers in the text (`generate.numbers.shown`). stop: strings that
+    end a text, which then ends with one. on_text: called with the text as it comes, for one prompt. options: further
+    ones of the model's `generate`. Raises `UserError` for an empty prompt and what `generate` refuses.
     """
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    if any(not ids for ids, _ in encoded):
-        raise UserError("prompt", "no tokens", "some text")
-    width = max(len(ids) for ids, _ in encoded)
-    ids = torch.full((len(encoded), width), tokenizer.pad_token_id, dtype=torch.int64)
-    values = torch.zeros(ids.shape, dtype=torch.float64)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (tokens, numbers) in enumerate(encoded):
-        at = slice(width - len(tokens), width)
-        ids[row, at], values[row, at] = torch.tensor(tokens), torch.tensor(numbers, dtype=torch.float64)
-        mask[row, at] = True
-    device = next(model.parameters()).device
-    out, numbers_out = model.generate(
-        ids.to(device),
-        values.to(device),
+    check_digits(digits)
+    if on_text is not None and len(prompts) != 1:
+        raise UserError("stream", f"{len(prompts)} prompts", "one")
+    batch = padded(tokenizer, prompts, next(model.parameters()).device)
+    width = batch.ids.shape[1]
+    if stop:
+        options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
+    if on_text is not None:
+        options["streamer"] = NumberStreamer(tokenizer, on_text, digits=digits)
+    ids, numbers = model.generate(
+        batch.ids,
+        batch.values,
         mode=mode,
         return_numbers=True,
-        attention_mask=mask.to(device),
+        attention_mask=batch.mask,
         max_new_tokens=max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=[] if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         seed=seed,
         **options,
     )
-    low, high = numbers_out.interval(0.9)
     result = []
     for row, prompt in enumerate(prompts):
-        new = out[row, width:].tolist()
-        end = next((i for i, token in enumerate(new) if token == tokenizer.eos_token_id), len(new))
-        shown = [float(f"{v:.{DIGITS}g}") for v in numbers_out.values[row, width : width + end].tolist()]
-        text = tokenizer.decode(new[:end], shown)
-        written = [
-            WrittenNumber(
-                float(numbers_out.values[row, t]),
-                float(low[row, t]),
-                float(high[row, t]),
-                float(numbers_out.p_num[row, t]),
+        new, known = ids[row, width:].tolist(), numbers.p_word[row, width:].isfinite().tolist()
+        length = sum(known)  # behind it is padding
+        reason = "length"
+        if length and new[length - 1] == tokenizer.eos_token_id:
+            length, reason = length - 1, "eos"
+        end = width + length
+        text = text_of(tokenizer, ids, numbers, row, width, end, digits)
+        found = [text.find(s) + len(s) for s in stop if s in text]
+        if found:
+            text, reason = text[: min(found)], "stop"
+        tokens = [
+            TokenRecord(
+                int(ids[row, t]),
+                float(numbers.p_word[row, t]),
+                float(numbers.p_num[row, t]),
+                numbers.record(row, t, digits),
             )
-            for t in range(width, width + end)
-            if bool(numbers_out.generated[row, t])
+            for t in range(width, end)
         ]
-        result.append(Written(prompt, text, written))
+        result.append(Written(prompt, text, tokens, reason))
     return result
+
+
+@dataclass(frozen=True)
+class Diversity:
+    """How different texts are. distinct of n; distance: the mean over pairs of 1 - shared words / all words."""
+
+    n: int
+    distinct: int
+    distance: float
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Diversity:
+        """Words as blanks part them, each counted once (Jaccard); 0 of fewer than two texts."""
+        bags = [set(text.split()) for text in texts]
+        pairs = [1 - len(a & b) / max(len(a | b), 1) for a, b in combinations(bags, 2)]
+        return cls(len(texts), len(set(texts)), sum(pairs) / max(len(pairs), 1))
+
+
+def counterfactuals(
+    model: Any, tokenizer: Tokenizer, prompt: str, count: int, mode: str = "individual", **options: Any
+) -> list[Written]:
+    """The same prompt under `count` individuals (seed S3 3.4.1), or under as many noises (mode "noise", 3.4.2).
+
+    With the same seed and count, the i-th individual is the same for every prompt: the same quantiles of each U.
+    options: of `continue_text`. Raises `UserError`.
+    """
+    if mode not in ("individual", "noise"):
+        raise UserError("mode", mode, "individual, noise")
+    if count < 1:
+        raise UserError("individuals", count, "1 or more")
+    return continue_text(model, tokenizer, [prompt] * count, mode=mode, **options)

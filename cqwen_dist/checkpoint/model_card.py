@@ -1,0 +1,118 @@
+"""The README.md of an exported model: what it is, what its own run measured, how to load it, what to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.intervals import LEVELS, Intervals
+
+SHOWN = {
+    "eval/accuracy": "next-word accuracy",
+    "eval/base_accuracy": "the base model's own",
+    "eval/num_f1": "`<NUM>` F1",
+    "eval/reg_mdae": "median absolute error of numbers",
+    "eval/baseline_mdae": "always the training median",
+    "eval/reg_mae": "mean absolute error of numbers",
+    "eval/coverage_90": "raw 90 % interval holds",
+    "eval/coverage_90_conformal": "recalibrated 90 % interval holds",
+}
+
+
+def public_name(name: str | None) -> str | None:
+    """A hub name as it is; of a path of this machine only its last part."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    return path.name if name.startswith((".", "/", "~")) or path.is_dir() else name
+
+
+def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | None = None) -> str:
+    """Markdown. config: a `CausalQwenConfig`.
+
+    about: base, step, stages, figures (an evaluation's), dtype, adapter ("merged", "beside" or None), rounding (name
+    -> largest relative change by the dtype). plain: the class that --as-qwen2 wrote, if it did; about["bias"] is then
+    what it left out, or None.
+    """
+    base = about.get("base")
+    hub = base is not None and base.count("/") == 1
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [causalqwen]"]
+    head += [f"base_model: {base}"] if hub else []
+    lines = [*head, "---", "", f"# {name}", ""]
+    if plain:
+        lines += [
+            f"A plain `{plain}` folded out of a CausalQwen: its logits are that model's loc_S. Sampling from it is the "
+            "CausalQwen's mode `compatible`. It reads a number as the token `<NUM>` without a value "
+            f"(id {config.num_token_id}), or as the digits that the plain tokenizer makes of it, and writes no values.",
+            "",
+        ]
+        if about.get("bias"):
+            lines += [
+                f"**Left out:** a bias of up to {about['bias']:.3g} in the logits, which it has no place for.",
+                "",
+            ]
+    else:
+        lines += [
+            "A CausalQwen: a Qwen that reads and writes numbers as numbers. A numeral is one token, `<NUM>`, with its "
+            "value beside it; words are chosen one-vs-rest, P = P(S > C), and numbers come with their uncertainty.",
+            "",
+        ]
+    lines += ["| | |", "|---|---|"]
+    facts = {
+        "base": base,
+        "trained": None if about.get("step") is None else f"{about['step']} steps, stages {about.get('stages')}",
+        "backbone's precision": about.get("dtype"),
+        "adapters": about.get("adapter"),
+        "vocabulary, width of U": f"{config.vocab_size}, {config.causal_hidden_size}",
+        "unit of the numbers' head": str(config.target),
+    }
+    lines += [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
+    figures = about.get("figures") or {}
+    if figures:
+        lines += ["", "## Measured on held-out texts of its own run", "", "| | |", "|---|---|"]
+        lines += [f"| {text} | {figures[key]:.4g} |" for key, text in SHOWN.items() if key in figures]
+    else:
+        lines += ["", "Its run has measured nothing on held-out texts."]
+    if about.get("rounding"):
+        changes = ", ".join(f"{key} {value:.2g}" for key, value in about["rounding"].items())
+        lines += ["", f"Rounded to {about['dtype']}; largest relative change on sixteen tokens: {changes}."]
+    lines += ["", "## Use", "", "```python", *(_plain_use() if plain else _use()), "```"]
+    if not plain:
+        lines += ["", "## Intervals", "", _intervals_text(config)]
+    return "\n".join(lines) + "\n"
+
+
+def _use() -> list[str]:
+    return [
+        "import cqwen_dist.auto  # makes the Auto classes know it",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained(".")',
+        'tokenizer = AutoTokenizer.from_pretrained(".")',
+        'ids, numbers = model.generate(**tokenizer("He paid"), mode="standard", return_numbers=True)',
+        "print(tokenizer.decode(ids[0], numbers.values[0]), numbers.interval(0.9))",
+    ]
+
+
+def _plain_use() -> list[str]:
+    return [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained(".")',
+        'tokenizer = AutoTokenizer.from_pretrained(".")',
+    ]
+
+
+def _intervals_text(config: Any) -> str:
+    intervals = Intervals.from_dict(config.calibration)
+    if not intervals.factors:
+        return (
+            "A number's intervals are the Cauchy's own quantiles. Where errors have light tails they are too wide: "
+            "90 % may hold nearly all."
+        )
+    known = ", ".join(f"{level:.0%} x {intervals.factors[level]:.3g}" for level in LEVELS if level in intervals.factors)
+    return (
+        f"Recalibrated by split conformal prediction on {intervals.n} held-out numbers (`calibration.json`): the "
+        f"Cauchy's own half-widths, {known}. They hold for numbers like those."
+    )

@@ -1,0 +1,41 @@
+"""How the command line speaks: JSON that any reader takes, and libraries that stay quiet meanwhile."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+import typer
+
+
+def quiet_libraries() -> None:
+    """Keep transformers, DeepSpeed and tokenizers from talking over the progress line; no hub telemetry."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import logging
+    import warnings
+
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+
+
+def print_json(document: Any) -> None:
+    """A number that is not finite is null: JSON knows neither NaN nor infinity, and strict readers refuse them."""
+    typer.echo(json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

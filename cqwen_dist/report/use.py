@@ -1,0 +1,221 @@
+"""The verbs of a model that is trained: generate, predict, export. Heavy imports inside, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cqwen_dist.config import UserError
+from cqwen_dist.report.console import print_json, quiet_libraries
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run, checkpoint or exported folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number: auto (what its uncertainty leaves).")]
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
+    mode: Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")] = (
+        "standard"
+    ),
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
+    seed: Annotated[int | None, typer.Option(help="Seed of the modes that draw.")] = None,
+    individuals: Annotated[int | None, typer.Option(help="The prompt under so many individuals, side by side.")] = None,
+    noises: Annotated[int | None, typer.Option(help="The prompt under so many noises, side by side.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Divides compatible's logits; in modes that draw u or the noise, a factor on its scale."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Of compatible.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of compatible.")] = None,
+    decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
+    digits: DigitsOption = "auto",
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
+    plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")] = (
+        None
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: every token's record)."""
+    drawn = individuals or noises
+    if (individuals is not None and noises is not None) or drawn == 0:
+        raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
+    if plot is not None and drawn is None:
+        raise UserError("--plot", str(plot), "with --individuals or --noises")
+    if stream and (as_json or drawn is not None):
+        raise UserError("--stream", True, "without --json, --individuals and --noises")
+    quiet_libraries()
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.generate.continuation import continue_text
+
+    model, tokenizer = load_trained(checkpoint)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "digits": _digits(digits),
+        "stop": stop or (),
+        **{name: value for name, value in sampling.items() if value is not None},
+    }
+    if drawn is not None:
+        _side_by_side(
+            model, tokenizer, prompt, drawn, "individual" if noises is None else "noise", options, plot, as_json
+        )
+        return
+    if stream:
+        typer.echo(prompt[0], nl=False)
+        options["on_text"] = lambda text: typer.echo(text, nl=False)
+    written = continue_text(model, tokenizer, prompt, mode=mode, **options)
+    if as_json:
+        print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
+        return
+    for w in written:
+        typer.echo("" if stream else w.prompt + w.text)
+        for number in w.numbers:
+            low, high = number.intervals["0.9"]
+            typer.echo(
+                f"    {number.written:g}   90 % interval {low:.6g} to {high:.6g}   P(<NUM>) {number.p_num:.3f}",
+                err=True,
+            )
+
+
+def _side_by_side(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    count: int,
+    mode: str,
+    options: dict[str, Any],
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    from cqwen_dist.generate.continuation import Diversity, counterfactuals
+
+    if len(prompts) != 1:
+        raise UserError("--prompt", f"{len(prompts)} prompts", "one, with --individuals or --noises")
+    written = counterfactuals(model, tokenizer, prompts[0], count, mode, **options)
+    diversity = Diversity.of([w.text for w in written])
+    if plot is not None:
+        _plot(plot, prompts[0], mode, written)
+    if as_json:
+        print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{mode}s of: {prompts[0]}", title_justify="left")
+    for column in ("", "text", "first number", "90 % interval"):
+        table.add_column(column)
+    for i, w in enumerate(written, 1):
+        first = w.numbers[0] if w.numbers else None
+        low, high = (None, None) if first is None else first.intervals["0.9"]
+        table.add_row(
+            str(i),
+            w.text,
+            "" if first is None else f"{first.written:g}",
+            "" if first is None else f"{low:.4g} to {high:.4g}",
+        )
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
+
+
+def _plot(path: Path, prompt: str, mode: str, written: list[Any]) -> None:
+    from cqwen_dist.generate.plot import Mark, interval_plot
+
+    marks = []
+    for i, w in enumerate(written, 1):
+        first = w.numbers[0] if w.numbers else None
+        ends = (float("nan"), float("nan")) if first is None else first.intervals["0.9"]
+        marks.append(Mark(f"{mode} {i}", float("nan") if first is None else first.value, *ends))
+    try:
+        path.write_text(interval_plot(prompt[-80:], marks, "first number with its 90 % interval"), encoding="utf-8")
+    except OSError as error:
+        raise UserError("--plot", str(path), f"a file that can be written ({error.strerror})") from None
+
+
+def predict(
+    checkpoint: Checkpoint,
+    table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV file with a header.")],
+    template: Annotated[str, typer.Option(help='The prompt of a row, columns in braces: "age {age}: score was".')],
+    out: Annotated[Path | None, typer.Option(help="The CSV to write; default: stdout.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Choose among these texts instead of a number; repeat it.")
+    ] = None,
+    reject_below: Annotated[float, typer.Option(help="With --option: none where the best P is below.")] = 0.0,
+    digits: DigitsOption = "auto",
+    batch_size: Annotated[int, typer.Option(help="Rows at once.")] = 16,
+) -> None:
+    """Predict the number that comes next for every row of a table, with intervals, as CSV; or choose among texts."""
+    chosen_digits = _digits(digits)
+    if out is not None and out.exists():
+        raise UserError("--out", str(out), "a file that does not exist yet")
+    quiet_libraries()
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.generate.table import predict_table, prompts_of, read_table
+
+    prompts_of(template, *read_table(table))  # a mistake is said before the model is read
+    model, tokenizer = load_trained(checkpoint)
+    options = {
+        "options": option or (),
+        "reject_below": reject_below,
+        "batch_size": batch_size,
+        "digits": chosen_digits,
+    }
+    if out is None:
+        predict_table(model, tokenizer, table, template, sys.stdout, **options)
+        return
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="") as file:
+            rows = predict_table(model, tokenizer, table, template, file, **options)
+        partial.rename(out)
+    except OSError as error:
+        raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    typer.echo(f"{rows} rows to {out}")
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet, or is empty.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16, of the backbone; default: as trained. Heads: fp32.")] = "",
+    as_qwen2: Annotated[
+        bool,
+        typer.Option("--as-qwen2", help="A plain Qwen2 or Qwen3 whose logits are loc_S, for any server of those."),
+    ] = False,
+    drop_bias: Annotated[
+        bool, typer.Option("--drop-bias", help="With --as-qwen2: leave out what such a model can't hold.")
+    ] = False,
+    shard_size: Annotated[str, typer.Option(help="At most so much in one file, such as 5GB.")] = "5GB",
+) -> None:
+    """Write a folder that from_pretrained loads: verified before it appears, with a model card."""
+    if drop_bias and not as_qwen2:
+        raise UserError("--drop-bias", True, "with --as-qwen2")
+    quiet_libraries()
+    from cqwen_dist.checkpoint.export import export as write
+
+    folder = write(
+        checkpoint,
+        out,
+        merge,
+        dtype=dtype or None,
+        as_qwen2=as_qwen2,
+        drop_bias=drop_bias,
+        shard_size=shard_size,
+    )
+    typer.echo(f"exported to {folder}")
+
+
+def _digits(text: str) -> Any:
+    if text != "auto" and not text.isdecimal():
+        raise UserError("--digits", text, "auto, or 1 to 17")
+    return text if text == "auto" else int(text)
