@@ -25,8 +25,8 @@ quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the d
 test: setup lint ## lint, types and the test suite
 	$(BIN)/pytest
 
-test-all: setup lint ## with the slow tests (not those that need a GPU)
-	$(BIN)/pytest -m 'not gpu'
+test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
+	$(BIN)/pytest -m 'not gpu and not cluster'
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'
@@ -36,6 +36,9 @@ crash: setup ## runs killed at drawn moments and gone on with (CRASHES=36 CRASH_
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+test-cluster: setup ## on a real SLURM of namespaces on this machine: root, and SLURM's packages (CONTRIBUTING.md)
+	$(BIN)/pytest tests/cluster -m 'cluster or not cluster'
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

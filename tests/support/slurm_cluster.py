@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -138,8 +139,9 @@ def wait_for(what: str, condition: Callable[[], object], timeout: float = 120.0,
 class Cluster:
     """`nodes` hosts named node1, node2, ... and a head; partitions `main`, and `high`, which preempts it."""
 
-    def __init__(self, folder: Path, nodes: int, cpus: int = 2, grace_s: int = 20) -> None:
-        self.folder, self.size, self.cpus, self.grace_s = folder, nodes, cpus, grace_s
+    def __init__(self, nodes: int, cpus: int = 2, grace_s: int = 20) -> None:
+        self.size, self.cpus, self.grace_s = nodes, cpus, grace_s
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # munge wants a way in for everybody
         self.prefix = f"cq{os.getpid()}-{secrets.token_hex(2)}"
         self.inits: dict[str, int] = {}
         self.outers: dict[str, subprocess.Popen[bytes]] = {}
@@ -179,6 +181,7 @@ class Cluster:
             os.kill(int(pid.read_text()), signal.SIGTERM)
         for name in self._hosts():
             subprocess.run(["ip", "netns", "del", self._namespace(name)], capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def wait_idle(self, timeout: float = 60.0) -> None:
         """Until every node waits for work."""
@@ -188,6 +191,14 @@ class Cluster:
             lambda: self.slurm("sinfo", "-h", "-p", "main", "-o", "%D %T", check=False).strip() == wanted,
             timeout,
         )
+
+    def mend(self) -> None:
+        """Every host on, every link in, every node idle."""
+        for name in self._hosts()[1:]:
+            self.heal(name)
+            if self.outers[name].poll() is not None:
+                self.start(name)
+        self.wait_idle()
 
     # ------------------------------------------------------------------------------------------ hosts
 

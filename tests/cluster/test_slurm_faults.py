@@ -1,0 +1,196 @@
+"""Real daemons, real faults: whatever ends a start, the run ends done, with the losses of one that was left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.runs import losses
+from support.slurm_cluster import Cluster, wait_for
+from support.slurm_runs import EVERY, STEPS, SlurmRun
+
+from cqwen_dist.checkpoint.status import read_status
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(three_nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of two nodes with one rank each, nothing in the way."""
+    three_nodes.mend()
+    run = SlurmRun(three_nodes, tmp_path_factory.mktemp("undisturbed"))
+    job = run.submit("--nodes", 2)
+    assert three_nodes.wait_end(job)["JobState"] == "COMPLETED", run.output(job)
+    assert run.endings() == ["done"]
+    assert len(losses(run.run)) == 2 * STEPS
+    return losses(run.run)
+
+
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path, undisturbed: list[float]) -> SlurmRun:
+    return SlurmRun(cluster, tmp_path)
+
+
+def rank_of(run: SlurmRun, number: int) -> psutil.Process:
+    """The process of a rank, seen from outside of its host."""
+    for process in psutil.process_iter():
+        try:
+            if "cqwen_dist.cluster.rank" in process.cmdline() and "deepspeed.launcher.launch" not in process.cmdline():
+                environment = process.environ()
+                if environment.get("RANK") == str(number) and process.cwd() == str(run.folder):
+                    return process
+        except psutil.Error:
+            continue
+    raise AssertionError(f"no rank {number}")
+
+
+def test_told_before_the_limit_it_saves_queues_itself_again_and_ends_done(
+    run: SlurmRun, cluster: Cluster, undisturbed: list[float]
+) -> None:
+    """The signal of the time limit, sent by hand: the limit's own clock ticks every 30 s (the test below)."""
+    job = run.submit("--nodes", 2)
+    run.wait_saved(2 * EVERY)
+    cluster.slurm("scancel", "--batch", "--signal=USR1", job)
+    wait_for("the stop", lambda: run.endings() == ["preempted"], 60)
+    stopped_at = run.saved
+    assert read_status(run.run)["status"] in ("preempted", "running")  # or it runs again already
+    run.must_end_done(job, undisturbed)
+    assert run.endings() == ["preempted", "done"]
+    assert [entry["step"] for entry in run.starts()] == [0, stopped_at], "no step was taken twice"
+    assert stopped_at % EVERY, "saved where it was told, not at the last periodic checkpoint (or a rare coincidence)"
+    said = run.cqwen("status", run.run).stdout
+    assert f"preempted at step {stopped_at}" in said
+    assert said.startswith("done, step 300 of 300")
+
+
+@pytest.mark.slow
+def test_the_time_limit_itself(run: SlurmRun, undisturbed: list[float], cluster: Cluster) -> None:
+    """One minute of warning in a limit of two: whatever is not done by then goes on in the next start."""
+    slow = SlurmRun(cluster, run.folder, data__sequence_length=48)
+    job = slow.submit("--nodes", 2, "--time", 2, "--warn-s", 90)
+    wait_for("ranks", lambda: slow.saved >= EVERY, 100)
+    ranks = [rank_of(slow, number) for number in (0, 1)]
+    for rank in ranks:  # as if its steps took minutes
+        rank.suspend()
+    wait_for("the warning", lambda: "told to stop" in slow.output(job), 110)
+    for rank in ranks:
+        rank.resume()
+    slow.must_end_done(job, undisturbed)
+    assert slow.endings() == ["preempted", "done"]
+
+
+@pytest.mark.slow
+def test_preempted_by_a_higher_partition(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
+    job = run.submit("--nodes", 2)
+    run.wait_saved(2 * EVERY)
+    other = cluster.slurm(
+        "sbatch", "--parsable", "-p", "high", "-N3", "--exclusive", "-o", "/dev/null", "--wrap=sleep 3"
+    )
+    cluster.wait_end(other.strip())
+    run.must_end_done(job, undisturbed)
+    assert run.endings() == ["preempted", "done"]
+    assert len(run.starts()) == 2
+
+
+@pytest.mark.slow
+def test_queued_again_from_outside(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
+    job = run.submit("--nodes", 2)
+    run.wait_saved(2 * EVERY)
+    cluster.slurm("scontrol", "requeue", job)
+    run.must_end_done(job, undisturbed)
+    assert len(run.starts()) == 2
+    assert run.starts()[1]["step"] >= 2 * EVERY
+
+
+def test_a_rank_is_killed(run: SlurmRun, undisturbed: list[float]) -> None:
+    job = run.submit("--nodes", 2)
+    run.wait_saved(2 * EVERY)
+    rank_of(run, 1).send_signal(signal.SIGKILL)
+    run.must_end_done(job, undisturbed)
+    assert run.endings() == ["lost", "done"]
+    lost = next(entry for entry in run.history() if entry.get("how") == "lost")
+    assert "rank 1" in lost["reason"]
+    assert len(run.starts()) == 2
+
+
+@pytest.mark.slow
+def test_the_batch_host_is_lost_and_a_spare_takes_over(
+    run: SlurmRun, cluster: Cluster, undisturbed: list[float]
+) -> None:
+    job = run.submit("--nodes", 2)
+    run.wait_saved(2 * EVERY)
+    host = cluster.job(job)["BatchHost"]
+    cluster.kill(host)
+    run.must_end_done(job, undisturbed)
+    assert host not in cluster.job(job)["NodeList"]
+    assert len(run.starts()) == 2
+
+
+@pytest.mark.slow
+def test_a_link_is_cut_and_heals(run: SlurmRun, cluster: Cluster, undisturbed: list[float]) -> None:
+    job = run.submit("--nodes", 2)
+    run.wait_saved(2 * EVERY)
+    host = next(name for name in ("node1", "node2", "node3") if name != cluster.job(job)["BatchHost"])
+    cluster.cut(host)
+    time.sleep(25)
+    cluster.heal(host)
+    run.must_end_done(job, undisturbed)
+    assert len(run.starts()) <= 4, "restarts are bounded"
+
+
+def test_a_mistake_in_the_data_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """Not queued again; the last lines of the rank that met it are in the job's output."""
+    run = SlurmRun(cluster, tmp_path)
+    good = (tmp_path / "texts.jsonl").read_text()
+    (tmp_path / "texts.jsonl").write_text(good + "{oops\n")
+    job = run.submit("--nodes", 2)
+    ended = cluster.wait_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0")
+    assert run.endings() == ["fatal"]
+    assert "texts.jsonl:41: broken JSON" in run.output(job).partition("--- the last lines of")[2]
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    """A bug, put into one rank's Python from outside."""
+    run = SlurmRun(cluster, tmp_path)
+    job = run.submit("--nodes", 2, "--setup", f"export PYTHONPATH={tmp_path}:${{PYTHONPATH:-}}")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('RANK') == '1' and 'cqwen_dist.cluster.rank' in ' '.join(sys.orig_argv):\n"
+        "    import cqwen_dist.train.step as step\n"
+        "    before = step.Stepper.__call__\n"
+        "    def call(self, micro_batches, plan, at, *more):\n"
+        "        if at == 30:\n"
+        "            raise ValueError('a bug of mine')\n"
+        "        return before(self, micro_batches, plan, at, *more)\n"
+        "    step.Stepper.__call__ = call\n"
+    )
+    ended = cluster.wait_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0")
+    assert run.endings() == ["fatal"]
+    said = run.output(job).partition("--- the last lines of")[2]
+    assert "rank-1.log" in said.splitlines()[0]
+    assert "ValueError: a bug of mine" in said
+
+
+@pytest.mark.slow
+def test_without_a_new_checkpoint_it_gives_up(cluster: Cluster, tmp_path: Path) -> None:
+    """Killed again and again before the first checkpoint: two more tries, with growing pauses, then no more."""
+    run = SlurmRun(cluster, tmp_path, train__checkpoint_every=10_000)
+    job = run.submit("--nodes", 2, "--max-restarts", 1)
+    for start in (0, 1):
+        wait_for("steps", lambda start=start: _at_work(run, start), 100)
+        os.kill(rank_of(run, 0).pid, signal.SIGKILL)
+    ended = cluster.wait_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "1")
+    assert run.endings() == ["lost", "lost"]
+
+
+def _at_work(run: SlurmRun, start: int) -> bool:
+    status = read_status(run.run)
+    return len(run.starts()) == start + 1 and status.get("status") == "running" and (status.get("restarts") == start)
