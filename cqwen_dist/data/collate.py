@@ -1,7 +1,8 @@
 """Samples to a `Batch`: shifted once, padded on the right.
 
-labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document; the last token of a document predicts
-nothing (IGNORE_INDEX, 0). Nothing behind the collator shifts again.
+labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document. The last token of a document predicts
+nothing (IGNORE_INDEX, 0), and so does one in front of a token that is read but not learnt. Nothing behind the
+collator shifts again.
 
 How attention stays inside packed documents: `position_ids` restart at 0 where a document begins (and where the
 padding begins), and transformers builds the block mask from them when `attention_mask=None` and no cache is in use
@@ -15,27 +16,17 @@ the losses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.data.document import Document, Sample
+
+__all__ = ["Document", "Sample", "collate"]
 
 # Widths are multiples of this: few different shapes, and aligned matrix products.
 MULTIPLE = 8
-
-
-class Document(NamedTuple):
-    """A text's tokens, or a piece of them; all arrays have one length t >= 1."""
-
-    ids: np.ndarray  # [t] integers
-    values: np.ndarray  # [t] float64; the value at <NUM>, 0 at words
-    targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
-
-
-# One row of a batch: a single document, or several that were packed.
-Sample = tuple[Document, ...]
 
 
 def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) -> Batch:
@@ -66,6 +57,11 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
             labels[row, start : end - 1] = document.ids[1:]
             numeric_labels[row, start : end - 1] = document.values[1:]
             numeric_mask[row, start : end - 1] = document.targets[1:] & (document.ids[1:] == num_token_id)
+            if document.learnt is not None:
+                unlearnt = np.flatnonzero(~document.learnt[1:]) + start
+                labels[row, unlearnt] = IGNORE_INDEX
+                numeric_labels[row, unlearnt] = 0.0
+                numeric_mask[row, unlearnt] = False
             start = end
         # A single document's positions run on through the padding: then there is no restart, and the kernels for
         # plain causal attention apply. Behind packed documents the padding is a document of its own.

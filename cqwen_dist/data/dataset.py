@@ -1,22 +1,29 @@
-"""Tokenised texts in flat arrays, cut to length, packed if wished: what the loaders draw samples from."""
+"""Tokenised texts, cut to length, packed if wished: what the loaders draw samples from."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.collate import Document, Sample
-from cqwen_dist.data.sources import ReadReport, Text, read_split
+from cqwen_dist.data.document import Sample
+from cqwen_dist.data.encoder import NumberEncoder
+from cqwen_dist.data.packing import Pieces, Rows, cut, pack
+from cqwen_dist.data.records import Text
+from cqwen_dist.data.sources import text_digest
+from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics, streamed_statistics
+from cqwen_dist.data.store import Chunk, Recipe, TokenStore, encode_chunk
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-# Texts that are tokenised in one call.
-_CHUNK = 1000
+CHUNK = 1000  # texts that are tokenised in one call
+_EXACT = 1 << 22  # targets that are simply held
 
 
 @dataclass
@@ -31,6 +38,10 @@ class DataReport:
     targets: int = 0  # numbers whose value the regression learns
     overflows: int = 0  # numbers too large for float64, left as text
     first_overflow: str = ""
+    left: int = 0  # numerals that the policy left as text
+    duplicates: int = 0  # texts left out, as they were there already
+    too_short: int = 0  # texts left out
+    too_long: int = 0
 
     def lines(self, name: str) -> list[str]:
         """The counts, one line each for what a person should know."""
@@ -43,47 +54,64 @@ class DataReport:
             lines.append(f"{name}: long texts cut: {self.documents:,} pieces of {self.texts:,} texts")
         if self.overflows:
             lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
+        left_out = (("equal", self.duplicates), ("too short", self.too_short), ("too long", self.too_long))
+        for why, count in left_out:
+            if count:
+                lines.append(f"{name}: {count:,} texts left out as {why}")
         return lines
 
 
 class TextDataset:
-    """Samples over flat arrays. `dataset[i]` is a `Sample`: a tuple of documents, one unless packed.
+    """Samples of stored texts. `dataset[i]` is a `Sample`: a tuple of documents, one unless packed.
 
     A text of L tokens (its end token included) longer than sequence_length T is cut into pieces of T tokens that
     overlap by one, so each token but the first is predicted exactly once. With `pack`, whole pieces are put
-    together to rows of at most T tokens (best fit, longest first; deterministic).
+    together to rows of at most T tokens (longest first, into the fullest row that fits; deterministic).
 
-    Args: ids [L], values [L] float64, targets [L] bool: all texts in a row; text_bounds: [(start, end)] of each
-    text in them; config: sequence_length, pack.
+    Args: store: tokenised texts; texts: [m] int64, rising: those that are this dataset's, None: all; config:
+    sequence_length, pack, group_by_length; folder: where packed rows are kept, and found again.
     Raises: UserError when sequence_length is below 2.
     """
 
     def __init__(
         self,
-        ids: np.ndarray,
-        values: np.ndarray,
-        targets: np.ndarray,
-        text_bounds: list[tuple[int, int]],
+        store: TokenStore,
+        texts: np.ndarray | None,
         config: DataConfig,
         tokenizer: NumericalAwareTokenizer,
         report: DataReport,
+        content: Callable[[], str] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.pad_token_id, self.num_token_id = tokenizer.pad_token_id, tokenizer.num_token_id
         self.report = report
-        self._ids, self._values, self._targets = ids, values, targets
-        self._text_bounds, self._pack = text_bounds, config.pack
+        self.group_by_length = config.group_by_length
+        self._store, self._texts, self._pack, self._folder = store, texts, config.pack, folder
+        self._content = content or store.digest
         self._cut(config.sequence_length)
 
     def _cut(self, length: int) -> None:
         if length < 2:
             raise UserError("data.sequence_length", length, "2 or more")
-        self._bounds = [
-            (cut, min(cut + length, end))
-            for start, end in self._text_bounds
-            for cut in range(start, end - 1, length - 1)
-        ]
-        self._rows = _pack([end - start for start, end in self._bounds], length) if self._pack else None
-        self.report.documents, self.report.sequences = len(self._bounds), len(self)
+        texts = np.arange(len(self._store)) if self._texts is None else self._texts
+        self._length = length
+        self._pieces: Pieces = cut(self._store.lengths[texts].astype(np.int64), texts, length)
+        self._rows: Rows | None = self._packed() if self._pack else None
+        self.report.documents, self.report.sequences = len(self._pieces.text), len(self)
+
+    def _packed(self) -> Rows:
+        sizes = self._pieces.end - self._pieces.start
+        if self._folder is None:
+            return pack(sizes, self._length)
+        name = f"{'all' if self._texts is None else hashlib.sha256(self._texts.data).hexdigest()[:12]}-{self._length}"
+        paths = [self._folder / f"packed-{name}-{part}.npy" for part in Rows._fields]
+        if not all(path.is_file() for path in paths):
+            rows = pack(sizes, self._length)
+            for path, array in zip(paths, rows, strict=True):  # every process writes the same
+                beside = path.with_name(f".{path.name}.{os.getpid()}.npy")
+                np.save(beside, array)
+                beside.replace(path)
+        return Rows(*(np.load(path, mmap_mode="r") for path in paths))
 
     def with_length(self, length: int) -> TextDataset:
         """The same texts, shared in memory, cut and packed at another sequence length."""
@@ -93,114 +121,146 @@ class TextDataset:
         return other
 
     def digest(self) -> str:
-        """SHA-256 of all that samples are made of: ids, values, targets, how they are cut and packed."""
-        found = hashlib.sha256()
-        for part in (self._ids, self._values, self._targets, np.array(self._bounds, np.int64).reshape(-1, 2)):
-            found.update(np.ascontiguousarray(part).data)
-        found.update(repr(self._rows).encode())
+        """SHA-256 of all that samples are made of, and of how they are cut and packed."""
+        found = hashlib.sha256(self._content().encode())
+        found.update(b"all" if self._texts is None else self._texts.data)
+        found.update(f"{self._length} {self._rows is not None}".encode())
+        if self._rows is not None:
+            found.update(np.ascontiguousarray(self._rows.pieces).data)
         return found.hexdigest()
 
     def __len__(self) -> int:
-        return len(self._bounds) if self._rows is None else len(self._rows)
+        return len(self._pieces.text) if self._rows is None else len(self._rows.begin) - 1
 
     def __getitem__(self, index: int) -> Sample:
-        documents = [index] if self._rows is None else self._rows[index]
-        return tuple(self._document(*self._bounds[i]) for i in documents)
+        pieces = [index]
+        if self._rows is not None:
+            pieces = self._rows.pieces[self._rows.begin[index] : self._rows.begin[index + 1]].tolist()
+        text, start, end = self._pieces
+        return tuple(self._store.document(int(text[i]), int(start[i]), int(end[i])) for i in pieces)
 
-    def _document(self, start: int, end: int) -> Document:
-        return Document(self._ids[start:end], self._values[start:end], self._targets[start:end])
+    def lengths(self) -> np.ndarray:
+        """[len(self)] int64: tokens of each sample."""
+        sizes = self._pieces.end - self._pieces.start
+        if self._rows is None:
+            return sizes
+        return np.add.reduceat(sizes[self._rows.pieces], self._rows.begin[:-1]) if len(self) else sizes
+
+    def text_lengths(self) -> np.ndarray:
+        """[texts] int32: tokens of each text."""
+        return self._store.lengths if self._texts is None else self._store.lengths[self._texts]
+
+    def number_parts(self, targets: bool = True) -> Iterator[np.ndarray]:
+        """The numbers (or only those whose value the regression learns), part by part, float64."""
+        return self._store.parts("targets" if targets else "numbers", self._texts)
 
     def target_values(self) -> np.ndarray:
         """[M] float64: every value that the regression learns, once (seed S1 2: the statistics' input)."""
-        return self._values[self._targets]
+        return np.concatenate([np.zeros(0), *self.number_parts()])
+
+    def statistics(self, rank: int = 0, world: int = 1, gather: Gather | None = None) -> NumericStatistics:
+        """Median and IQR/2 of the targets; many are streamed, a share by each rank (then gather is called)."""
+        if self.report.targets <= _EXACT:
+            return numeric_statistics(self.target_values())
+        mine = (lambda: islice(self.number_parts(), rank, None, world)) if gather else self.number_parts
+        return streamed_statistics(mine, gather or (lambda own: [own]))
 
     def word_counts(self, vocab_size: int) -> np.ndarray:
         """[V] int64: how often each word occurs."""
-        return np.bincount(self._ids, minlength=vocab_size)
+        counts = np.zeros(vocab_size, np.int64)
+        for ids in self._store.parts("ids", self._texts):
+            counts += np.bincount(ids, minlength=vocab_size)
+        return counts
+
+
+class Tokeniser:
+    """What turns chunks of texts into rows, and refuses or counts what overflows."""
+
+    def __init__(self, tokenizer: NumericalAwareTokenizer, config: DataConfig) -> None:
+        """Raises: UserError for a tokenizer without an end token."""
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise UserError("model.tokenizer", "no end token", "a tokenizer with eos_token")
+        self.encoder: NumberEncoder = tokenizer.encoder
+        self.recipe = Recipe(end, config.numeric_targets, config.min_tokens or 0, config.max_tokens or 2**62)
+        self._refuse = config.on_nonfinite == "error"
+        self.rows = 0
+        self.overflows: list[tuple[int, str]] = []  # (row, what to say), the first few
+
+    def take(self, chunk: Chunk, report: DataReport) -> None:
+        """The next chunk's counts. Raises: UserError for a number that overflows unless they are to be skipped."""
+        for row, where, literal in chunk.overflows:
+            if self._refuse:
+                allowed = "numbers that float64 holds (data.on_nonfinite=skip leaves them as text)"
+                raise UserError("number", literal, allowed, where)
+            if len(self.overflows) < CHUNK:
+                self.overflows.append((self.rows + row, f"{where}: {literal[:40]}"))
+        self.rows += chunk.batch.num_rows
+        report.too_short += chunk.too_short
+        report.too_long += chunk.too_long
 
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
-    """Texts to a dataset, an end token behind each.
+    """Texts to a dataset in memory, an end token behind each.
 
     `config.numeric_targets` says which numbers are targets: all, or the last of each text; a number that opens a
     text is never one (nothing predicts it).
     Raises: UserError for a number that overflows unless config.on_nonfinite is skip, or no end token.
     """
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise UserError("model.tokenizer", "no end token", "a tokenizer with eos_token")
-    report = DataReport()
-    ids, values, targets = [np.zeros(0, np.int32)], [np.zeros(0)], [np.zeros(0, bool)]
-    bounds: list[tuple[int, int]] = []
-    for chunk in _chunks(texts):
-        for text, encoded in zip(chunk, tokenizer.encode_batch([text.text for text in chunk]), strict=True):
-            if encoded.overflows:
-                where = f"{text.where}: {encoded.overflows[0][:40]}"
-                if config.on_nonfinite == "error":
-                    allowed = "numbers that float64 holds (data.on_nonfinite=skip leaves them as text)"
-                    raise UserError("number", encoded.overflows[0], allowed, text.where)
-                report.overflows += len(encoded.overflows)
-                report.first_overflow = report.first_overflow or where
-            new = np.array([*encoded.ids, end], np.int32)
-            numbers = new == tokenizer.num_token_id
-            learnt = numbers.copy()
-            learnt[0] = False
-            if config.numeric_targets == "last":
-                learnt[: np.flatnonzero(learnt)[-1] if learnt.any() else 0] = False
-            ids.append(new)
-            values.append(np.array([*encoded.values, 0.0]))
-            targets.append(learnt)
-            bounds.append((report.tokens, report.tokens + len(new)))
-            report.texts += 1
-            report.tokens += len(new)
-            report.numbers += int(numbers.sum())
-            report.targets += int(learnt.sum())
-    flat = np.concatenate(ids), np.concatenate(values), np.concatenate(targets)
-    return TextDataset(*flat, bounds, config, tokenizer, report)
+    tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
+    for chunk in chunks(unique(texts, report, Seen()) if config.deduplicate else texts):
+        encoded = encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe)
+        tokeniser.take(encoded, report)
+        batches.append(encoded.batch)
+    store = TokenStore(batches, tokenizer.num_token_id)
+    count(report, store, None, tokeniser.overflows)
+    return TextDataset(store, None, config, tokenizer, report)
 
 
-@dataclass(frozen=True)
-class Datasets:
-    """The training part and the held-out part (None when there is none), and how reading went."""
-
-    train: TextDataset
-    eval: TextDataset | None
-    reading: ReadReport
-
-    def lines(self) -> list[str]:
-        """Both reports, one line each for what a person should know."""
-        held_out = self.eval.report.lines("eval") if self.eval is not None else []
-        return [*self.reading.lines(), *self.train.report.lines("train"), *held_out]
-
-
-def load_datasets(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> Datasets:
-    """All that a run reads, tokenised. Raises: UserError, also when no text is left to train on."""
-    report = ReadReport()
-    train, held_out = read_split(config, report)
-    if not train:
-        raise UserError("data.train", "no usable text", "one text or more", str(config.train))
-    evaluated = tokenise(held_out, tokenizer, config) if held_out else None
-    return Datasets(tokenise(train, tokenizer, config), evaluated, report)
+def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overflows: list[tuple[int, str]]) -> None:
+    """Fill a report's sums over some texts of a store."""
+    own = slice(None) if texts is None else texts
+    numbers, targets = store.number_counts()
+    report.texts = len(store.lengths[own])
+    report.tokens = int(store.lengths[own].sum(dtype=np.int64))
+    report.numbers, report.targets = int(numbers[own].sum()), int(targets[own].sum())
+    report.overflows = int(store.column("overflows")[own].sum(dtype=np.int64))
+    report.left = int(store.column("left")[own].sum(dtype=np.int64))
+    mine = None if texts is None else set(texts.tolist())
+    report.first_overflow = next((said for row, said in overflows if mine is None or row in mine), "")
 
 
-def _chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    iterator = iter(texts)
-    while chunk := list(islice(iterator, _CHUNK)):
-        yield chunk
+class Seen:
+    """Digests that were there already, in memory."""
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def new(self, digest: bytes) -> bool:
+        """Whether this one is new."""
+        before = len(self._digests)
+        self._digests.add(digest)
+        return len(self._digests) > before
 
 
-def _pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Rows of document numbers, each at most `capacity` tokens: longest first, into the fullest row that fits."""
-    rows: list[list[int]] = []
-    rows_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
-    for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[document]
-        space = next((s for s in range(length, capacity + 1) if rows_by_space[s]), None)
-        if space is None:
-            row, space = len(rows), capacity
-            rows.append([])
+def unique(texts: Iterable[Text], report: DataReport, seen: Seen) -> Iterator[Text]:
+    """The texts without those that were there already, which are counted."""
+    for text in texts:
+        if seen.new(text_digest(text)):
+            yield text
         else:
-            row = rows_by_space[space].pop()
-        rows[row].append(document)
-        rows_by_space[space - length].append(row)
-    return rows
+            report.duplicates += 1
+
+
+def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """Texts in lists of CHUNK, or fewer where they are long."""
+    chunk: list[Text] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text.text)
+        if len(chunk) == CHUNK or size >= 1 << 22:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

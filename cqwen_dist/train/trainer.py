@@ -16,13 +16,13 @@ from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import About, Saver
 from cqwen_dist.checkpoint.status import RunStatus, read_status
 from cqwen_dist.config import Config, UserError, rises
-from cqwen_dist.data.dataset import Datasets, load_datasets
+from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
-from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
+from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import calibrate, override_start
-from cqwen_dist.parallel.collectives import Stopped, main_rank_first, main_rank_says
+from cqwen_dist.parallel.collectives import Stopped, gather_objects, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.stop import StopFlag
@@ -94,8 +94,10 @@ class Trainer:
             if length > context:
                 raise UserError(key, length, f"at most {context}, the base model's context")
         tokenizer = load_tokenizer(config, vocab_size)
-        self.datasets: Datasets = load_datasets(config.data, tokenizer)
-        self.statistics: NumericStatistics = numeric_statistics(self.datasets.train.target_values())
+        self.datasets: Datasets = load_datasets(config.data, tokenizer, main_rank_first)
+        self.statistics: NumericStatistics = self.datasets.train.statistics(
+            runtime.rank, self.groups.world_size, gather_objects
+        )
         self.loaders = StageLoaders(self.datasets.train, config, runtime.rank, self.groups.world_size)
         self.schedule = Schedule(config.stages, self.loaders.steps_per_epoch)
         start, stop = vocab_range(vocab_size, self.groups.vocab_rank, self.groups.vocab_size)

@@ -35,7 +35,7 @@ def test_labels_are_the_next_token_and_its_value() -> None:
 
 
 def test_numbers_that_are_no_targets_keep_their_label_but_not_their_mask() -> None:
-    ids, values, _ = _document(1, 2.0, 3.0)
+    ids, values, *_ = _document(1, 2.0, 3.0)
     batch = collate([(Document(ids, values, np.array([False, False, True])),)], pad_token_id=PAD, num_token_id=NUM)
     assert batch.labels[0, :2].tolist() == [NUM, NUM]
     assert batch.numeric_labels[0, :2].tolist() == [2.0, 3.0]

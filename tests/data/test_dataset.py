@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.dataset import TextDataset, _pack, load_datasets, tokenise
+from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.diabetes import diabetes_texts
+from cqwen_dist.data.load import load_datasets
+from cqwen_dist.data.packing import _pack
 from cqwen_dist.data.sources import Text
 from cqwen_dist.data.statistics import numeric_statistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
@@ -29,7 +31,8 @@ def _dataset(tokenizer: NumericalAwareTokenizer, *texts: str, **config: object) 
 
 def test_a_text_gets_an_end_and_its_values(tokenizer: NumericalAwareTokenizer) -> None:
     dataset = _dataset(tokenizer, "aged 59 with 2.5")
-    ((ids, values, targets),) = dataset[0]
+    ((ids, values, targets, learnt),) = dataset[0]
+    assert learnt is None
     text_ids, text_values = tokenizer.encode("aged 59 with 2.5")
     assert ids.tolist() == [*text_ids, tokenizer.eos_token_id]
     assert values.tolist() == [*text_values, 0.0]

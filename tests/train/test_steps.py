@@ -14,7 +14,7 @@ from cqwen_dist.checkpoint.export import assemble, load_trained, run_of
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
 from cqwen_dist.config import Config, load_config
-from cqwen_dist.data.dataset import load_datasets
+from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenModel

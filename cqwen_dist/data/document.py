@@ -1,0 +1,20 @@
+"""What a sample is made of; without torch, so that worker processes stay small."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Document(NamedTuple):
+    """A text's tokens, or a piece of them; all arrays have one length t >= 1."""
+
+    ids: np.ndarray  # [t] integers
+    values: np.ndarray  # [t] float64; the value at <NUM>, 0 at words
+    targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
+    learnt: np.ndarray | None = None  # [t] bool; False at tokens that are read only (a prompt's); None: all are learnt
+
+
+# One row of a batch: a single document, or several that were packed.
+Sample = tuple[Document, ...]

@@ -1,0 +1,93 @@
+"""All that a run reads: small data in memory, large data prepared and mapped; the samples are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.dataset import DataReport, TextDataset, tokenise
+from cqwen_dist.data.prepare import prepare, read_manifest
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import as_list, read_split
+from cqwen_dist.data.store import TokenStore
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+
+# Files of so many bytes in all are read into memory (unless data.cache_dir is given).
+IN_MEMORY = 32 << 20
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The training part and the held-out part (None when there is none), and how reading went."""
+
+    train: TextDataset
+    eval: TextDataset | None
+    reading: ReadReport
+
+    def lines(self) -> list[str]:
+        """Both reports, one line each for what a person should know."""
+        held_out = self.eval.report.lines("eval") if self.eval is not None else []
+        return [*self.reading.lines(), *self.train.report.lines("train"), *held_out]
+
+
+def load_datasets(
+    config: DataConfig,
+    tokenizer: NumericalAwareTokenizer,
+    first: Callable[[Callable[[], Any]], Any] = lambda action: action(),
+) -> Datasets:
+    """All that a run reads, tokenised.
+
+    first: runs an action on one rank before the others go on (preparing is one rank's work; a rank that does not see
+    the folder, having a disk of its own, prepares again).
+    Raises: UserError, also when no text is left to train on.
+    """
+    if not is_prepared(config):
+        report = ReadReport()
+        train, held_out = read_split(config, report, Chat(tokenizer.tokenizer))
+        if not train:
+            raise UserError("data.train", "no usable text", "one text or more", str(config.train))
+        evaluated = tokenise(held_out, tokenizer, config) if held_out else None
+        found = Datasets(tokenise(train, tokenizer, config), evaluated, report)
+        for name, part in (("train", found.train), ("eval", found.eval)):
+            if part is not None and not part.report.texts:
+                raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
+        return found
+    first(lambda: prepare(config, tokenizer))
+    return open_prepared(prepare(config, tokenizer), config, tokenizer)
+
+
+def is_prepared(config: DataConfig) -> bool:
+    """Whether this data is prepared rather than read into memory."""
+    if config.cache_dir is not None:
+        return True
+    sources = [source for source in as_list(config.train) + as_list(config.eval or []) if source[:8] != "bundled:"]
+    paths = [Path(source).expanduser() for source in sources]
+    if any(source.startswith("hf:") or Path(source.partition("#")[0]).expanduser().is_dir() for source in sources):
+        return True
+    return sum(path.stat().st_size for path in paths if path.is_file()) > IN_MEMORY
+
+
+def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer) -> Datasets:
+    """A prepared folder's datasets, mapped. Raises: UserError for a folder that is not whole."""
+    manifest = read_manifest(folder)
+    train = TokenStore.open(folder / "train.arrow", tokenizer.num_token_id)
+    parts: dict[str, tuple[TokenStore, np.ndarray | None]] = {"train": (train, None)}
+    if (folder / "held_out.npy").is_file():
+        out = np.load(folder / "held_out.npy")
+        rest = np.ones(len(train), bool)
+        rest[out] = False
+        parts = {"train": (train, np.flatnonzero(rest)), "eval": (train, out)}
+    elif (folder / "eval.arrow").is_file():
+        parts["eval"] = TokenStore.open(folder / "eval.arrow", tokenizer.num_token_id), None
+    sets = {}
+    for name, (store, texts) in parts.items():
+        content = manifest["content"].get(name) or manifest["content"]["train"]
+        report = DataReport(**manifest["reports"][name])
+        sets[name] = TextDataset(store, texts, config, tokenizer, report, lambda own=content: own, folder)  # type: ignore[misc]
+    return Datasets(sets["train"], sets.get("eval"), ReadReport(**manifest["reading"]))

@@ -1,0 +1,73 @@
+"""Texts to samples: long ones cut into pieces, pieces packed to rows. Numbers of texts and tokens only, no text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+# Pieces that are packed together: enough to fill rows (99 % and more), few enough to stay small in memory.
+_WINDOW = 1 << 16
+
+
+class Pieces(NamedTuple):
+    """Pieces of texts [P]: tokens start to end of text `text`."""
+
+    text: np.ndarray  # int64
+    start: np.ndarray  # int64
+    end: np.ndarray  # int64
+
+
+class Rows(NamedTuple):
+    """Rows of packed pieces: row r holds pieces[begin[r]:begin[r + 1]]."""
+
+    pieces: np.ndarray  # [P] int64
+    begin: np.ndarray  # [R+1] int64
+
+
+def cut(lengths: np.ndarray, texts: np.ndarray, length: int) -> Pieces:
+    """Texts of `lengths` tokens [n] to pieces of at most `length` that overlap by one.
+
+    Each token but a text's first is predicted exactly once; a text of a single token gives no piece. texts [n]: their
+    numbers.
+    """
+    counts = np.maximum(-(-(lengths - 1) // (length - 1)), 0)
+    which = np.repeat(np.arange(len(lengths)), counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    start = (np.arange(len(which)) - first) * (length - 1)
+    return Pieces(texts[which], start, np.minimum(start + length, lengths[which]))
+
+
+def pack(lengths: np.ndarray, capacity: int) -> Rows:
+    """Rows of at most `capacity` tokens: longest first, into the fullest row that fits; deterministic."""
+    pieces: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
+    for begin in range(0, len(lengths), _WINDOW):
+        rows = _pack(lengths[begin : begin + _WINDOW].tolist(), capacity)
+        pieces.append(np.array([i for row in rows for i in row], np.int64) + begin)
+        sizes.append(np.array([len(row) for row in rows], np.int64))
+    return Rows(
+        np.concatenate(pieces) if pieces else np.zeros(0, np.int64),
+        np.concatenate([np.zeros(1, np.int64), *sizes]).cumsum(),
+    )
+
+
+def _pack(lengths: list[int], capacity: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    rows_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    spaces = 0  # bit s: a row has s tokens of space
+    for piece in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[piece]
+        wide = spaces >> length
+        if wide:
+            space = length + (wide & -wide).bit_length() - 1
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                spaces ^= 1 << space
+        else:
+            row, space = len(rows), capacity
+            rows.append([])
+        rows[row].append(piece)
+        rows_by_space[space - length].append(row)
+        spaces |= 1 << (space - length)
+    return rows

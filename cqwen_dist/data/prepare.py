@@ -1,0 +1,302 @@
+"""Prepared data: tokenised once, kept in a folder that is named by all that it depends on.
+
+    ROOT/KEY/
+      train.arrow, eval.arrow    rows of `cqwen_dist.data.store.SCHEMA`
+      held_out.npy               rows of train.arrow that `eval_fraction` holds out
+      manifest.json              what it was made of, counts, what was skipped, sizes and contents
+      packed-*.npy               rows of packed texts, made when a run first asks for them
+
+KEY is a digest of the sources' contents, of the tokenizer and of the keys of `data` that decide what a token is (not
+how samples are cut from them). A folder appears whole: it is written beside its place, under a lock, and renamed. A
+second process waits for the lock and finds the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+
+from cqwen_dist.config import DataConfig, NumberPolicy, UserError
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.dataset import DataReport, Seen, Tokeniser, chunks, count, unique
+from cqwen_dist.data.encoder import NumberEncoder
+from cqwen_dist.data.records import ReadReport, Text
+from cqwen_dist.data.sources import as_list, held_out, read_eval, read_texts, read_train
+from cqwen_dist.data.store import SCHEMA, Chunk, ContentDigest, Recipe, TokenStore, encode_chunk
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+# Keys of `data` that change no token.
+_OF_SAMPLES = frozenset(
+    ("train", "eval", "sequence_length", "pack", "group_by_length", "cache_dir", "workers", "prefetch")
+)
+_AHEAD = 2  # chunks a worker has waiting
+
+# Texts and tokens so far.
+Progress = Callable[[int, int], None]
+
+
+def cache_root(config: DataConfig) -> Path:
+    """The folder of prepared data."""
+    named = config.cache_dir or os.environ.get("CQWEN_DATA_CACHE")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "cqwen" / "data"
+
+
+def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None = None) -> Path:
+    """The folder of this data, made unless it is there. One process makes it, others wait.
+
+    Raises: UserError for what is wrong with the data, or a folder that cannot be written; nothing is left then.
+    """
+    root = cache_root(config)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        key = data_key(config, tokenizer, root)
+        folder = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+        if (folder / MANIFEST).is_file():
+            return folder
+        with FileLock(root / f".{folder.name}.lock"):
+            if (folder / MANIFEST).is_file():
+                return folder
+            for dead in root.glob(f".{folder.name}.*.partial"):  # of a process that was killed
+                shutil.rmtree(dead, ignore_errors=True)
+            beside = root / f".{folder.name}.{os.getpid()}.partial"
+            beside.mkdir()
+            try:
+                _build(beside, key, config, tokenizer, progress)
+                beside.rename(folder)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
+            _sync(root)
+    except OSError as error:
+        raise UserError("data.cache_dir", str(root), f"a folder to write to ({error.strerror or error})") from None
+    return folder
+
+
+def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path) -> dict[str, Any]:
+    """All that the tokens depend on, as plain values. Contents of files are read once and remembered under `root`."""
+    backend = hashlib.sha256(tokenizer.encoder.to_json().encode())
+    backend.update(Chat(tokenizer.tokenizer).template.encode() if config.messages_field else b"")
+    policy = tokenizer.encoder.policy
+    return {
+        "format": FORMAT,
+        "tokenizer": backend.hexdigest(),
+        "num_token_id": tokenizer.num_token_id,
+        "end": tokenizer.eos_token_id,
+        "policy": None if policy is None else policy.model_dump(),
+        "data": {k: v for k, v in config.model_dump(mode="json").items() if k not in _OF_SAMPLES},
+        "train": [_content(source, config, root, "data.train") for source in as_list(config.train)],
+        "eval": [_content(source, config, root, "data.eval") for source in as_list(config.eval or [])],
+    }
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder holds. Raises: UserError where it is none, or files are missing or of another size."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        wrong = [name for name, size in manifest["files"].items() if (folder / name).stat().st_size != size]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError("prepared data", str(folder), f"a whole folder; delete it ({error})") from None
+    if wrong:
+        raise UserError("prepared data", f"{wrong[0]} of another size", f"a whole folder; delete {folder}")
+    return manifest
+
+
+# ------------------------------------------------------------------------------------------------------ building
+
+
+def _build(
+    folder: Path,
+    key: dict[str, Any],
+    config: DataConfig,
+    tokenizer: NumericalAwareTokenizer,
+    progress: Progress | None,
+) -> None:
+    began = time.monotonic()
+    reading, chat = ReadReport(), Chat(tokenizer.tokenizer)
+    reports = {"train": DataReport()}
+    found: dict[str, Any] = {"content": {}, "overflows": {}}
+    parts: dict[str, Iterable[Text]] = {"train": read_train(config, reading, chat)}
+    if config.eval is not None:
+        reports["eval"] = DataReport()
+        parts["eval"] = read_eval(config, reading, chat)
+    done = [0, 0]
+    for name, texts in parts.items():
+        tokeniser, content = Tokeniser(tokenizer, config), ContentDigest()
+        if config.deduplicate and name == "train":
+            texts = unique(texts, reports[name], _SeenOnDisk(folder / "digests.sqlite"))
+        with pa.OSFile(str(folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            for chunk in _encoded(chunks(texts), tokeniser, config.workers or _cores()):
+                tokeniser.take(chunk, reports[name])
+                if chunk.batch.num_rows:
+                    writer.write_batch(chunk.batch)
+                    content.update(chunk.batch)
+                done = [done[0] + chunk.batch.num_rows, done[1] + len(chunk.batch.column("ids").values)]
+                if progress is not None:
+                    progress(*done)
+        if not tokeniser.rows:
+            raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
+        found["content"][name], found["overflows"][name] = content.hexdigest(), tokeniser.overflows
+    (folder / "digests.sqlite").unlink(missing_ok=True)
+    train = TokenStore.open(folder / "train.arrow", tokenizer.num_token_id)
+    texts_of: dict[str, np.ndarray | None] = {"train": None, "eval": None}
+    if config.eval is None and config.eval_fraction:
+        out = held_out(train.column("digest"), config.eval_fraction)
+        np.save(folder / "held_out.npy", np.flatnonzero(out))
+        texts_of = {"train": np.flatnonzero(~out), "eval": np.flatnonzero(out)}
+        reports["eval"] = DataReport()
+        found["overflows"]["eval"] = found["overflows"]["train"]
+    for name, report in reports.items():
+        own = (folder / f"{name}.arrow").is_file()
+        store = TokenStore.open(folder / f"{name}.arrow", tokenizer.num_token_id) if own else train
+        count(report, store, texts_of[name], [tuple(pair) for pair in found["overflows"][name]])
+    manifest = {
+        "format": FORMAT,
+        "key": key,
+        "sources": {"train": config.train, "eval": config.eval},
+        "content": found["content"],
+        "reading": dataclasses.asdict(reading),
+        "reports": {name: dataclasses.asdict(report) for name, report in reports.items()},
+        "seconds": round(time.monotonic() - began, 2),
+        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+    for path in folder.iterdir():
+        _sync(path)
+
+
+def _encoded(texts: Iterator[list[Text]], tokeniser: Tokeniser, workers: int) -> Iterator[Chunk]:
+    """The chunks tokenised, in their order; with several workers so many ahead that each has two."""
+    if workers == 1:
+        for chunk in texts:
+            yield encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe)
+        return
+    encoder = tokeniser.encoder
+    policy = None if encoder.policy is None else encoder.policy.model_dump()
+    given = encoder.to_json(), encoder.num_token_id, policy, encoder.literal, tokeniser.recipe
+    waiting: deque[Future[Chunk]] = deque()
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=given) as pool:
+        try:
+            for chunk in texts:
+                waiting.append(pool.submit(_work, chunk))
+                if len(waiting) > _AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(
+    backend: str, num_token_id: int, policy: dict[str, Any] | None, literal: str | None, recipe: Recipe
+) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    own = None if policy is None else NumberPolicy(**policy)
+    _worker["given"] = NumberEncoder(backend, num_token_id, own, literal), recipe
+
+
+def _work(texts: list[Text]) -> Chunk:
+    return encode_chunk(texts, *_worker["given"])
+
+
+class _SeenOnDisk(Seen):
+    """Digests in a file: memory does not grow with the corpus."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = sqlite3.connect(path, isolation_level=None)
+        self._file.execute("PRAGMA journal_mode=OFF")
+        self._file.execute("PRAGMA synchronous=OFF")
+        self._file.execute("PRAGMA cache_size=-65536")  # KiB
+        self._file.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+        self._file.execute("BEGIN")
+
+    def new(self, digest: bytes) -> bool:
+        return self._file.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,)).rowcount > 0
+
+
+# ------------------------------------------------------------------------------------------------- what the key holds
+
+
+def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str, str]:
+    """What identifies a source: its kind, and a digest of its bytes (of the hub: its revision)."""
+    if source.startswith("bundled:"):
+        found = hashlib.sha256()
+        for text in read_texts(source, config, ReadReport(), key):
+            found.update(text.text.encode() + b"\0")
+        return {"kind": "bundled", "sha256": found.hexdigest()}
+    name, _, split = source.partition("#")
+    path = Path(name.removeprefix("hf:")).expanduser()
+    if path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        digests = [f"{file.relative_to(path)} {_file_digest(file, root)}" for file in files]
+        return {"kind": f"folder#{split}", "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest()}
+    if source.startswith("hf:"):
+        return {"kind": source, "revision": _revision(source, name, key)}
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UserError(key, f"no file {source}", "an existing JSONL file, or bundled:NAME")
+    return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": _file_digest(path, root)}
+
+
+def _revision(source: str, name: str, key: str) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info("/".join(name.removeprefix("hf:").split("/")[:2]))
+    except Exception as error:  # offline, unknown, private: whatever the client raises
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(key, source, f"a data set that the hub has ({reason})") from None
+    return str(info.sha)
+
+
+def _file_digest(path: Path, root: Path) -> str:
+    """SHA-256 of a file, remembered for as long as its size and its time of change stay."""
+    stat = path.stat()
+    is_now = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    memo = root / "contents" / hashlib.sha256(is_now.encode()).hexdigest()[:24]
+    if memo.is_file():
+        known = memo.read_text(encoding="ascii")
+        if len(known) == 64:
+            return known
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # a file that is still written may keep its time
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        beside = memo.with_name(f".{memo.name}.{os.getpid()}")
+        beside.write_text(found.hexdigest(), encoding="ascii")
+        beside.replace(memo)
+    return found.hexdigest()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _sync(path: Path) -> None:
+    """Bytes, or a folder's names, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

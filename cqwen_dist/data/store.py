@@ -1,0 +1,275 @@
+"""Tokenised texts as Arrow record batches, in memory or mapped from a file: one row a text.
+
+Numbers are kept once a <NUM>, not once a token: about 5 bytes a token in all. The file is Arrow's stream format, so
+`datasets.Dataset.from_file` opens it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from cqwen_dist.data.document import Document
+from cqwen_dist.data.encoder import NumberEncoder, Reading
+from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.records import Text
+from cqwen_dist.data.sources import text_digest
+
+SCHEMA = pa.schema(
+    [
+        ("ids", pa.list_(pa.int32())),  # the end token included
+        ("numbers", pa.list_(pa.float64())),  # one for each <NUM> among the ids
+        ("targets", pa.list_(pa.int8())),  # as many: 1 where the regression learns it
+        ("unlearnt", pa.list_(pa.int32())),  # start, end, start, end, ...: tokens that are read only
+        ("overflows", pa.int32()),
+        ("left", pa.int32()),  # numerals that stayed text
+        ("digest", pa.binary(32)),  # of the text
+    ]
+)
+
+
+class Recipe(NamedTuple):
+    """What becomes of a text behind the encoder."""
+
+    end: int  # the id that ends every text
+    numeric_targets: str
+    min_tokens: int
+    max_tokens: int
+
+
+class Chunk(NamedTuple):
+    """Some texts tokenised: rows; their overflows as (row, place, literal); texts left out for their length."""
+
+    batch: pa.RecordBatch
+    overflows: list[tuple[int, str, str]]
+    too_short: int
+    too_long: int
+
+
+def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) -> Chunk:
+    """Tokenise some texts, an end token behind each; a number that opens a text is no target (nothing predicts it)."""
+    segments = [_segments(text) for text in texts]
+    read = encoder.read([segment for own in segments for segment, _ in own])
+    readings = iter(read)
+    rows: list[list[Reading]] = [[next(readings) for _ in own] for own in segments]
+    ids = [[token for reading in row for token in reading.ids] if len(row) > 1 else row[0].ids for row in rows]
+    sizes = np.array([len(own) + 1 for own in ids], np.int64)
+    keep = (sizes >= recipe.min_tokens) & (sizes <= recipe.max_tokens)
+    if not keep.all():
+        kept = np.flatnonzero(keep).tolist()
+        texts, segments = [texts[i] for i in kept], [segments[i] for i in kept]
+        rows, ids = [rows[i] for i in kept], [ids[i] for i in kept]
+    counts = (int((sizes < recipe.min_tokens).sum()), int((sizes > recipe.max_tokens).sum()))
+    sizes = sizes[keep]
+    offsets = np.concatenate([[0], sizes.cumsum()])
+    end = (recipe.end,)
+    flat = np.fromiter(chain.from_iterable(x for own in ids for x in (own, end)), np.int32, int(offsets[-1]))
+    numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row), np.float64)
+    places = np.flatnonzero(flat == encoder.num_token_id)
+    owner = np.searchsorted(offsets, places, "right") - 1
+    targets = (places > offsets[owner]).astype(np.int8)
+    if recipe.numeric_targets == "last":
+        targets[:-1] *= owner[1:] != owner[:-1]
+    begin = np.concatenate([[0], np.bincount(owner, minlength=len(texts)).cumsum()])
+    unlearnt = [_unlearnt(text, own, row) for text, own, row in zip(texts, segments, rows, strict=True)]
+    for i, text in enumerate(texts):
+        mine = slice(begin[i], begin[i + 1])
+        if text.target is not None:
+            targets[mine] *= _inside(segments[i], text.target, encoder)
+        for first, last in zip(unlearnt[i][::2], unlearnt[i][1::2], strict=True):
+            within = places[mine] - offsets[i]
+            targets[mine] *= (within < first) | (within >= last)
+    batch = pa.RecordBatch.from_arrays(
+        [
+            _lists(flat, offsets),
+            _lists(numbers, begin),
+            _lists(targets, begin),
+            _lists(
+                np.fromiter(chain.from_iterable(unlearnt), np.int32),
+                np.concatenate([[0], np.cumsum([len(own) for own in unlearnt])]),
+            ),
+            pa.array([sum(len(r.overflows) for r in row) for row in rows], pa.int32()),
+            pa.array([sum(r.left for r in row) for row in rows], pa.int32()),
+            pa.array([text_digest(text) for text in texts], pa.binary(32)),
+        ],
+        schema=SCHEMA,
+    )
+    overflows = [(i, texts[i].where, literal) for i, row in enumerate(rows) for r in row for literal in r.overflows]
+    return Chunk(batch, overflows, *counts)
+
+
+def _segments(text: Text) -> list[tuple[str, bool]]:
+    """The text cut where learning starts or stops: (piece, whether it is learnt)."""
+    if text.learnt is None:
+        return [(text.text, True)]
+    pieces, position = [], 0
+    for start, end in text.learnt:
+        pieces += [(text.text[position:start], False), (text.text[start:end], True)]
+        position = end
+    pieces.append((text.text[position:], False))
+    return [piece for piece in pieces if piece[0]]
+
+
+def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Reading]) -> list[int]:
+    if text.learnt is None:
+        return []
+    found, position = [], 0
+    for (_, learnt), reading in zip(segments, readings, strict=True):
+        if not learnt:
+            found += [position, position + len(reading.ids)]
+        position += len(reading.ids)
+    if not segments[-1][1]:  # a text whose end is not learnt has an end token that is not, either
+        found[-1] += 1
+    return found
+
+
+def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: NumberEncoder) -> np.ndarray:
+    """Which numbers stand inside the characters of `target` [M] bool."""
+    found, position = [], 0
+    for segment, _ in segments:
+        for start, end, value in find_numbers(segment, encoder.policy) if encoder.policy is not None else ():
+            if np.isfinite(value):
+                found.append(target[0] <= position + start and position + end <= target[1])
+        position += len(segment)
+    return np.array(found, bool)
+
+
+def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+
+
+class _View(NamedTuple):
+    """A record batch's buffers as arrays, none of them copied."""
+
+    ids: np.ndarray
+    ids_at: np.ndarray
+    numbers: np.ndarray
+    targets: np.ndarray
+    numbers_at: np.ndarray
+    unlearnt: np.ndarray
+    unlearnt_at: np.ndarray
+
+
+class TokenStore:
+    """Texts 0 to n - 1. Args: batches, of `SCHEMA`; num_token_id."""
+
+    def __init__(self, batches: Sequence[pa.RecordBatch], num_token_id: int) -> None:
+        self._batches = [batch for batch in batches if batch.num_rows]
+        self.num_token_id = num_token_id
+        self._views: list[_View | None] = [None] * len(self._batches)
+        self._first = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
+        sizes = [np.diff(self._view(b).ids_at) for b in range(len(self._batches))]
+        self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32, tokens of each text
+
+    @classmethod
+    def open(cls, path: Path, num_token_id: int) -> TokenStore:
+        """A file, mapped: its pages belong to the file, not to the process. Raises: OSError, pa.ArrowException."""
+        with pa.memory_map(str(path)) as file:
+            return cls(pa.ipc.open_stream(file).read_all().to_batches(), num_token_id)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, text: int, start: int, end: int) -> Document:
+        """Tokens start to end of a text."""
+        b = int(np.searchsorted(self._first, text, "right")) - 1
+        view, row = self._view(b), text - int(self._first[b])
+        at = view.ids_at[row]
+        ids = view.ids[at + start : at + end]
+        is_number = ids == self.num_token_id
+        before = int((view.ids[at : at + start] == self.num_token_id).sum()) if start else 0
+        first = view.numbers_at[row] + before
+        values = np.zeros(len(ids))
+        targets = np.zeros(len(ids), bool)
+        count = int(is_number.sum())
+        values[is_number] = view.numbers[first : first + count]
+        targets[is_number] = view.targets[first : first + count] != 0
+        marks = view.unlearnt[view.unlearnt_at[row] : view.unlearnt_at[row + 1]]
+        if not len(marks):
+            return Document(ids, values, targets)
+        learnt = np.ones(len(ids), bool)
+        for low, high in zip(marks[::2], marks[1::2], strict=True):
+            learnt[max(low - start, 0) : max(high - start, 0)] = False
+        return Document(ids, values, targets, learnt)
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of whole numbers, or of digests (S32), for all texts [n]."""
+        if name == "digest":
+            parts = [np.frombuffer(b.column(name).buffers()[1], "S32", b.num_rows) for b in self._batches]
+            return np.concatenate([np.zeros(0, "S32"), *parts])
+        return np.concatenate([np.zeros(0, np.int32), *(b.column(name).to_numpy() for b in self._batches)])
+
+    def number_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers and targets of each text, both [n] int64."""
+        numbers, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for b in range(len(self._batches)):
+            view = self._view(b)
+            ends = np.concatenate([[0], view.targets.astype(np.int64).cumsum()])
+            numbers.append(np.diff(view.numbers_at).astype(np.int64))
+            targets.append(np.diff(ends[view.numbers_at]))
+        return np.concatenate(numbers), np.concatenate(targets)
+
+    def parts(self, kind: str, texts: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """The ids, the numbers or the targets' values of some texts, batch by batch. texts: [m] rising; None: all."""
+        for b in range(len(self._batches)):
+            view = self._view(b)
+            at = view.ids_at if kind == "ids" else view.numbers_at
+            values = view.ids if kind == "ids" else view.numbers
+            keep = np.ones(len(values), bool) if kind != "targets" else view.targets != 0
+            if texts is not None:
+                low, high = np.searchsorted(texts, self._first[b : b + 2])
+                mine = np.zeros(len(at) - 1, bool)
+                mine[texts[low:high] - self._first[b]] = True
+                keep &= np.repeat(mine, np.diff(at))
+            yield values if keep.all() else values[keep]
+
+    def digest(self) -> str:
+        """SHA-256 of ids, numbers, targets and what is not learnt, however they are cut into batches."""
+        content = ContentDigest()
+        for batch in self._batches:
+            content.update(batch)
+        return content.hexdigest()
+
+    def _view(self, b: int) -> _View:
+        view = self._views[b]
+        if view is None:
+            view = self._views[b] = _view_of(self._batches[b])
+        return view
+
+
+class ContentDigest:
+    """The digest of a store, batch by batch."""
+
+    def __init__(self) -> None:
+        self._parts = [hashlib.sha256() for _ in range(7)]
+
+    def update(self, batch: pa.RecordBatch) -> None:
+        """The next batch."""
+        view = _view_of(batch)
+        counts = [np.diff(at).astype(np.int64) for at in (view.ids_at, view.numbers_at, view.unlearnt_at)]
+        arrays = [view.ids, view.numbers, view.targets, view.unlearnt, *counts]
+        for part, array in zip(self._parts, arrays, strict=True):
+            part.update(np.ascontiguousarray(array).data)
+
+    def hexdigest(self) -> str:
+        """Of all so far."""
+        return hashlib.sha256(b"".join(part.digest() for part in self._parts)).hexdigest()
+
+
+def _view_of(batch: pa.RecordBatch) -> _View:
+    ids, numbers, targets, unlearnt = (batch.column(i) for i in range(4))
+    return _View(
+        ids.values.to_numpy(),
+        ids.offsets.to_numpy(),
+        numbers.values.to_numpy(),
+        targets.values.to_numpy(),
+        numbers.offsets.to_numpy(),
+        unlearnt.values.to_numpy(),
+        unlearnt.offsets.to_numpy(),
+    )
