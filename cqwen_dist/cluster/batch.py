@@ -115,7 +115,7 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
         return "stopped", reason
     if how == "preempted":
         return "requeue 0", reason
-    tries = fruitless_starts(read_history(run_dir)) - (_latest_step(run_dir) != started["step"])
+    tries = 0 if _latest_step(run_dir) != started["step"] else fruitless_starts(read_history(run_dir))
     if how == "lost" and tries <= max_restarts:
         return f"requeue {min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** max(0, tries - 1))}", reason
     return "failed", reason

@@ -1,0 +1,168 @@
+"""What the batch script asks: how a start ended, and whether to queue the job again. No SLURM here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.runs import write_config
+
+from cqwen_dist.checkpoint.status import write_status
+from cqwen_dist.cluster.batch import begin, fruitless_starts, guilty_log, judge, read_history, sweep_point
+from cqwen_dist.config import UserError
+
+
+class Starts:
+    """A run's folder and a job that is started and ends again and again."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config, self.run, self.patch, self.count = write_config(folder), folder / "run", monkeypatch, -1
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+
+    def start(self, restarts: int = 2, number: int | None = None) -> Path:
+        self.count = self.count + 1 if number is None else number
+        self.patch.setenv("SLURM_RESTART_COUNT", str(self.count))
+        run, logs = begin(self.config, [], restarts)
+        assert (run, logs) == (self.run, self.run / "slurm" / "job-7" / f"start-{self.count}")
+        return logs
+
+    def end(self, code: int = 1, asked: str = "no", restarts: int = 2, phase: str = "train") -> tuple[str, str]:
+        verdict, _ = judge(self.run, self.run / "slurm" / "latest", phase, code, asked, restarts)
+        return verdict, read_history(self.run)[-1]["how"]
+
+    def save(self, step: int) -> None:
+        (self.run / "latest").write_text(f"step-{step:08d}\n")
+
+    def rank_ends(self, rank: int, how: str, at: float = 0.0, log: str = "", message: str = "m") -> None:
+        logs = self.run / "slurm" / "latest"
+        (logs / f"rank-{rank}.log").write_text(log)
+        if how:
+            ending = {"rank": rank, "host": "h", "time": at, "how": how, "message": message}
+            (logs / f"rank-{rank}.ended").write_text(json.dumps(ending))
+
+
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
+    return Starts(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "asked", "verdict", "how"),
+    [
+        ("done", 0, "no", "done", "done"),
+        ("paused", 0, "no", "done", "done"),
+        ("preempted", 0, "no", "requeue 0", "preempted"),
+        ("preempted", 143, "USR1", "requeue 0", "preempted"),
+        ("preempted", 0, "TERM", "stopped", "cancelled"),
+        ("running", 137, "no", "requeue 10", "lost"),
+        ("running", 138, "USR1", "requeue 0", "preempted"),
+        ("running", 1, "TERM", "stopped", "cancelled"),
+        ("fatal", 1, "no", "failed", "fatal"),
+        ("fatal", 1, "USR1", "failed", "fatal"),
+    ],
+)
+def test_how_a_start_ended(starts: Starts, status: str, code: int, asked: str, verdict: str, how: str) -> None:
+    starts.start()
+    write_status(starts.run, status, reason="because")
+    assert starts.end(code, asked) == (verdict, how)
+
+
+@pytest.mark.parametrize("status", ["preempted", "fatal", "running"])
+def test_the_status_of_an_earlier_start_is_not_believed(starts: Starts, status: str) -> None:
+    starts.run.mkdir()
+    write_status(starts.run, status)
+    starts.start()
+    assert starts.end() == ("requeue 10", "lost")
+
+
+def test_a_rank_that_failed_by_itself_is_fatal_whatever_the_status_says(starts: Starts) -> None:
+    """The peers of a rank that raised see a lost connection first, and may be the ones to write the status."""
+    starts.start()
+    write_status(starts.run, "running", reason="all-reduce failed")
+    starts.rank_ends(0, "lost the others", at=1.0, log="gloo\n")
+    starts.rank_ends(1, "failed", at=2.0, log="ValueError: mine\n")
+    assert starts.end() == ("failed", "fatal")
+    log = guilty_log(starts.run / "slurm" / "latest")
+    assert log is not None
+    assert log.read_text() == "ValueError: mine\n"
+
+
+def test_a_killed_rank_is_the_one_that_left_no_word(starts: Starts) -> None:
+    starts.start()
+    starts.rank_ends(0, "lost the others", log="gloo\n")
+    starts.rank_ends(1, "", log="step 5\n")
+    assert starts.end() == ("requeue 10", "lost")
+    assert read_history(starts.run)[-1]["reason"].endswith("rank 1")
+    log = guilty_log(starts.run / "slurm" / "latest")
+    assert log is not None
+    assert log.name == "rank-1.log"
+
+
+def test_nodes_that_are_not_fit_end_the_job_and_a_preflight_that_hangs_does_not(starts: Starts) -> None:
+    starts.start()
+    assert starts.end(1, phase="preflight") == ("failed", "fatal")
+    starts.start()
+    assert starts.end(124, phase="preflight")[1] == "lost"
+
+
+def test_starts_without_a_new_checkpoint_are_bounded_and_wait_longer_each_time(starts: Starts) -> None:
+    starts.start()
+    assert starts.end() == ("requeue 10", "lost")
+    starts.start()
+    assert starts.end() == ("requeue 20", "lost")
+    starts.start()
+    assert starts.end() == ("failed", "lost")
+    with pytest.raises(UserError, match="3 starts in a row without a new checkpoint"):
+        starts.start()
+
+
+def test_a_new_checkpoint_an_orderly_stop_or_a_job_by_hand_count_from_the_start_again(starts: Starts) -> None:
+    for step in (0, 0, 20):
+        starts.start()
+        starts.save(step)
+        verdict, _ = starts.end()
+    assert verdict == "requeue 10"
+    for _ in range(5):
+        starts.start()
+        assert starts.end(138, "USR1") == ("requeue 0", "preempted")
+    assert fruitless_starts(read_history(starts.run)) <= 1
+    starts.start(number=0)
+    assert starts.end()[0] == "requeue 10"
+
+
+def test_a_host_that_is_lost_leaves_no_end_and_counts_too(starts: Starts) -> None:
+    for _ in range(3):
+        starts.start()
+    with pytest.raises(UserError, match="3 starts"):
+        starts.start()
+
+
+def test_wrong_input_is_one_line_before_anything_is_started(tmp_path: Path) -> None:
+    config = write_config(tmp_path, data__train=str(tmp_path / "nowhere.jsonl"))
+    command = [sys.executable, "-m", "cqwen_dist.cluster.batch", "begin", "--max-restarts", "1", "--", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"SLURM_JOB_ID": "1"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: data.train: found ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_points_of_a_sweep(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    points = tmp_path / "points"
+    points.write_text("# learning rates\ntrain.seed=1\n\ntrain.seed=2 'model.tokenizer=a b'\n")
+    assert sweep_point(1, config, points, ["train.eval_every=9"]) == [
+        str(config),
+        "train.eval_every=9",
+        "train.seed=2",
+        "model.tokenizer=a b",
+        f"run.dir={tmp_path}/run/1",
+    ]
+    with pytest.raises(UserError, match="0 to 1, the lines of"):
+        sweep_point(2, config, points, [])
+    points.write_text("train.seed='1\n")
+    with pytest.raises(UserError, match="No closing quotation"):
+        sweep_point(0, config, points, [])

@@ -1,0 +1,141 @@
+"""The text of batch scripts: whole files compared, hostile strings run through bash and sbatch's own quoting."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cqwen_dist.cluster.slurm import Job, Place, Resources, _quoted, read_stage_option, render, render_shipped
+from cqwen_dist.config import UserError
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+HOSTILE = "a'; echo foo"
+
+PLAIN = Job(
+    name="cqwen-gsm8k",
+    folder=Path("/home/me/project"),
+    run_dir=Path("/scratch/me/runs/gsm8k"),
+    config="/scratch/me/runs/gsm8k/slurm/submit-1/config.yaml",
+    overrides=(),
+    resources=Resources(nodes=2, gpus_per_node=8, partition="gpu", time="12:00:00"),
+    place=Place(python="/home/me/project/.venv/bin/python"),
+)
+FULL = Job(
+    name=f"{HOSTILE} 数",
+    folder=Path(f"/home/me/{HOSTILE}"),
+    run_dir=Path(f'/scratch/50% of "me"/{HOSTILE}'),
+    config=f"/scratch/{HOSTILE}/config.yaml",
+    overrides=("run.stop_after=heads", f"data.train=$(touch x) {HOSTILE}"),
+    resources=Resources(
+        nodes=4,
+        ranks_per_node=2,
+        partition="cpu",
+        account="lab-7",
+        qos="long",
+        constraint="(a|b)&c",
+        exclude="node[3,7-9]",
+        time="2-00:00:00",
+        options=("--mem=0", "--comment=two words", "--mail-type=END"),
+    ),
+    place=Place(
+        container=f"/images/{HOSTILE}.sif",
+        container_command="apptainer exec --nv --bind '/data dir'",
+        setup=("module purge", "module load apptainer"),
+    ),
+    warn_s=300,
+    max_restarts=2,
+    preflight=False,
+)
+
+
+def compare(name: str, text: str) -> None:
+    path = GOLDEN / name
+    assert text == path.read_text(encoding="utf-8"), f"{path}: rendered otherwise; look at the difference, then copy it"
+
+
+@pytest.mark.parametrize(("name", "job"), [("plain.sbatch", PLAIN), ("full.sbatch", FULL)])
+def test_the_rendered_script_is_this_text(name: str, job: Job) -> None:
+    compare(name, render(job))
+
+
+@pytest.mark.parametrize("kind", ["train", "sweep"])
+def test_what_is_shipped_is_what_is_rendered(kind: str) -> None:
+    assert (ROOT / "slurm" / f"{kind}.sbatch").read_text() == render_shipped(kind), (
+        "slurm/*.sbatch come from cqwen_dist/cluster/job.sbatch.j2: write them anew with render_shipped"
+    )
+
+
+SCRIPTS = [
+    *sorted((ROOT / "slurm").glob("*.sbatch")),
+    *sorted((ROOT / "launch").glob("*.sh")),
+    *sorted(GOLDEN.iterdir()),
+]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_bash_reads_it(path: Path) -> None:
+    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_shellcheck_has_nothing_to_say(path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_hostile_strings_arrive_as_they_are(tmp_path: Path) -> None:
+    """Bash runs the script's own assignments; nothing is expanded, nothing is executed."""
+    text = render(FULL)
+    (assignment,) = [line for line in text.splitlines() if line.startswith("run=(")]
+    (python,) = [line for line in text.splitlines() if line.startswith("python=(")]
+    script = f'{assignment}\n{python}\nprintf \'%s\\0\' "${{run[@]}}" "${{python[@]}}"\n'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    words = done.stdout.split("\0")[:-1]
+    assert words[:3] == [FULL.config, *FULL.overrides]
+    assert words[3:] == ["apptainer", "exec", "--nv", "--bind", "/data dir", f"/images/{HOSTILE}.sif", "python3"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", ["plain", "two words", HOSTILE, 'a "quoted" \\ word', "$(id) `id` # no comment"])
+def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
+    """sbatch takes double quotes and backslashes; it expands nothing. (On the real one: test_slurm_jobs.)"""
+    quoted = _quoted(value)
+    assert "\n" not in quoted
+    if quoted != value:
+        assert quoted[0] == quoted[-1] == '"'
+        assert quoted[1:-1].replace('\\"', "\0").replace("\\\\", "\\").replace("\0", '"') == value
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Resources(nodes=0), "--nodes: found 0, allowed: 1 or more"),
+        (lambda: Resources(time="soon"), "--time: found 'soon'"),
+        (lambda: Resources(partition="a\nb"), "printable"),
+        (lambda: Resources(options=("mem=0",)), "--sbatch: found 'mem=0'"),
+        (lambda: Place(setup=("a\n#SBATCH --nodes=9",)), "printable"),
+        (lambda: Job("a\nb", Path("/"), Path("/r"), "c", (), Resources()), "printable"),
+        (lambda: Job("a", Path("/"), Path("/r\\s"), "c", (), Resources()), "without backslashes"),
+        (lambda: Job("a", Path("/"), Path("/r"), "c", (), Resources(), warn_s=5), "--warn-s: found 5"),
+        (lambda: read_stage_option("heads", Resources()), "NAME:key=value"),
+        (lambda: read_stage_option("heads:nodes=two", Resources()), "--stage heads:nodes: found 'two'"),
+        (lambda: read_stage_option("heads:colour=red", Resources()), "nodes, gpus-per-node"),
+    ],
+)
+def test_what_no_job_can_be_made_of_is_refused(make: object, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        make()  # type: ignore[operator]
+    assert said in str(refused.value)
+
+
+def test_a_stage_asks_for_other_resources() -> None:
+    name, needs = read_stage_option("heads:nodes=1,gpus-per-node=2,partition=small", PLAIN.resources)
+    assert name == "heads"
+    assert (needs.nodes, needs.gpus_per_node, needs.partition, needs.time) == (1, 2, "small", "12:00:00")
