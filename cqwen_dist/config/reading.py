@@ -31,6 +31,7 @@ RESUMABLE = (
     "train.keep_",
     "train.best_metric",
     "train.background_save",
+    "train.max_refused_steps",
     "train.feature_cache.",
     "data.cache_dir",
     "data.workers",

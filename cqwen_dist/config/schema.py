@@ -173,6 +173,11 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = Field(
         0, description="Seed of the initialisation and of the order of samples."
     )
+    max_refused_steps: Positive = Field(
+        3,
+        description="Steps in a row that may be refused, because their loss or gradient is not finite, before the run "
+        "stops; fewer are passed over, and named in alarms.jsonl.",
+    )
     checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")
     eval_every: Positive = Field(200, description="Optimizer steps between evaluations (also at stage ends).")
     keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
@@ -204,6 +209,12 @@ class RunConfig(Section):
     )
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
     wandb_project: str = Field("cqwen", description="W&B project.")
+    tensorboard: bool = Field(False, description="Also write TensorBoard events, to DIR/tensorboard (extra package).")
+    peak_tflops: Above0 | None = Field(
+        None,
+        description="What one rank's device can do, for perf/mfu; default: the data sheet's dense bf16 peak of common "
+        "GPUs, else no perf/mfu.",
+    )
 
 
 DEFAULT_STAGES = [

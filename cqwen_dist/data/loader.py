@@ -81,6 +81,7 @@ class Loader:
         self.micro_steps = -(-len(share(global_batch_size, 0, world)) // micro_batch_size)
         self.steps_per_epoch = -(-len(dataset) // global_batch_size)
         self.epoch, self.step = 0, 0
+        self._handed_out = (0, 0)
         self._order: tuple[int, np.ndarray] | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -88,6 +89,7 @@ class Loader:
             batches = _micro_batches(
                 self.dataset, self.mine(self.epoch, self.step), self.micro_batch_size, self.micro_steps
             )
+            self._handed_out = (self.epoch, self.step)
             self.step += 1
             if self.step == self.steps_per_epoch:
                 self.epoch, self.step = self.epoch + 1, 0
@@ -104,6 +106,13 @@ class Loader:
         indices = self.indices(epoch, step)
         part = share(len(indices), self.rank, self.world)
         return indices[part.start : part.stop]
+
+    def handed_out(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """The samples of the step that was handed out last: of all ranks, or of these."""
+        indices = self.indices(*self._handed_out)
+        if ranks is None:
+            return indices
+        return [indices[i] for rank in ranks for i in share(len(indices), rank, self.world)]
 
     def state_dict(self) -> dict[str, int]:
         """Where the next step comes from: {epoch, step}; the same on all ranks and for any number of ranks."""

@@ -32,7 +32,14 @@ from cqwen_dist.train.stages import StagePlan
 
 
 class NonFiniteStep(RuntimeError):
-    """The gradient's norm over the world is not finite: every rank refused the step, no parameter was changed."""
+    """The gradient's norm over the world is not finite: every rank refused the step, no parameter was changed.
+
+    ranks: those whose features were not finite either.
+    """
+
+    def __init__(self, text: str, ranks: list[int] | None = None) -> None:
+        super().__init__(text)
+        self.ranks = ranks or []
 
 
 class Engine:
@@ -150,13 +157,20 @@ class Engine:
         """
         self._norm = None
         self._head_norm_sq = self.heads.reduce_gradients()
-        if self.features_awake:
-            with naming("DeepSpeed's step"):
-                self.engine.step()
-            if self._norm is None or not self.engine.was_step_applied():
-                self._finite_norm(torch.tensor(torch.nan))
-        else:
-            self._norm = self._finite_norm(self._head_norm_sq.sqrt())
+        try:
+            if self.features_awake:
+                with naming("DeepSpeed's step"):
+                    self.engine.step()
+                if self._norm is None or not self.engine.was_step_applied():
+                    self._finite_norm(torch.tensor(torch.nan))
+            else:
+                self._norm = self._finite_norm(self._head_norm_sq.sqrt())
+        except NonFiniteStep:  # the next step begins as if this one had not been
+            self.heads.adamw.zero_grad(set_to_none=True)
+            if self.features_awake:
+                zero_state.discard_gradients(self.engine)
+            self._finite.fill_(True)
+            raise
         assert self._norm is not None
         limit = self.config.train.max_grad_norm
         self.heads.step((limit / (self._norm + 1e-6)).clamp(max=1.0))
@@ -173,7 +187,8 @@ class Engine:
             found = [rank for rank, finite in enumerate(gather_objects(bool(self._finite))) if not finite]
             features = f"the features of rank {', '.join(map(str, found))} are not" if found else "all features are"
             raise NonFiniteStep(
-                f"the gradient norm, all-reduced over the world group, is {number}; {features} finite; no step taken"
+                f"the gradient norm, all-reduced over the world group, is {number}; {features} finite; no step taken",
+                found,
             )
         return norm
 

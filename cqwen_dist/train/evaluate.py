@@ -3,6 +3,7 @@
 eval/accuracy          argmax P over every labelled position       eval/base_accuracy     the base model's own top-1
 eval/perplexity        of softmax(loc_S)                           eval/base_perplexity   the base model's own
 eval/perplexity_ovr    of P_k / sum P                              eval/num_*             telling <NUM> from words
+eval/accuracy_words_*                                              by the label's frequency (`frequency.band_names`)
 eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_figures`)
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
 dist/U_*               what U looks like                           dist/ovr_prob_sum_*    1 is calibrated
@@ -30,8 +31,8 @@ from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_ovr, vocab_parallel_topk
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 from cqwen_dist.train.conformal import IntervalFactors
+from cqwen_dist.train.frequency import band_names, band_of
 from cqwen_dist.train.number_figures import Numbers, number_figures
-from cqwen_dist.train.word_bands import BANDS, band_of
 
 Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
 _SAMPLE = 4096  # values a batch of U keeps for its quantiles
@@ -53,12 +54,11 @@ class Decisions:
 class Evaluation:
     """What the figures alone do not hold, for reports; on rank 0 whole, elsewhere empty where it says so.
 
-    numbers: `number_figures`' drawing, or None without numbers. bands: accuracy by the label's frequency, or None.
+    numbers: `number_figures`' drawing, or None without numbers.
     labels [n] and probe [n,C]: U of the first few held-out tokens of this rank, CPU.
     """
 
     numbers: dict[str, Any] | None
-    bands: list[dict[str, float]] | None
     labels: Tensor
     probe: Cauchy
 
@@ -122,7 +122,7 @@ class Evaluator:
         """All figures, equal on every rank; `factors` and `last` hold the rest."""
         action, num_id = self.model.action, self.model.config.num_token_id
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
-        banded = torch.zeros(2, len(BANDS), dtype=torch.float64, device=self.device)
+        banded = torch.zeros(2, len(band_names()), dtype=torch.float64, device=self.device)
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
         probe: list[tuple[Tensor, Cauchy]] = []
@@ -178,11 +178,11 @@ class Evaluator:
             figures.update(found.figures)
             self.factors, numbers = found.factors, found.drawing
         labels, u = probe[0] if probe else (torch.zeros(0, dtype=torch.int64), Cauchy(torch.zeros(0), torch.zeros(0)))
-        bands = None
         if self.band is not None:
             hits, seen = packed[len(names) :].view(2, -1).tolist()
-            bands = [{"band": name, "right": h, "labels": n} for (name, _), h, n in zip(BANDS, hits, seen, strict=True)]
-        self.last = Evaluation(numbers, bands, labels, u)
+            bands = zip(band_names(), hits, seen, strict=True)
+            figures.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
+        self.last = Evaluation(numbers, labels, u)
         return figures
 
     def _decide(self, sums: dict[str, Tensor], scores: OvrScores, strength: Tensor, right: Tensor) -> None:

@@ -40,6 +40,20 @@ def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, v
     return weights[start : start + rows]
 
 
+def band_of(counts: np.ndarray) -> np.ndarray:
+    """[V] int64: the band of each word, an index into `band_names`."""
+    rank = np.empty(len(counts), dtype=np.int64)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
+    band = np.searchsorted(BANDS, rank, side="right")
+    band[counts == 0] = len(BANDS) + 1
+    return band
+
+
+def band_names() -> list[str]:
+    """As they end the names of figures, the most frequent first."""
+    return [*(f"{low + 1}_{high}" for low, high in pairwise((0, *BANDS))), f"{BANDS[-1] + 1}_up", "unseen"]
+
+
 class ThresholdBands:
     """The mean threshold of frequent, rarer, rare and unseen words: a learnable C is expected to fall for the first
     and to rise for the last (S0 5.1)."""
@@ -47,13 +61,8 @@ class ThresholdBands:
     def __init__(self, counts: np.ndarray, start: int, rows: int, groups: Groups) -> None:
         """counts [V]: occurrences; [start, start+rows): this rank's words."""
         self.groups = groups
-        rank = np.empty(len(counts), dtype=np.int64)
-        rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
-        band = np.searchsorted(BANDS, rank, side="right")
-        band[counts == 0] = len(BANDS) + 1
-        self._band = torch.from_numpy(band[start : start + rows])
-        named = [f"{low + 1}_{high}" for low, high in pairwise((0, *BANDS))]
-        self.names = [f"dist/C_words_{name}" for name in (*named, f"{BANDS[-1] + 1}_up", "unseen")]
+        self._band = torch.from_numpy(band_of(counts)[start : start + rows])
+        self.names = [f"dist/C_words_{name}" for name in band_names()]
 
     @torch.no_grad()
     def __call__(self, threshold: Tensor) -> dict[str, float]:

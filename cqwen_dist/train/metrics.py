@@ -1,108 +1,112 @@
-"""Where figures go: metrics.jsonl (one object an optimizer step), W&B, the console.
+"""The figures of a run on rank 0: read late, watched, handed to the sinks, and the console line.
 
-Training figures stay tensors until the next step has been started, so no step waits for its own loss.
+A step's figures stay tensors until the next step has been started: they are packed into one vector, copied while the
+device works, and read when the next step's come. So no step waits for its own loss, and a step costs one copy.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.config import RunConfig
+from cqwen_dist.train.alarms import ALARMS, Alarm, Alarms
+from cqwen_dist.train.sinks import METRICS, MetricsFile, open_sinks
 
-METRICS = "metrics.jsonl"
+__all__ = ["METRICS", "MetricsFile", "MetricsLog", "Progress"]
 
-
-class MetricsFile:
-    """metrics.jsonl: one flushed line an optimizer step, each step once, also after a resume."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        """Opens for appending; lines of steps after `step` (done after the checkpoint, now done again) are dropped."""
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if 0 < _step_of(line) <= step]
-            write_atomically(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+# The names of seed S1 (6.1) beside those of S3 (5), which they are aliases of.
+ALIASES = {
+    "total_loss": "train/total_loss",
+    "ovr_prob_sum": "train/prob_sum_mean",
+    "units_mean_loc": "dist/U_loc_mean",
+    "units_mean_scale": "dist/U_scale_mean",
+}
 
 
-def _step_of(line: str) -> int:
-    """The step of a line; 0 where a kill cut it off."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return 0
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else 0
+class _Late:
+    """Scalars of a device on their way to the host."""
+
+    def __init__(self, figures: Mapping[str, Any]) -> None:
+        self._names = [name for name, value in figures.items() if isinstance(value, Tensor)]
+        self._there: Tensor | None = None
+        self._arrived: Any = None
+        if self._names:
+            packed = torch.stack([figures[name].detach().float() for name in self._names])
+            self._there = packed
+            if packed.is_cuda:
+                self._there = torch.empty(packed.shape, pin_memory=True).copy_(packed, non_blocking=True)
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+
+    def read(self) -> dict[str, float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return {} if self._there is None else dict(zip(self._names, self._there.tolist(), strict=True))
 
 
 class MetricsLog:
     """Rank 0's sinks. `push` takes a step's figures, tensors among them; they are read when the next step's come."""
 
-    def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> None:
-        self._file = MetricsFile(run_dir / METRICS, step)
+    def __init__(
+        self,
+        run_dir: Path,
+        run: RunConfig,
+        config: dict[str, Any],
+        step: int,
+        alarms: Alarms | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """step: of the checkpoint that is gone on from; config: shown in W&B; say: where alarms are told."""
+        self._sinks = open_sinks(run_dir, run, config, step)
+        self._alarm_file = MetricsFile(run_dir / ALARMS, step)
+        self._alarms, self._say = alarms, say
         self._pending: dict[str, Any] | None = None
-        self._wandb: Any = None
-        if run.wandb != "disabled":
-            import wandb
+        self._late = _Late({})
+        self._samples: Sequence[int] = ()
 
-            name = run.name or run_dir.name
-            id_file = run_dir / "wandb_id"
-            if not id_file.is_file():
-                write_atomically(id_file, secrets.token_hex(4))
-            self._wandb = wandb.init(
-                project=run.wandb_project,
-                name=name,
-                id=id_file.read_text(encoding="utf-8").strip(),
-                resume="allow",
-                mode=run.wandb,
-                dir=str(run_dir),
-                config=config,
-            )
-
-    def push(self, record: dict[str, Any]) -> None:
-        """Queue one step's record; writes the one before it."""
+    def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> None:
+        """Queue one step's record; writes the one before it. samples: of the step, to be named in an alarm."""
         self.flush()
-        self._pending = record
+        self._pending, self._late, self._samples = record, _Late(record), samples
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Add figures (an evaluation's) to the step last pushed."""
+        """Add plain figures (an evaluation's) to the step last pushed."""
         assert self._pending is not None
         self._pending.update(figures)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Tell of it wherever figures go."""
+        self._alarm_file.write(alarm.to_dict())
+        for sink in self._sinks:
+            sink.alarm(alarm.kind, alarm.text)
+        if self._say is not None:
+            self._say(f"[bold red]alarm[/] {alarm.kind}: {alarm.text}")
 
     def flush(self) -> dict[str, Any] | None:
         """Write what is queued."""
         if self._pending is None:
             return None
-        record = {k: float(v) if isinstance(v, Tensor) else v for k, v in self._pending.items()}
+        record = {**self._pending, **self._late.read()}
         self._pending = None
-        self._file.write(record)
-        if self._wandb is not None:
-            self._wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+        record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
+        for sink in self._sinks:
+            sink.write(record)
+        for alarm in () if self._alarms is None else self._alarms.look(record, self._samples):
+            self.alarm(alarm)
         return record
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._alarm_file.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 class Progress:

@@ -27,7 +27,9 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.train.alarms import Alarms, GradientWatch, Refusals
 from cqwen_dist.train.base import build_run_base, load_tokenizer
+from cqwen_dist.train.conformal import CALIBRATION, IntervalFactors
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.engine import Engine, NonFiniteStep
@@ -37,6 +39,7 @@ from cqwen_dist.train.frequency import ThresholdBands
 from cqwen_dist.train.loading import StageLoaders
 from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.partitioned import load_partitioned_base
+from cqwen_dist.train.perf import Clock, Work
 from cqwen_dist.train.run_folder import START, START_TENSORS, write_environment
 from cqwen_dist.train.session import Place, open_session
 from cqwen_dist.train.stages import Schedule, StagePlan
@@ -137,6 +140,9 @@ class Trainer:
         self.cache = FeatureCache(config, runtime, self.engine, self._forward, tokenizer, self._say)
         self.evaluator = self._evaluator()
         self.saver = self._saver()
+        self.refusals = Refusals(config.train.max_refused_steps)
+        self.clock = Clock(Work.of(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
+        self.noise = GradientWatch(model.action.b_noise)
 
     # ------------------------------------------------------------------------------------- the loop
 
@@ -155,7 +161,10 @@ class Trainer:
         log = None
         if self.runtime.is_main:
             logged = step - (self.place.due is not None)
-            log = MetricsLog(self.folder, self.config.run, self.config.model_dump(mode="json"), logged)
+            base = None if self.evaluator is None else self.evaluator.base.get("eval/base_accuracy")
+            alarms = Alarms.of(self.config, self.used_rows or self.model.config.vocab_size, base)
+            everything = self.config.model_dump(mode="json")
+            log = MetricsLog(self.folder, self.config.run, everything, logged, alarms, self._say)
             self.progress = Progress(total, step)
         self.status.at(step, total, self.schedule.at(step).stage.name)
         self.status.write(status="running")
@@ -194,23 +203,28 @@ class Trainer:
                 batches = self.loaders.enter(plan)
                 self.cache.enter(plan, step, self.loaders.current)
                 entered = plan
+            self.clock.data()
             cached = self.cache.next()  # before the loader moves on
             micro_batches = self._next(batches)
+            self.clock.work(micro_batches)
             self.engine.set_lr(plan, step)
             try:
                 figures, tokens = self.stepper(micro_batches, plan, step, cached)
+                self.refusals.taken()
             except NonFiniteStep as error:
-                raise NonFiniteStep(f"step {step + 1}, stage {plan.stage.name}: {error}; it changed nothing") from error
+                loader, total = self.loaders.current, self.schedule.total_steps
+                figures = dict(self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, log))
+                tokens = 0
             step += 1
             record = {"step": step, "stage": plan.stage.name, **figures}
-            if log is not None:
-                log.push(record)
             at_end = step == plan.stop
+            if log is not None:
+                record.update(self.noise.take())
+                record.update(self.clock.figures(tokens, self.engine.features_awake, cached is not None))
+                log.push(record, self.loaders.current.handed_out())
             if self.progress is not None:
-                loss = float(figures["train/total_loss"]) if at_end else None
-                rate = self.progress.step(step, plan.stage.name, tokens, loss, force=at_end)
-                if log is not None:
-                    log.add({"perf/tokens_per_s": rate})
+                loss = float(figures["train/total_loss"]) if at_end and tokens else None
+                self.progress.step(step, plan.stage.name, tokens, loss, force=at_end)
             last = self._after_step(step, record, last, log)
         return last
 
@@ -330,6 +344,9 @@ class Trainer:
             "constraint": self.constraint.state_dict(),
             "base": {} if self.evaluator is None else self.evaluator.base,
         }
+        if self.evaluator is not None and self.evaluator.factors is not None:
+            factors = self.evaluator.factors.to_dict()
+            progress["figures"] = {**self.place.figures, CALIBRATION: factors}
         about = About(
             self.place.step,
             self.place.stage,
@@ -344,6 +361,7 @@ class Trainer:
         """Put a checkpoint back."""
         restore_state(self.engine, state)
         self.place = Place(**{key: state.state[key] for key in Place().to_dict()})
+        factors = self.place.figures.pop(CALIBRATION, None)
         self.saved_step = self.place.step
         self.schedule.load_state_dict(state.state["schedule"])
         if self.config.loss.constraint.mode != "off":
@@ -351,6 +369,7 @@ class Trainer:
         self.loaders.load_state_dict(state.state["loader"])
         if self.evaluator is not None:
             self.evaluator.base = state.state["base"]
+            self.evaluator.factors = None if factors is None else IntervalFactors.from_dict(factors)
 
     # ---------------------------------------------------------------------------------- small parts
 

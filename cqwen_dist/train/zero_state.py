@@ -37,6 +37,22 @@ def flat_masters(engine: Any) -> list[tuple[int, Tensor]]:
     return list(enumerate(optimizer.single_partition_of_fp32_groups))
 
 
+def discard_gradients(engine: Any) -> None:
+    """Forget what a step has gathered, as DeepSpeed does itself where it finds an overflow."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "_overflow_clean_up"):  # ZeRO-3
+        optimizer._overflow_clean_up(optimizer.loss_scale)
+        return
+    optimizer.zero_grad(set_to_none=True)
+    if optimizer.cpu_offload:  # DeepSpeed itself leaves a NaN in the masters' gradients and in the buffers below
+        optimizer.reset_cpu_buffers()
+        for master in optimizer.single_partition_of_fp32_groups:
+            if master.grad is not None:
+                master.grad.zero_()
+    for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        kept.update(dict.fromkeys(kept))
+
+
 def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, _Piece | None]]:
     """Every trainable parameter with the piece this rank holds (None: another rank's)."""
     optimizer = engine.optimizer

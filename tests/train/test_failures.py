@@ -1,13 +1,15 @@
 """What goes wrong while training: nothing that is not finite enters a parameter, and the run says where it stood."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from support.runs import as_rank, cqwen_forked, metrics, write_config
+from support.runs import as_rank, cqwen_forked, metrics, write_config, write_texts
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
@@ -31,7 +33,7 @@ def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
     plan = trainer.schedule.plans[stage]
     trainer._enter_stage(plan, fresh=True)
     trainer.engine.set_lr(plan, plan.start)
-    batches = iter(trainer.loader)
+    batches = trainer.loaders.enter(plan)
     good, bad = next(batches), next(batches)
     figures, _ = trainer.stepper(good, plan, plan.start)
     if runtime.rank == runtime.world_size - 1:
@@ -63,6 +65,58 @@ def everything(trainer: object) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in named.items()}
 
 
+def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
+    """A step, one that is refused (or none), a step: everything after it."""
+    from cqwen_dist.train.engine import NonFiniteStep
+    from cqwen_dist.train.run_folder import open_run
+    from cqwen_dist.train.trainer import Trainer
+
+    config = load_config(path)
+    runtime = as_rank()
+    if runtime.is_main:
+        open_run(config)
+    dist.barrier()
+    trainer = Trainer(config, runtime)
+    trainer._start_or_resume()
+    plan = trainer.schedule.plans[1]
+    trainer._enter_stage(plan, fresh=True)
+    trainer.engine.set_lr(plan, plan.start)
+    batches = trainer.loaders.enter(plan)
+    first, second = next(batches), next(batches)
+    trainer.stepper(first, plan, plan.start)
+    if poison:
+        bad = [replace(batch, numeric_values=batch.numeric_values.clone()) for batch in first]
+        if runtime.rank == runtime.world_size - 1:
+            bad[0].numeric_values[0, 0] = torch.nan  # phi(nan) at any token
+        with pytest.raises(NonFiniteStep) as refused:
+            trainer.stepper(bad, plan, plan.start + 1)
+        assert refused.value.ranks == [runtime.world_size - 1]
+    trainer.stepper(second, plan, plan.start + 1)
+    return {name: value.cpu().numpy() for name, value in everything(trainer).items()}
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "offload"),
+    [(1, "fp32", "none"), (3, "fp32", "none"), (1, "bf16", "none"), (2, "bf16", "optimizer")],
+)
+def test_after_a_refused_step_the_next_one_is_as_if_it_had_not_been(
+    tmp_path: Path, zero: int, precision: str, offload: str
+) -> None:
+    """Nothing of the refused gradients is left: not in the heads, and not in DeepSpeed's buffers."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    options = {"parallel__zero_stage": zero, "parallel__offload": offload, "train__precision": precision}
+    options["data__train"] = str(write_texts(tmp_path / "texts.jsonl"))
+    results = [
+        run_ranks(steps_around, 2, str(write_config(tmp_path / name, **options)), poison)
+        for name, poison in (("a", False), ("b", True))
+    ]
+    for without, after in zip(*results, strict=True):
+        assert without.keys() == after.keys()
+        changed = [name for name in without if not np.array_equal(without[name], after[name])]
+        assert changed == []
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path, stage: int, precision: str) -> None:
@@ -74,7 +128,7 @@ def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path,
 
 
 def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_stage(tmp_path: Path) -> None:
-    config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30})
+    config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30}, train__max_refused_steps=1)
     done = cqwen_forked("train", config)
     run = tmp_path / "run"
     assert done.returncode == 1
@@ -86,6 +140,26 @@ def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_st
     folder = latest_checkpoint(run)
     assert folder is not None
     assert folder.name == "step-00000004"
+
+
+def test_refused_steps_are_passed_over_named_and_counted(tmp_path: Path) -> None:
+    """Steps 5 and 6 of an exploded run: the first is passed over, the second is the run's last, so it fails."""
+    config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30})
+    done = cqwen_forked("train", config)
+    run = tmp_path / "run"
+    assert done.returncode == 1
+    assert "step 6, stage lora" in read_status(run)["reason"]
+    assert "the run's last" in read_status(run)["reason"]
+    last = metrics(run)[-1]
+    assert (last["step"], last["train/refused"]) == (5, 1.0)
+    assert "train/total_loss" not in last
+    (alarm,) = [json.loads(line) for line in (run / "alarms.jsonl").read_text().splitlines()]
+    assert (alarm["step"], alarm["kind"]) == (5, "refused-step")
+    dataset = 32  # 40 texts, a fifth held out
+    assert len(alarm["samples"]) == 12 or len(alarm["samples"]) == dataset % 12
+    assert all(0 <= sample < dataset for sample in alarm["samples"])
+    assert ", ".join(map(str, alarm["samples"])) in alarm["text"]
+    assert alarm["text"] in " ".join(done.stdout.split("\n"))
 
 
 def test_a_failing_disk_is_a_failure_with_a_reason(tmp_path: Path) -> None:

@@ -1,0 +1,203 @@
+"""What a person should be woken for: a run that looks well by its loss and is not, and steps that were refused.
+
+Rank 0 looks at every record once its values are read (no step waits); an alarm is told once, and again only after its
+cause was gone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.config import Config
+from cqwen_dist.data.loader import Loader
+from cqwen_dist.train.engine import NonFiniteStep
+
+ALARMS = "alarms.jsonl"
+SHOWN_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One finding: kind (a short name), the step, a sentence for a person, and the samples of that step if known."""
+
+    step: int
+    kind: str
+    text: str
+    samples: list[int] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A line of alarms.jsonl."""
+        return asdict(self)
+
+
+class AlarmLog(Protocol):
+    """Where alarms are told."""
+
+    def alarm(self, alarm: Alarm) -> None: ...
+
+
+class Alarms:
+    """Watches the records of a run.
+
+    words: how many words the loss sums over, None where its level says nothing (class weights). factor: what the
+    loss has to be multiplied by to be that sum (vocab_reduction: mean divides). base_accuracy: the base's own top-1.
+    """
+
+    TRAP_LOOKS = 3  # looks at train/accuracy in a row
+    DEAD_STEPS = 20  # steps in a row without a gradient
+    HISTORY = 64  # losses that a spike is measured against
+    LEAST_HISTORY = 20
+    SPIKE = 10.0  # robust deviations
+
+    def __init__(self, words: int | None, factor: float = 1.0, base_accuracy: float | None = None) -> None:
+        self.uniform = None if words is None else 1.0 + math.log(words)
+        self.factor = factor
+        self.poor = 0.02 if base_accuracy is None else 0.2 * base_accuracy
+        self._stage: str | None = None
+        self._told: set[str] = set()
+        self._trapped = self._dead = 0
+        self._p_num: float | None = None
+        self._best_p_num = 0.0
+        self._losses: deque[float] = deque(maxlen=self.HISTORY)
+
+    @classmethod
+    def of(cls, config: Config, words: int, base_accuracy: float | None) -> Alarms:
+        """For a run of this config. words: rows that the loss sums over."""
+        weighted = config.loss.class_weights is not None
+        factor = words if config.loss.vocab_reduction == "mean" else 1.0
+        return cls(None if weighted else words, factor, base_accuracy)
+
+    def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
+        """Alarms of one step's plain values. samples: that the step was taken with, over all ranks."""
+        if record.get("stage") != self._stage:  # another lambda, batch or length: another level of the loss
+            self._stage = record.get("stage")
+            self._losses.clear()
+        found: list[tuple[str, bool, str]] = [
+            ("uniform-trap", *self._uniform_trap(record)),
+            ("p-num-collapse", *self._p_num_collapse(record)),
+            ("b-noise-without-gradient", *self._dead_noise(record)),
+            ("loss-spike", *self._spike(record)),
+        ]
+        alarms = []
+        for kind, there, text in found:
+            if there and kind not in self._told:
+                which = list(samples)[:SHOWN_SAMPLES] if kind == "loss-spike" else []
+                alarms.append(Alarm(int(record["step"]), kind, text, which))
+            (self._told.add if there else self._told.discard)(kind)
+        return alarms
+
+    def _uniform_trap(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        """All P = 1/V has the loss 1 + ln V and sum P = 1: it looks trained, and knows no word."""
+        accuracy, loss, prob_sum = (
+            record.get(f"train/{name}") for name in ("accuracy", "cls_loss_mean", "prob_sum_mean")
+        )
+        if self.uniform is None or accuracy is None or loss is None or prob_sum is None:
+            return "uniform-trap" in self._told, ""
+        level = loss * self.factor
+        near = abs(level - self.uniform) < 0.05 * self.uniform and 0.5 < prob_sum < 2.0 and accuracy < self.poor
+        self._trapped = self._trapped + 1 if near else 0
+        return self._trapped >= self.TRAP_LOOKS, (
+            f"the word loss is {level:.2f}; P = 1/V everywhere costs 1 + ln V = {self.uniform:.2f}. The sum of P is "
+            f"{prob_sum:.2f} but accuracy only {accuracy:.1%}. The run sits in the uniform solution: begin "
+            "again from `start: calibrated`, or with larger rates for {b_scale, C}"
+        )
+
+    def _p_num_collapse(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        p_num = record.get("train/p_num_mean")
+        if not p_num:  # 0: a step without <NUM> labels; P itself is never 0
+            return "p-num-collapse" in self._told, ""
+        self._p_num = p_num if self._p_num is None else 0.9 * self._p_num + 0.1 * p_num
+        self._best_p_num = max(self._best_p_num, self._p_num)
+        return self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05, (
+            f"P of <NUM> where <NUM> is right fell to {self._p_num:.2g} from {self._best_p_num:.2g}: numbers are being "
+            "unlearnt. `loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
+        )
+
+    def _dead_noise(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        gradient = record.get("train/b_noise_grad")
+        if gradient is None:
+            return False, ""
+        self._dead = self._dead + 1 if gradient == 0 else 0
+        return self._dead >= self.DEAD_STEPS, (
+            f"b_noise had no gradient for {self._dead} steps while its group trains: |b| has none at b = 0. "
+            "Begin with model.b_noise_init above 0, or leave `noise` out of the stage"
+        )
+
+    def _spike(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        loss = record.get("train/total_loss")
+        if loss is None or not math.isfinite(loss):
+            return False, ""
+        there, text = False, ""
+        if len(self._losses) >= self.LEAST_HISTORY:
+            median = statistics.median(self._losses)
+            spread = 1.4826 * statistics.median(abs(x - median) for x in self._losses)
+            unit = max(spread, 0.02 * abs(median), 1e-3)
+            there = loss - median > self.SPIKE * unit
+            text = (
+                f"the loss is {loss:.4g} where the median of the last {len(self._losses)} steps was {median:.4g} "
+                f"({(loss - median) / unit:.0f} deviations)"
+            )
+        self._losses.append(loss)
+        return there, text
+
+
+class GradientWatch:
+    """The largest entry of b_noise's gradient on this rank, read late; for as long as it has any."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self._largest: Tensor | None = None
+        trains = parameter.requires_grad  # a hook wants it; stages put it to sleep and wake it
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._see)
+        parameter.requires_grad_(trains)
+
+    def _see(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._largest = parameter.grad.detach().abs().amax()  # accumulated: the last call of a step has it all
+
+    def take(self) -> dict[str, Tensor]:
+        """{"train/b_noise_grad": []} of the step just taken; {} where the parameter slept."""
+        largest, self._largest = self._largest, None
+        return {} if largest is None else {"train/b_noise_grad": largest}
+
+
+class Refusals:
+    """Steps whose loss or gradient was not finite: passed over one by one, until `limit` of them came in a row.
+
+    Every rank counts alike, since every rank refuses alike.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_a_row = limit, 0
+
+    def refuse(
+        self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, log: AlarmLog | None
+    ) -> dict[str, float]:
+        """Pass over a step that was refused (nothing of it is in any parameter): its samples are named; its figures.
+
+        step: of `total`, as people count; loader: that handed its samples out; log: where it is told. Raises
+        `NonFiniteStep` where it is the `limit`-th in a row, or the run's last.
+        """
+        self.in_a_row += 1
+        samples, suspects = loader.handed_out(), loader.handed_out(error.ranks)
+        named = ", ".join(map(str, (suspects or samples)[:SHOWN_SAMPLES]))
+        which = "samples of the ranks whose features are not finite" if suspects else "samples of the step"
+        text = f"step {step}, stage {stage}: {error}; {which}: {named}"
+        if self.in_a_row >= self.limit:
+            raise NonFiniteStep(f"{text}. {self.in_a_row} in a row were refused: stopping") from error
+        if step == total:
+            raise NonFiniteStep(f"{text}. It was the run's last: there is nothing after it to learn from") from error
+        if log is not None:
+            log.alarm(Alarm(step, "refused-step", text, samples[:SHOWN_SAMPLES]))
+        return {"train/refused": 1.0}
+
+    def taken(self) -> None:
+        """A step was taken."""
+        self.in_a_row = 0
