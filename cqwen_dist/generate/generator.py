@@ -254,13 +254,18 @@ def _check_options(
         raise UserError("eps_truncation", eps_truncation, "0 or more, below 0.5")
     if max_new_tokens < 0:
         raise UserError("max_new_tokens", max_new_tokens, "0 or more")
+    check_sampling(temperature, top_k, top_p)
+    if decode_rule not in (None, "ovr", "loc"):
+        raise UserError("decode_rule", decode_rule, "ovr, loc")
+    if used_rows is not None and used_rows < 1:
+        raise UserError("used_rows", used_rows, "1 or more")
+
+
+def check_sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> None:
+    """Raises `UserError` for values out of range; None is always fine."""
     if temperature is not None and not 0.0 <= temperature < math.inf:
         raise UserError("temperature", temperature, "a number >= 0 (0: greedy)")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         raise UserError("top_p", top_p, "above 0, at most 1")
     if top_k is not None and top_k < 0:
         raise UserError("top_k", top_k, "0 (all words) or more")
-    if decode_rule not in (None, "ovr", "loc"):
-        raise UserError("decode_rule", decode_rule, "ovr, loc")
-    if used_rows is not None and used_rows < 1:
-        raise UserError("used_rows", used_rows, "1 or more")

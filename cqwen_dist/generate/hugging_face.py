@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.generator import Watch
+from cqwen_dist.generate.generator import Watch, check_sampling
 from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, StopStrings, Tokenizer
 
@@ -132,8 +132,7 @@ def _processors(
 ) -> dict[str, Any]:
     """Hugging Face's own list of processors and warpers, in its order, and whether to sample."""
     heat = merged.get("temperature")
-    if heat is not None and not 0.0 <= heat < float("inf"):
-        raise UserError("temperature", heat, "a number >= 0 (0: greedy)")
+    check_sampling(heat, merged.get("top_k"), merged.get("top_p"))
     implied = any(name in merged for name in ("temperature", "top_k", "top_p", "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and heat != 0.0
     settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "eos_token_id", "pad_token_id") if n in merged}

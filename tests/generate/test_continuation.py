@@ -7,28 +7,13 @@ import json
 import pytest
 import torch
 from support.tiny import NUM, tiny_causal_lm
+from support.words import Words
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.model import CausalQwenForCausalLM
 
-EOS = 5
-
-
-class Words:
-    """A tokenizer of words `w12` and numbers, apart by spaces."""
-
-    num_token_id = NUM
-    eos_token_id = EOS
-    pad_token_id = 0
-
-    def encode(self, text: str) -> tuple[list[int], list[float]]:
-        words = text.split()
-        ids = [int(w[1:]) if w.startswith("w") else NUM for w in words]
-        return ids, [0.0 if w.startswith("w") else float(w) for w in words]
-
-    def decode(self, ids: list[int], values: list[float]) -> str:
-        return "".join(f" {v!r}" if i == NUM else f" w{i}" for i, v in zip(ids, values, strict=True))
+EOS = Words.eos_token_id
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +36,56 @@ def test_a_batch_says_what_each_prompt_says_alone(model: CausalQwenForCausalLM) 
     for written in together:
         ids, values = Words().encode(written.text)
         assert EOS not in ids
+        assert ids == [token.id for token in written.tokens]
         shown = [v for i, v in zip(ids, values, strict=True) if i == NUM]
-        assert shown == [float(f"{n.value:.6g}") for n in written.numbers]
+        assert shown == [n.written for n in written.numbers]
+        for token in written.tokens:
+            assert 0.0 < token.p <= 1.0
+            assert (token.number is not None) == (token.id == NUM)
         for number in written.numbers:
-            assert number.low < number.value < number.high
-            assert 0.0 < number.p_num <= 1.0
+            low, high = number.intervals["0.9"]
+            assert number.intervals["0.95"][0] < low < number.value < high < number.intervals["0.95"][1]
+            assert number.p_num == next(t.p for t in written.tokens if t.number is number)
         json.loads(json.dumps(written.to_dict(), allow_nan=False))
+
+
+def test_digits_are_written_as_asked_and_the_value_goes_on_whole(model: CausalQwenForCausalLM) -> None:
+    prompt = ["w3 w8 99.9 w41 w7"]
+    auto, three, all_ = (continue_text(model, Words(), prompt, max_new_tokens=10, digits=d)[0] for d in ("auto", 3, 17))
+    assert auto.numbers
+    for a, b, c in zip(auto.numbers, three.numbers, all_.numbers, strict=True):
+        assert a.value == b.value == c.value == c.written
+        assert b.written == float(f"{c.value:.3g}")
+        low, high = a.intervals["0.5"]
+        assert abs(a.written - a.value) <= 0.05 * (high - low)
+    with pytest.raises(UserError, match="digits: found 0, allowed: auto, or 1 to 17"):
+        continue_text(model, Words(), prompt, digits=0)
+
+
+def test_a_stop_string_ends_the_text_across_tokens(model: CausalQwenForCausalLM) -> None:
+    prompts = ["w3 w8 w41", "w60 w2"]
+    plain = continue_text(model, Words(), prompts, max_new_tokens=12)
+    words = plain[0].text.split()
+    string = " ".join(words[3:5])  # two tokens
+    ended = continue_text(model, Words(), prompts, max_new_tokens=12, stop=[string, "w99 w98"])
+    assert ended[0].text == plain[0].text[: plain[0].text.index(string) + len(string)]
+    assert (ended[0].end, plain[0].end) == ("stop", "length")
+    if string not in plain[1].text:
+        assert ended[1].text == plain[1].text
+    alone = continue_text(model, Words(), ["w3 w8 w41 " + string], max_new_tokens=2, stop=[string])[0]
+    assert len(alone.tokens) == 2, "the prompt does not count"
+    with pytest.raises(UserError, match="stop: found 'an empty string'"):
+        continue_text(model, Words(), prompts, stop=[""])
+
+
+def test_the_text_comes_as_it_is_written(model: CausalQwenForCausalLM) -> None:
+    pieces: list[str] = []
+    written = continue_text(model, Words(), ["w3 w8 w41"], max_new_tokens=9, on_text=pieces.append)[0]
+    assert "".join(pieces) == written.text
+    assert len(pieces) > 3
+    assert all(pieces)
+    with pytest.raises(UserError, match="stream: found '2 prompts', allowed: one"):
+        continue_text(model, Words(), ["w3", "w4"], on_text=pieces.append)
 
 
 def test_eos_ends_the_text(model: CausalQwenForCausalLM) -> None:

@@ -1,0 +1,86 @@
+"""Digits that mean something, and intervals: the Cauchy's own, or recalibrated."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.numerics import assert_close
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.numbers import number_interval, shown
+from cqwen_dist.intervals import Intervals, read_intervals
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.targets import TargetTransform
+
+STANDARD = TargetTransform("standardise", 150.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "expected"),
+    [
+        (152.7345, 12.3, 153.0),  # two digits of the spread
+        (152.7345, 1.23, 152.7),
+        (152.7345, 0.0123, 152.734),
+        (-0.0123456, 0.0005, -0.01235),
+        (152.7345, 800.0, 150.0),  # 152.73 +- 800: tens
+        (3.2, 5000.0, 3.0),  # the spread swallows it: its first digit
+        (0.0, 5.0, 0.0),
+        (1234.5678, 0.0, 1234.5678),
+        (9.97, 1.0, 10.0),
+        (1e300, 1e-300, 1e300),
+    ],
+)
+def test_a_value_has_the_digits_that_its_uncertainty_leaves(value: float, spread: float, expected: float) -> None:
+    assert shown(value, spread) == expected
+
+
+def test_digits_as_asked() -> None:
+    assert shown(152.7345, 99.0, 5) == 152.73
+    assert shown(1 / 3, 0.0, 17) == 1 / 3
+    for digits in (0, 18):
+        with pytest.raises(UserError, match="digits"):
+            shown(1.0, 0.0, digits)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.9, 0.95])
+def test_the_interval_of_a_cauchy_holds_its_share(level: float) -> None:
+    """Its own quantiles, through the target's transform: 1e5 draws, three deviations."""
+    y = Cauchy(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64))
+    low, high = number_interval(y, STANDARD, Intervals(), level)
+    draws = y.sample(torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    raw = STANDARD.inverse(draws)
+    held = float(((raw > low) & (raw < high)).double().mean())
+    assert held == pytest.approx(level, abs=3 * math.sqrt(level * (1 - level) / 1e5))
+
+
+def test_factors_widen_or_narrow_their_level_only() -> None:
+    y = Cauchy(torch.tensor([0.3], dtype=torch.float64), torch.tensor([0.2], dtype=torch.float64))
+    factors = Intervals({0.9: 0.25}, 80)
+    (low, high), (raw_low, raw_high) = (number_interval(y, STANDARD, i, 0.9) for i in (factors, Intervals()))
+    assert_close(high - low, 0.25 * (raw_high - raw_low), 1e-12)
+    a, b = (number_interval(y, STANDARD, i, 0.5) for i in (factors, Intervals()))
+    assert torch.equal(torch.stack(a), torch.stack(b))
+    skewed = number_interval(y, TargetTransform("signed_log"), factors, 0.9)
+    assert_close(
+        torch.stack(skewed).sign() * torch.stack(skewed).abs().log1p(),
+        torch.stack((y.loc - 0.25 * 6.313751514675043 * 0.2, y.loc + 0.25 * 6.313751514675043 * 0.2)),
+        1e-9,
+    )
+
+
+def test_factors_survive_their_file_and_broken_ones_are_refused(tmp_path: Path) -> None:
+    assert read_intervals(tmp_path) == Intervals()
+    (tmp_path / "calibration.json").write_text('{"levels": {"0.5": 0.9, "0.9": 0.31}, "n": 55}')
+    found = read_intervals(tmp_path)
+    assert (found.factors, found.n) == ({0.5: 0.9, 0.9: 0.31}, 55)
+    assert Intervals.from_dict(found.to_dict()) == found
+    for broken in ("{}", "[]", "{", '{"levels": {"2": 1}, "n": 5}', '{"levels": {"0.9": -1}, "n": 5}'):
+        (tmp_path / "calibration.json").write_text(broken)
+        with pytest.raises(ValueError):
+            read_intervals(tmp_path)
+    for level in (0.0, 1.0, math.nan):
+        with pytest.raises(ValueError, match="level"):
+            Intervals().half_width(level)

@@ -1,0 +1,191 @@
+"""`generate` as Hugging Face users call it: generation configs, processors, criteria, streamers, copies."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import NUM, VOCAB, random_ids, tiny_base, tiny_causal_lm
+from support.words import Words
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import (
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.generator import generate as low_level
+from cqwen_dist.generate.streaming import NumberStreamer
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[PreTrainedModel, CausalQwenForCausalLM]:
+    """A base and the same base turned causal, which reads generated numbers as the base would (w_num is 0)."""
+    base = tiny_base(eos_token_id=17, pad_token_id=3)
+    model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=NUM, w_num_scale=0.0)
+    return base, CausalQwenForCausalLM(model.config, model).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> tuple[Tensor, Tensor]:
+    """ids, mask [4,7], padded on the left."""
+    ids = random_ids(4, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = mask[2, :6] = 0
+    return ids.masked_fill(mask == 0, 3), mask
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": False, "no_repeat_ngram_size": 1, "min_new_tokens": 6},
+        {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 1.7},
+        {"do_sample": True, "top_k": 0, "min_p": 0.02, "bad_words_ids": [[4], [8]]},
+        {"do_sample": True, "top_k": 0, "typical_p": 0.8, "num_return_sequences": 3},
+        {"do_sample": False, "max_length": 15},
+        {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": [7, 40]},
+    ],
+    ids=lambda o: "+".join(list(o)[1:]),
+)
+@pytest.mark.parametrize("in_config", [False, True])
+def test_compatible_does_what_the_base_does(pair, prompts, options: dict[str, Any], in_config: bool) -> None:
+    base, model = pair
+    ids, mask = prompts
+    options = {"max_new_tokens": 12, **options} if "max_length" not in options else options
+    given = {"generation_config": GenerationConfig(**options)} if in_config else options
+    torch.manual_seed(5)
+    expected = base.generate(ids, attention_mask=mask, **given)
+    torch.manual_seed(5)
+    found = model.generate(ids, attention_mask=mask, mode="compatible", **given)
+    assert torch.equal(found, expected)
+
+
+def test_processors_of_the_users_own(pair, prompts) -> None:
+    base, model = pair
+    ids, mask = prompts
+    own = LogitsProcessorList([SuppressTokensLogitsProcessor([int(base.generate(ids, max_new_tokens=1)[0, -1])])])
+    theirs = base.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9, logits_processor=own)
+    ours = model.generate(ids, attention_mask=mask, mode="compatible", max_new_tokens=9, logits_processor=own)
+    assert torch.equal(ours, theirs)
+    for mode in ("standard", "ovr"):
+        with pytest.raises(UserError, match=r"logits_processor: .*nothing but in mode compatible"):
+            model.generate(ids, mode=mode, logits_processor=own)
+        with pytest.raises(UserError, match=r"repetition_penalty: found 1\.2"):
+            model.generate(ids, mode=mode, repetition_penalty=1.2)
+
+
+def test_the_models_own_generation_config_is_the_default_and_travels(pair, prompts, tmp_path: Path) -> None:
+    """Sampling settings of an instruct base are meant for softmax; the other modes take lengths and ends of it."""
+    base, model = pair
+    ids, mask = prompts
+    model = copy.deepcopy(model)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        repetition_penalty=1.1,
+        eos_token_id=17,
+        pad_token_id=3,
+        mode="causal",
+    )
+    model.save_pretrained(tmp_path)
+    again = CausalQwenForCausalLM.from_pretrained(tmp_path).eval()
+    theirs = copy.deepcopy(base)
+    theirs.generation_config = copy.deepcopy(again.generation_config)
+    torch.manual_seed(2)
+    expected = theirs.generate(ids, attention_mask=mask, max_new_tokens=10)
+    torch.manual_seed(2)
+    assert torch.equal(again.generate(ids, attention_mask=mask, mode="compatible", max_new_tokens=10), expected)
+    plain = low_level(model.model, ids, attention_mask=mask, mode="causal", seed=3, max_new_tokens=10)[0]
+    assert torch.equal(again.generate(ids, attention_mask=mask, seed=3, max_new_tokens=10), plain)
+
+
+def test_lengths_copies_and_outputs() -> None:
+    model = tiny_causal_lm()
+    ids = random_ids(2, 5)
+    assert model.generate(ids).shape == (2, 5 + 59)  # 64 by default, the context is 64
+    assert model.generate(ids, max_length=9).shape == (2, 9)
+    assert model.generate(ids, max_length=3).shape == (2, 5)
+    assert model.generate(inputs=ids, max_new_tokens=2).shape == (2, 7)
+    out = model.generate(
+        ids, max_new_tokens=3, num_return_sequences=3, mode="causal", seed=1, return_dict_in_generate=True
+    )
+    assert out.sequences.shape == out.numbers.values.shape == (6, 8)
+    assert torch.equal(out.sequences[:3, :5], ids[:1].expand(3, -1))
+    assert model.generate(ids, max_new_tokens=3, max_time=0.0).shape == (2, 6)  # it ends after the step it is in
+
+
+def test_what_has_no_meaning_here_is_refused() -> None:
+    model, ids = tiny_causal_lm(), random_ids(1, 3)
+    assert model.generate(ids, num_beams=1, max_new_tokens=1).shape == (1, 4)
+    for options, match in (
+        ({"num_beams": 4}, "num_beams: found 4, allowed: options out of"),
+        ({"colour": "red"}, "colour: found 'red'"),
+        ({"top_p": 0.5}, "top_p: .*compatible"),
+        ({"mode": "compatible", "top_p": 1.5, "do_sample": True}, r"top_p: found 1\.5"),
+        ({"mode": "compatible", "temperature": -1.0}, "temperature: found -1.0"),
+        ({"stop_strings": "w3"}, "tokenizer"),
+    ):
+        with pytest.raises(UserError, match=match):
+            model.generate(ids, **options)
+    with pytest.raises(UserError, match="prompt"):
+        model.generate()
+
+
+class Ends(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([input_ids.shape[1] >= 6, False])
+
+
+class Told(BaseStreamer):
+    def __init__(self) -> None:
+        self.put_: list[list] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.put_.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_criteria_and_streamers_of_hugging_face() -> None:
+    model, ids = tiny_causal_lm(), random_ids(2, 4)
+    told = Told()
+    found = model.generate(
+        ids, max_new_tokens=5, pad_token_id=9, stopping_criteria=StoppingCriteriaList([Ends()]), streamer=told
+    )
+    plain = model.generate(ids, max_new_tokens=5)
+    assert found[0].tolist() == [*plain[0, :6].tolist(), 9, 9, 9]
+    assert torch.equal(found[1], plain[1])
+    assert told.put_[0] == ids.tolist()
+    assert told.put_[1:] == found[:, 4:].T.tolist()
+    assert told.ended
+
+
+def test_stop_strings_and_number_streams() -> None:
+    model = tiny_causal_lm()
+    with torch.no_grad():
+        model.model.action.threshold.fill_(1.0)
+        model.model.action.threshold[NUM] = -5.0  # it writes numbers
+    pieces: list[str] = []
+    streamer = NumberStreamer(Words(), pieces.append, skip_prompt=False)
+    ids, numbers = model.generate(random_ids(1, 4), max_new_tokens=6, streamer=streamer, return_numbers=True)
+    assert bool(numbers.generated.any())
+    values = [numbers.written(0, t) for t in range(10)]
+    assert "".join(pieces) == Words().decode(ids[0].tolist(), values)
+    word = f"{values[5]!r}" if bool(numbers.generated[0, 5]) else f"w{int(ids[0, 5])}"
+    ended = model.generate(random_ids(1, 4), max_new_tokens=6, stop_strings=word, tokenizer=Words())
+    assert ended.shape[1] <= 6
+    with pytest.raises(UserError, match="streamer"):
+        model.generate(random_ids(2, 4), max_new_tokens=6, streamer=streamer)
+    assert VOCAB > NUM

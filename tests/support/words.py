@@ -1,0 +1,19 @@
+"""A tokenizer of words `w12` and numbers, apart by blanks: texts whose ids can be read off."""
+
+from __future__ import annotations
+
+from support.tiny import NUM
+
+
+class Words:
+    num_token_id = NUM
+    eos_token_id: int | None = 5
+    pad_token_id = 0
+
+    def encode(self, text: str) -> tuple[list[int], list[float]]:
+        words = text.split()
+        ids = [int(w[1:]) if w.startswith("w") else NUM for w in words]
+        return ids, [0.0 if w.startswith("w") else float(w) for w in words]
+
+    def decode(self, ids: list[int], values: list[float]) -> str:
+        return "".join(f" {v!r}" if i == NUM else f" w{i}" for i, v in zip(ids, values, strict=True))
