@@ -207,6 +207,11 @@ class RunConfig(Section):
         description="Where the folder holds a checkpoint: auto goes on from it and refuses a damaged one, last-good "
         "takes the one before a damaged one, never refuses to go on.",
     )
+    stop_after: str | None = Field(
+        None,
+        description="A stage after which the command ends well, the run paused; one without this key, or with a later "
+        "stage, goes on: how jobs with different resources share a run.",
+    )
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
     wandb_project: str = Field("cqwen", description="W&B project.")
     tensorboard: bool = Field(False, description="Also write TensorBoard events, to DIR/tensorboard (extra package).")
@@ -257,6 +262,8 @@ class Config(Section):
                 allowed = "a group that learns (train.thresholds is fixed), or train.thresholds per-word or scalar"
                 raise refused(f"stages.{index}.train", stage.train, allowed)
             self._check_lengths(index, stage)
+        if self.run.stop_after not in (None, *names):
+            raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         self._check_adapters()
         return self
 
@@ -294,6 +301,12 @@ class Config(Section):
         """Every sequence length of the run by its key."""
         named = {f"stages.{i}.sequence_length": stage.sequence_length for i, stage in enumerate(self.stages)}
         return {"data.sequence_length": self.data.sequence_length, **{k: v for k, v in named.items() if v is not None}}
+
+    @property
+    def last_stage(self) -> int:
+        """Index of the stage after which this command ends."""
+        names = [stage.name for stage in self.stages]
+        return len(names) - 1 if self.run.stop_after is None else names.index(self.run.stop_after)
 
     def trains(self, group: str) -> bool:
         """Whether any stage trains the group."""

@@ -184,7 +184,8 @@ class Trainer:
                 log.close()
         self.saver.wait()
         self.cache.close()
-        self.status.write(status="done", eta_s=0, checkpoint=self.saver.newest)
+        ended = "done" if self.place.step >= self.schedule.total_steps else "paused"
+        self.status.write(status=ended, eta_s=0, checkpoint=self.saver.newest)
         return last
 
     def _train_on(self, last: dict[str, Any], log: MetricsLog | None) -> dict[str, Any]:
@@ -198,6 +199,8 @@ class Trainer:
         while step < self.schedule.total_steps:
             plan = self.schedule.at(step)
             self._move_to(step, last)
+            if plan.index > self.config.last_stage:
+                break  # the next command goes on from here
             if plan is not entered:
                 self._enter_stage(plan, fresh=step == plan.start)
                 batches = self.loaders.enter(plan)

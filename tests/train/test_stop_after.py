@@ -1,0 +1,30 @@
+"""run.stop_after: a run in two commands, as jobs with other resources share it, is the run in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import losses, train_run, write_config
+
+from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.config import UserError, load_config
+
+
+def test_paused_after_a_stage_and_gone_on_with_on_more_ranks_it_is_the_same_run(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    run = tmp_path / "run"
+    for _ in range(2):  # the second command finds the stage done and pauses again
+        train_run(config, "run.stop_after=heads")
+        status = read_status(run)
+        assert (status["status"], status["step"], status["total_steps"]) == ("paused", 3, 6)
+        assert len(losses(run)) == 3
+    train_run(config, world=2)
+    assert read_status(run)["status"] == "done"
+    train_run(config, f"run.dir={tmp_path}/whole")
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def test_a_stage_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run.stop_after: found 'body', allowed: a stage: heads, lora"):
+        load_config(write_config(tmp_path), ["run.stop_after=body"])
