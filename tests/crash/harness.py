@@ -1,6 +1,6 @@
 """Runs that are killed: where a blow falls is drawn, dealt for real, and the run is gone on with until it is done.
 
-A blow is SIGKILL of one rank, some milliseconds after it came to a point of the run for the n-th time: on the way
+A blow is a signal to one rank, some milliseconds after it came to a point of the run for the n-th time: on the way
 through a step, an evaluation, a stage's begin, or a save that another thread is writing. The other rank is left alone
 to find out. Ranks are processes of their own, started without the launcher, whose seconds would be most of the test.
 """
@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from support.ranks import fork_server
 from support.runs import write_config
 
 WORLD = 2
+ALL = -1  # every rank
+STOPPED = 75
 SURVIVE_S = 20.0  # how long the other rank may take to find out
 # Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
 POINTS: dict[str, tuple[str, str, int, float]] = {
@@ -32,16 +33,23 @@ POINTS: dict[str, tuple[str, str, int, float]] = {
     "boundary": ("cqwen_dist.train.trainer:Trainer", "_enter_stage", 2, 20.0),
     "evaluation": ("cqwen_dist.train.trainer:Trainer", "_forward", 9, 20.0),
 }
+WAIT = "data"  # a wait for a batch that does not come
+ELSEWHERE = {
+    WAIT: ("cqwen_dist.train.trainer:Trainer", "_next", 9, 20.0),
+    "figures": ("cqwen_dist.train.trainer:Trainer", "_evaluate", 4, 20.0),
+    "setup": ("cqwen_dist.train.trainer:StageLoaders", "__init__", 1, 0.0),
+}
 
 
 @dataclass(frozen=True)
 class Blow:
-    """SIGKILL of `rank`, `after_ms` after it came to `point` for the `call`-th time."""
+    """A signal to `rank`, `after_ms` after it came to `point` for the `call`-th time."""
 
     rank: int
     point: str
     call: int
     after_ms: float
+    number: int = signal.SIGKILL
 
     @staticmethod
     def drawn(draw: random.Random) -> Blow:
@@ -74,6 +82,7 @@ def crash_config(folder: Path, **changes: Any) -> Path:
         train__checkpoint_every=2,
         train__eval_every=3,
         train__keep_checkpoints=2,
+        train__micro_batch_size=2,
         **changes,
     )
 
@@ -127,6 +136,7 @@ def _rank(
     import torch
 
     from cqwen_dist.config import load_config
+    from cqwen_dist.parallel.collectives import Stopped
     from cqwen_dist.train.trainer import train
 
     os.environ.clear()
@@ -137,20 +147,22 @@ def _rank(
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    if blow is not None and blow.rank == rank:
+    if blow is not None and blow.rank in (rank, ALL):
         deal(blow)
     try:
         train(load_config(config, list(overrides)))
+    except Stopped:
+        os._exit(STOPPED)
     except BaseException:
         results.put(f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)
 
 
-def deal(blow: Blow, strike: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
+def deal(blow: Blow) -> None:
     """Have this process struck at the blow's point; patches the function that is called there."""
     import importlib
 
-    where, name, _, _ = POINTS[blow.point]
+    where, name, _, _ = {**POINTS, **ELSEWHERE}[blow.point]
     module, _, owner = where.partition(":")
     cls = getattr(importlib.import_module(module), owner)
     plain = getattr(cls, name)
@@ -160,9 +172,11 @@ def deal(blow: Blow, strike: Callable[[], None] = lambda: os.kill(os.getpid(), s
         nonlocal calls
         calls += 1
         if calls == blow.call:
-            timer = threading.Timer(blow.after_ms / 1000, strike)
+            timer = threading.Timer(blow.after_ms / 1000, os.kill, (os.getpid(), blow.number))
             timer.daemon = True
             timer.start()
+            if blow.point == WAIT:
+                return plain(args[0], (time.sleep(100) for _ in range(1)))
         return plain(*args, **kwargs)
 
     setattr(cls, name, watched)
