@@ -45,12 +45,13 @@ def tiny_model(
     seed: int = 0,
     start: str = "seed",
     num_token_id: int = NUM,
+    base: dict[str, Any] | None = None,
     **shape: Any,
 ) -> CausalQwenModel:
-    """That base turned causal."""
+    """That base turned causal; base: changes of its architecture."""
     torch.manual_seed(seed + 1)  # w_num and W_reg
-    base = tiny_base(kind, tied=tied, seed=seed)
-    return CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **shape).eval()
+    built = tiny_base(kind, tied=tied, seed=seed, **(base or {}))
+    return CausalQwenModel.from_base_model(built, start=start, num_token_id=num_token_id, **shape).eval()
 
 
 def tiny_causal_lm(kind: str = "qwen2", **options: Any) -> CausalQwenForCausalLM:

@@ -1,0 +1,273 @@
+"""Exported folders: what is written, what loads it, in which precision, in how many files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.exported import ROWS, tiny_pair, write_folder
+from support.numerics import assert_close
+from support.runs import command_environment
+from support.tiny import HIDDEN
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import cqwen_dist.auto  # noqa: F401  registers
+from cqwen_dist.checkpoint import export as export_module
+from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.config import UserError
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.model import CausalQwenForCausalLM
+
+LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+TEXT = "tea costs 3.5 and milk costs"
+
+
+def folder_of(tmp_path: Path, **shape: Any) -> tuple[CausalQwenForCausalLM, Path]:
+    model, tokenizer = tiny_pair(**shape)
+    return model, write_folder(tmp_path / "in", model, tokenizer)
+
+
+def zero_bias(model: CausalQwenForCausalLM) -> None:
+    with torch.no_grad():
+        model.model.abduction.loc_net.bias.zero_()
+        model.model.action.cls_bias.zero_()
+
+
+def words(rows: int = 3, length: int = 9) -> Tensor:
+    return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(4))
+
+
+def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 1e-6) -> None:
+    with torch.no_grad():
+        x, y = (m(words(), logits_to_keep=2) for m in (a, b))
+    for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits"):
+        assert_close(y[name], x[name], tolerance, name)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_whole_or_merged_and_an_adapter_for_peft(tmp_path: Path, merge: bool) -> None:
+    model, folder = folder_of(tmp_path, lora=LORA)
+    out = export(folder, tmp_path / "out", merge)
+    again, _ = load_trained(out)
+    same(model, again, 1e-5)
+    assert (again.config.lora is None) == merge
+    assert (out / "adapter" / "adapter_model.safetensors").is_file() != merge
+    assert not list(tmp_path.glob(".out*"))
+    card = (out / "README.md").read_text()
+    assert "# out" in card
+    assert str(tmp_path) not in card
+    assert "import cqwen_dist.auto" in card
+
+
+def test_bf16_halves_the_backbone_and_leaves_the_heads(tmp_path: Path) -> None:
+    model, folder = folder_of(tmp_path, lora=LORA)
+    out = export(folder, tmp_path / "out", dtype="bf16")
+    again, _ = load_trained(out)
+    types = {name: p.dtype for name, p in again.named_parameters()}
+    heads = {n: t for n, t in types.items() if "features" not in n or n.endswith(("w_num", "num_row"))}
+    assert set(heads.values()) == {torch.float32}
+    assert {t for n, t in types.items() if n not in heads} == {torch.bfloat16}
+    same(model, again, 0.1)
+    assert "Rounded to bf16; largest relative change" in (out / "README.md").read_text()
+    back = export(out, tmp_path / "back", dtype="fp32")
+    same(again, load_trained(back)[0], 0.05)
+    for name, buffer in again.named_buffers():
+        assert buffer.dtype == torch.float32, f"{name}: a rounded rotary frequency is a wrong one"
+
+
+def test_shards_auto_classes_and_a_tokenizer_folder(tmp_path: Path) -> None:
+    model, folder = folder_of(tmp_path)
+    out = export(folder, tmp_path / "out", shard_size="40KB")
+    files = sorted(p.name for p in out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert (out / "model.safetensors.index.json").is_file()
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert isinstance(again, CausalQwenForCausalLM)
+    same(model, again.eval())
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert isinstance(tokenizer, CausalQwenTokenizer)
+    batch = tokenizer([TEXT, "12"])
+    assert batch["attention_mask"].sum(1).tolist() == [len(tokenizer.encode(TEXT)[0]), 1]
+    assert batch["numeric_values"][1, -1] == 12.0
+    assert batch["attention_mask"][1, 0] == 0, "padding is on the left, as generating needs it"
+    ids, numbers = again.generate(**batch, max_new_tokens=5, return_numbers=True)
+    assert ids.shape == numbers.values.shape
+    tokenizer.save_pretrained(tmp_path / "second")
+    second = AutoTokenizer.from_pretrained(tmp_path / "second")
+    assert (second.num_token_id, second.policy) == (tokenizer.num_token_id, tokenizer.policy)
+    assert second.encode(TEXT) == tokenizer.encode(TEXT)
+    assert second.decode(*second.encode(TEXT)) == TEXT
+
+
+def test_pushed_to_the_hub_as_folders_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: what would be uploaded."""
+    from huggingface_hub import HfApi
+
+    pushed: dict[str, bytes] = {}
+
+    def create_commit(self: HfApi, repo_id: str, operations: Any, **kwargs: Any) -> None:
+        for operation in operations:
+            source = operation.path_or_fileobj
+            pushed[operation.path_in_repo] = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **kwargs: type("Url", (), {"repo_id": repo_id})())
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    model, tokenizer = tiny_pair()
+    model.push_to_hub("someone/tiny")
+    CausalQwenTokenizer.of(tokenizer).push_to_hub("someone/tiny")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "number_policy.json"} <= pushed.keys()
+    (tmp_path / "hub").mkdir()
+    for name, content in pushed.items():
+        (tmp_path / "hub" / name).write_bytes(content)
+    same(model, AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval())
+
+
+ALONE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+ids, answers = torch.tensor(json.loads(sys.argv[1])), []
+for folder in sys.argv[2:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        answers.append([type(model).__name__, model.eval()(ids).logits.tolist()])
+assert not any(name.split(".")[0] == "cqwen_dist" for name in sys.modules)
+print(json.dumps(answers))
+"""
+
+
+def test_a_plain_qwen_has_loc_s_as_its_logits_without_this_package(tmp_path: Path) -> None:
+    shapes = [{}, {"lora": LORA}, {"number_dims": 3, "causal_size": HIDDEN + 2}]
+    cases = [(kind, shape) for kind in ("qwen2", "qwen3") for shape in shapes]
+    ids, expected, folders = words(), [], []
+    for i, (kind, shape) in enumerate(cases):
+        model, tokenizer = tiny_pair(kind=kind, tied=True, **shape)
+        zero_bias(model)
+        ids[1, 3] = tokenizer.num_token_id
+        with torch.no_grad():
+            expected.append(model(ids, logits_to_keep=ids.shape[1]).logits)
+        source = write_folder(tmp_path / f"in{i}", model, tokenizer)
+        folders.append(export(source, tmp_path / f"out{i}", as_qwen2=True))
+        assert "A plain `Qwen" in (folders[-1] / "README.md").read_text()
+        assert not (folders[-1] / "number_policy.json").exists()
+    command = [sys.executable, "-c", ALONE, json.dumps(ids.tolist()), *map(str, folders)]
+    answer = subprocess.run(command, capture_output=True, text=True, env=command_environment(), cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    for (kind, _), logits, (name, found) in zip(cases, expected, json.loads(answer.stdout), strict=True):
+        assert name == {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+        assert_close(torch.tensor(found), logits, 1e-5, "logits")
+
+
+def test_a_bias_is_refused_with_its_size_or_left_out_and_said(tmp_path: Path) -> None:
+    model, folder = folder_of(tmp_path)
+    action, net = model.model.action, model.model.abduction
+    with torch.no_grad():
+        bias = action.cls_weight @ net.loc_net.bias[: action.word_size] + action.cls_bias
+    size = f"{float(bias.abs().max()):.3g}"
+    with pytest.raises(UserError, match=f"--as-qwen2: found a bias of up to {size} in the logits"):
+        export(folder, tmp_path / "out", as_qwen2=True)
+    assert not list(tmp_path.glob("*out*"))
+    out = export(folder, tmp_path / "out", as_qwen2=True, drop_bias=True)
+    assert f"a bias of up to {size} in the logits" in (out / "README.md").read_text()
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(out)(words()).logits
+        assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 1e-5, "logits and bias")
+
+
+def test_a_curved_abduction_is_no_plain_qwen(tmp_path: Path) -> None:
+    model, folder = folder_of(tmp_path, abduction="two_layer")
+    same(model, load_trained(export(folder, tmp_path / "whole"))[0])
+    with pytest.raises(UserError, match="--as-qwen2: found abduction network two_layer"):
+        export(folder, tmp_path / "out", as_qwen2=True)
+
+
+def test_intervals_go_with_the_model(tmp_path: Path) -> None:
+    factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
+    _, folder = folder_of(tmp_path)
+    (folder / "calibration.json").write_text(json.dumps(factors))
+    out = export(folder, tmp_path / "out")
+    assert json.loads((out / "calibration.json").read_text()) == factors
+    assert "90% x 0.25" in (out / "README.md").read_text()
+    for path in (folder, out):
+        model, tokenizer = load_trained(path)
+        assert model.config.calibration == factors
+    hub = AutoModelForCausalLM.from_pretrained(out)
+    batch = CausalQwenTokenizer.of(tokenizer)([TEXT])
+    _, numbers = hub.generate(**batch, max_new_tokens=20, return_numbers=True)
+    at = numbers.generated.nonzero()
+    assert len(at)
+    low, high = (x[at[:, 0], at[:, 1]] for x in numbers.interval(0.9))
+    expected = 2 * 0.25 * 6.313751514675043 * 40.0 * numbers.scale[at[:, 0], at[:, 1]]
+    assert_close(high - low, expected, 1e-9)
+    (folder / "calibration.json").write_text('{"levels": 3}')
+    with pytest.raises(UserError, match=r"calibration\.json"):
+        load_trained(folder)
+
+
+def test_a_folder_that_reads_back_otherwise_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = folder_of(tmp_path)
+    calls = []
+
+    def drifting(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
+        calls.append(model)
+        return {"loc_U": torch.full((2,), 1.0 + 1e-3 * (len(calls) > 3))}
+
+    monkeypatch.setattr(export_module, "probe", drifting)
+    with pytest.raises(RuntimeError, match="differs in loc_U"):
+        export(folder, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"dtype": "int8"}, "--dtype: found 'int8', allowed: fp32, bf16"), ({"shard_size": "big"}, "--shard-size")],
+)
+def test_options_that_are_unknown(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    _, folder = folder_of(tmp_path)
+    with pytest.raises(UserError, match=match):
+        export(folder, tmp_path / "out", **options)
+
+
+# ---- large models ----
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"": "cpu"},
+        {"model.features": "cpu", "model.abduction": "disk", "model.action": "disk"},
+        {"model.features.embedding": "disk", "model.features.backbone": "disk", "model.abduction": "cpu",
+         "model.action": "cpu"},
+    ],
+    ids=["whole", "heads on disk", "backbone on disk"],
+)  # fmt: skip
+def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, place: dict[str, str]) -> None:
+    """accelerate's own machinery; parts on a disk stand for GPUs that this machine does not have."""
+    model, folder = folder_of(tmp_path)
+    batch = CausalQwenTokenizer.from_pretrained(folder)([TEXT, "12"])
+    placed = CausalQwenForCausalLM.from_pretrained(folder, device_map=place, offload_folder=tmp_path / "offload").eval()
+    if "disk" in place.values():
+        assert any(p.device.type == "meta" for p in placed.parameters())
+    same(model, placed)
+    for mode in ("standard", "compatible", "ovr"):
+        a, b = (m.generate(**batch, mode=mode, max_new_tokens=6, return_numbers=True, seed=1) for m in (model, placed))
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1].values, b[1].values)
+
+
+def test_an_automatic_device_map_keeps_what_must_stay_together(tmp_path: Path) -> None:
+    from accelerate import infer_auto_device_map
+
+    model, _ = folder_of(tmp_path)
+    sizes = {0: "70KB", 1: "70KB", "cpu": "1GB"}
+    places = infer_auto_device_map(model, max_memory=sizes, no_split_module_classes=model._no_split_modules)
+    assert len(set(places.values())) > 1
+    for name in places:
+        assert not name.startswith(("model.action.", "model.abduction.", "model.features.embedding."))
+    assert model.config.vocab_size == ROWS
