@@ -30,7 +30,7 @@ WAIT_FOR_FILE_S = 30.0
 
 def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
     """The document, on rank 0; None on the others. Collective under a launcher; alone without one."""
-    from cqwen_dist.parallel.collectives import barrier, gather_objects
+    from cqwen_dist.parallel.collectives import gather_objects
     from cqwen_dist.parallel.measure import all_reduce_seconds, bus_bandwidth, clock_spread
     from cqwen_dist.parallel.runtime import distributed
 
@@ -42,16 +42,10 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
         hosts = list(reversed(nodes))
         lost = gather_objects((facts["host"], _unresolved(hosts)))
         together: dict[str, Any] = {"ranks": world, "unresolved": {host: names for host, names in lost if names}}
-        token = folder / f".cqwen-doctor-{os.environ.get('MASTER_PORT', '')}"
-        if runtime.is_main and facts["folder"]["error"] is None:
-            token.write_text(str(time.time()), encoding="utf-8")
-        barrier()
-        unseen = gather_objects((facts["host"], _seconds_until(token)))
-        together["folder_seen_s"] = max((s for _, s in unseen if s is not None), default=None)
-        together["folder_unseen"] = sorted({host for host, seconds in unseen if seconds is None})
-        barrier()
-        if runtime.is_main:
-            token.unlink(missing_ok=True)
+        if all(node["folder"]["error"] is None for node in nodes.values()):
+            together |= _shared(folder, facts["host"], runtime.is_main)
+        else:
+            together |= {"folder_seen_s": None, "folder_unseen": []}
         if world > 1:
             together["clock_spread_s"] = clock_spread()
             times = all_reduce_seconds(QUICK_SIZES if quick else SIZES, runtime.device)
@@ -64,6 +58,23 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
             return None
     document = {"nodes": [nodes[host] for host in hosts], "together": together}
     return {**document, "red": findings(document)}
+
+
+def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
+    """How soon the first rank's file is seen by the others, and by whom never. Collective."""
+    from cqwen_dist.parallel.collectives import barrier, gather_objects
+
+    token = folder / f".cqwen-doctor-{os.environ['MASTER_PORT']}"
+    if main:
+        token.write_text(str(time.time()), encoding="utf-8")
+    barrier()
+    seen = gather_objects((host, _seconds_until(token)))
+    if main:
+        token.unlink()
+    return {
+        "folder_seen_s": max((seconds for _, seconds in seen if seconds is not None), default=None),
+        "folder_unseen": sorted({name for name, seconds in seen if seconds is None}),
+    }
 
 
 def join_srun() -> None:
@@ -149,7 +160,8 @@ def findings(document: dict[str, Any]) -> list[dict[str, str]]:
             if node[key] != first[key]:
                 add(host, f"{key} {node[key]}, on {first['host']} {first[key]}", "the same environment on every node")
         for name, version in node["packages"].items():
-            if version != (other := first["packages"].get(name)):
+            other = first["packages"].get(name)
+            if version != other and "not installed" not in (version, other):
                 add(host, f"{name} {version}, on {first['host']} {other}", "the same environment on every node")
         if len(node["gpus"]) != len(first["gpus"]):
             count = f"{len(node['gpus'])} GPUs, on {first['host']} {len(first['gpus'])}"
@@ -157,8 +169,7 @@ def findings(document: dict[str, Any]) -> list[dict[str, str]]:
     for host, lost in together["unresolved"].items():
         add(host, f"does not know the name {', '.join(lost)}", "the names in DNS or /etc/hosts of every node")
     for host in together["folder_unseen"]:
-        if all(node["folder"]["error"] is None for node in nodes):
-            add(host, f"does not see {first['folder']['path']} of {first['host']}", "a folder on a shared file system")
+        add(host, f"does not see {first['folder']['path']} of {first['host']}", "a folder on a shared file system")
     if (spread := together.get("clock_spread_s") or 0.0) > LARGE_SKEW_S:
         add("all", f"clocks differ by {spread:.1f} s", "NTP or chrony on every node: locks and logs compare times")
     return red

@@ -26,5 +26,5 @@ def test_paused_after_a_stage_and_gone_on_with_on_more_ranks_it_is_the_same_run(
 
 
 def test_a_stage_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run.stop_after: found 'body', allowed: a stage: heads, lora"):
+    with pytest.raises(UserError, match=r"run\.stop_after: found 'body', allowed: a stage: heads, lora"):
         load_config(write_config(tmp_path), ["run.stop_after=body"])

@@ -1,0 +1,87 @@
+"""Hosts, their environment, and what travels to them. No ssh here: test_slurm_jobs has a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cqwen_dist.cluster import hostfile as module
+from cqwen_dist.cluster.hostfile import prepared, read_environment, read_hostfile
+from cqwen_dist.cluster.rank import Order
+from cqwen_dist.config import UserError
+
+
+def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# ours\nnode1 slots=8\n\n me@node-2.lab  slots=4  # half\n")
+    assert read_hostfile(path) == {"node1": 8, "me@node-2.lab": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "at least one line"),
+        ("node1\n", "line 1: --hostfile: found 'node1', allowed: host slots=N"),
+        ("node1 slots=0\n", "line 1"),
+        ("a slots=1\nnode1;reboot slots=2\n", "line 2"),
+        ("-oProxyCommand=x slots=2\n", "line 1"),
+        ("a slots=1\na slots=2\n", "each host once"),
+    ],
+)
+def test_a_hostfile_that_is_wrong_is_told_by_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_hostfile(path)
+    assert said in str(refused.value)
+
+
+def test_the_environment_is_what_is_named_and_the_files_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    file = tmp_path / "variables"
+    file.write_text('# theirs\nNCCL_DEBUG=WARN\nMINE=a\'; echo $(id) = "b"\n')
+    found = read_environment(file)
+    assert (found["NCCL_DEBUG"], found["MINE"]) == ("WARN", 'a\'; echo $(id) = "b"')
+    assert "SOMETHING_ELSE" not in found
+    assert found["PATH"] == os.environ["PATH"]
+    file.write_text("export A=1\n")
+    with pytest.raises(UserError, match=r"line 1: --env-file: found 'export A=1', allowed: NAME=VALUE"):
+        read_environment(file)
+
+
+def test_nothing_of_the_users_is_read_by_the_remote_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed joins the words with blanks and hands them to a shell: they must be safe as they are."""
+    monkeypatch.setattr(module, "which", lambda name: name)
+    hostile = ["train", "a'; echo foo", "$(touch x)", "two words", "`id`", "数\n"]
+    with prepared(hostile, {"node1": 1}, {"WANDB_API_KEY": "secret"}, tmp_path, 29_000) as job:
+        assert all(shlex.quote(word) == word for word in job.command)
+        assert "secret" not in " ".join(job.command)
+        order = Order.decode(job.command[-1])
+        assert (order.words, order.folder) == (hostile, os.getcwd())
+        assert order.environment_file is not None
+        secret = Path(order.environment_file)
+        assert json.loads(secret.read_text()) == {"WANDB_API_KEY": "secret"}
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+        assert not any(name.startswith(("PYTHON", "NCCL_")) for name in job.environment)
+    assert not secret.exists()
+
+
+def test_a_rank_becomes_what_its_order_says(tmp_path: Path) -> None:
+    """Its folder, its environment, its log; and how it ended stands beside the log."""
+    logs = tmp_path / "logs"
+    words = ["config", "validate", "nothing.yaml"]
+    order = Order("t", words, str(tmp_path), {"HF_HUB_OFFLINE": "a b"}, logs=str(logs))
+    command = [sys.executable, "-m", "cqwen_dist.cluster.rank", order.encode()]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": "3"}, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert (logs / "rank-3.log").read_text().startswith("error: rank 3: nothing.yaml: config: found no such file")
+    ending = json.loads((logs / "rank-3.ended").read_text())
+    assert (ending["rank"], ending["how"]) == (3, "wrong input")

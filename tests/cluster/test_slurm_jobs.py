@@ -1,0 +1,203 @@
+"""Real daemons, nothing in the way: the shipped scripts, submit with its chains, doctor, status, and ssh."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.runs import losses, metrics, train_run
+from support.slurm_cluster import Cluster, wait_for
+from support.slurm_runs import EVERY, STEPS, SlurmRun
+
+from cqwen_dist.checkpoint.status import read_status
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+HOSTILE = "a'; echo foo"
+
+
+def test_the_shipped_script_on_two_nodes_with_two_ranks_each(cluster: Cluster, tmp_path: Path) -> None:
+    """sbatch and nothing else; the folder has a name that shells would read."""
+    folder = tmp_path / f"{HOSTILE} $(touch x) 50%d"
+    folder.mkdir()
+    run = SlurmRun(cluster, folder)
+    words = [
+        "--nodes=2",
+        f"--export=ALL,CQWEN_RANKS_PER_NODE=2,CQWEN_PYTHON={sys.executable}",
+        ROOT / "slurm/train.sbatch",
+    ]
+    job = cluster.slurm("sbatch", "--parsable", *words, run.config, "train.micro_batch_size=3", cwd=folder).strip()
+    ended = cluster.wait_end(job)
+    said = (folder / f"cqwen-{job}.out").read_text()
+    assert ended["JobState"] == "COMPLETED", said
+    assert read_status(run.run)["status"] == "done"
+    assert len(losses(run.run)) == 2 * STEPS
+    assert json.loads((run.run / "environment.json").read_text())["ranks"] == 4
+    logs = run.run / "slurm" / "latest"
+    names = {path.name for path in logs.iterdir()}
+    assert {"rank-0.log", "rank-3.log", "preflight.log", "environment.txt"} <= names
+    assert "SLURM_JOB_NODELIST=node[1-2]" in (logs / "environment.txt").read_text()
+    preflight = (logs / "preflight.log").read_text()
+    assert "16 MiB" in preflight
+    assert "nothing wrong was found" in preflight
+    assert not (folder / "x").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_shipped_script_runs_the_quickstart_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
+    """The main job, on two nodes; then the shipped export, which waits for it."""
+    run = tmp_path / "run"
+    export = ["--export=ALL,CQWEN_PYTHON=" + sys.executable]
+    job = cluster.slurm(
+        "sbatch", "--parsable", "-N2", *export, ROOT / "slurm/train.sbatch", ROOT / "configs/quickstart.yaml",
+        f"run.dir={run}", cwd=tmp_path,
+    ).strip()  # fmt: skip
+    after = [f"--dependency=afterok:{job}", ROOT / "slurm/export.sbatch", run, tmp_path / "out", "--merge"]
+    last = cluster.slurm("sbatch", "--parsable", *export, *after, cwd=tmp_path).strip()
+    assert cluster.wait_end(job, 900)["JobState"] == "COMPLETED", (tmp_path / f"cqwen-{job}.out").read_text()
+    figures = [record for record in metrics(run) if "eval/accuracy" in record][-1]
+    assert figures["eval/accuracy"] > 0.99
+    assert figures["eval/reg_mdae"] < 50 < figures["eval/baseline_mdae"]
+    assert cluster.wait_end(last, 200)["JobState"] == "COMPLETED", (tmp_path / f"cqwen-{last}.out").read_text()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_chain_of_jobs_is_one_run(cluster: Cluster, tmp_path: Path) -> None:
+    """The first stage on one node, the second on two; the second job waits for the first, and status tells of both."""
+    run = SlurmRun(cluster, tmp_path, stages__0__steps=6, stages__1__steps=6)
+    done = run.cqwen("submit", run.config, "--nodes", 2, "--stage", "heads:nodes=1", "--name", HOSTILE)
+    assert done.returncode == 0, done.stderr
+    first, second = re.findall(r"^job (\d+)", done.stdout, re.MULTILINE)
+    assert f"job {second}, after {first}" in done.stdout
+    assert cluster.job(second)["Dependency"].startswith(f"afterok:{first}")
+    waiting = run.cqwen("status", second)
+    assert (waiting.returncode, waiting.stdout.splitlines()[0]) == (0, "not started")
+    assert cluster.wait_end(first)["JobState"] == "COMPLETED", run.output(first)
+    assert cluster.wait_end(second)["JobState"] == "COMPLETED", run.output(second)
+    assert [entry["nodes"] for entry in run.starts()] == ["node1", "node[1-2]"]
+    assert read_status(run.run)["status"] == "done"
+    train_run(run.config, f"run.dir={tmp_path}/whole")
+    assert losses(run.run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    document = json.loads(run.cqwen("status", second, "--json").stdout)
+    assert (document["run"], document["status"], document["step"]) == (str(run.run), "done", 12)
+    assert document["job"]["JobState"] == "COMPLETED"
+    assert f"JobName={HOSTILE}-lora" in cluster.slurm("scontrol", "show", "job", second)
+
+
+def test_slurm_itself_refuses_what_the_cluster_does_not_have(cluster: Cluster, tmp_path: Path) -> None:
+    run = SlurmRun(cluster, tmp_path)
+    for words in (["--nodes", 9], ["--partition", HOSTILE], ["--gpus-per-node", 8]):
+        for dry in ([], ["--dry-run"]):
+            done = run.cqwen("submit", run.config, *words, *dry)
+            assert (done.returncode, done.stdout) == (2, ""), done
+            assert done.stderr.startswith("error: sbatch --test-only: found "), done.stderr
+            assert len(done.stderr.splitlines()) == 1
+    assert not run.run.exists(), "nothing is written for a job that cannot be"
+    shown = run.cqwen("submit", run.config, "--dry-run")
+    assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, "#!/usr/bin/env bash")
+    assert "to start at" in shown.stderr
+    assert not run.run.exists()
+    assert run.cqwen("status", 999_999).returncode == 2
+
+
+def test_a_sweep_is_an_array(cluster: Cluster, tmp_path: Path) -> None:
+    run = SlurmRun(cluster, tmp_path, stages__0__steps=2, stages__1__steps=2)
+    points = tmp_path / "points"
+    points.write_text("train.seed=1\ntrain.seed=2 stages.0.lr=1e-3\n")
+    words = [f"--export=ALL,CQWEN_PYTHON={sys.executable}", "--array=0-1%1", ROOT / "slurm/sweep.sbatch"]
+    job = cluster.slurm("sbatch", "--parsable", *words, run.config, points, cwd=tmp_path).strip()
+    for index in (0, 1):
+        ended = cluster.wait_end(f"{job}_{index}")
+        assert ended["JobState"] == "COMPLETED", (tmp_path / f"cqwen-{job}_{index}.out").read_text()
+        assert read_status(run.run / str(index))["status"] == "done"
+    assert losses(run.run / "0") != losses(run.run / "1")
+
+
+def test_the_doctor_looks_at_every_node(cluster: Cluster, tmp_path: Path) -> None:
+    doctor = [sys.executable, "-m", "cqwen_dist", "doctor", "--quick", "--folder", tmp_path, "--json"]
+    done = cluster.run_on("head", "srun", "-N3", "--ntasks-per-node=1", *doctor, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [node["host"] for node in document["nodes"]] == ["node1", "node2", "node3"]
+    assert document["together"]["ranks"] == 3
+    assert [line["bytes"] for line in document["together"]["all_reduce"]] == [2**20, 2**24]
+    assert document["red"] == []
+
+
+class Hosts:
+    """A hostfile for two nodes, and `cqwen launch` on the first of them."""
+
+    def __init__(self, run: SlurmRun, slots: int) -> None:
+        self.run, self.cluster = run, run.cluster
+        self.file = run.folder / "hosts"
+        self.file.write_text(f"# two nodes\nnode1 slots={slots}\nnode2  slots={slots}\n")
+
+    def command(self, *more: object) -> list[str]:
+        words = ["launch", self.run.config, "--hostfile", self.file, *more]
+        return self.cluster.on("node1", sys.executable, "-m", "cqwen_dist", *words)
+
+    def left(self) -> list[str]:
+        """Processes of the launch that are still there."""
+        listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
+        return [line for line in listed if "cqwen_dist.cluster.rank" in line and "grep" not in line]
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+def test_launch_over_ssh_to_the_end_and_stopped_in_order(cluster: Cluster, tmp_path: Path) -> None:
+    """Hostile names pass two shells; a stop saves on both hosts and gives 75; the same command ends done."""
+    folder = tmp_path / f"{HOSTILE} $(touch x)"
+    folder.mkdir()
+    run = SlurmRun(cluster, folder)
+    hosts = Hosts(run, 1)
+    log = (folder / "log").open("w")
+    started = subprocess.Popen(hosts.command(), env=cluster.environment(), stdout=log, stderr=log, cwd=folder)
+    run.wait_saved(2 * EVERY)
+    began = time.monotonic()
+    # nsenter's child is the command; a signal to it alone, as a batch system sends one
+    subprocess.run(["pkill", "-TERM", "-f", f"cqwen_dist launch {re.escape(str(run.config))}"], check=True)
+    code = started.wait(60)
+    stopped_s = time.monotonic() - began
+    said = (folder / "log").read_text()
+    assert code == 75, said
+    assert "nothing wrong was found" in said
+    assert read_status(run.run)["status"] == "preempted"
+    assert run.saved > 2 * EVERY
+    assert stopped_s < 40
+    assert hosts.left() == []
+    again = subprocess.run(
+        hosts.command("--no-preflight"),
+        env=cluster.environment(),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=250,
+    )
+    assert again.returncode == 0, again.stderr
+    assert [record["step"] for record in metrics(run.run)] == list(range(1, 2 * STEPS + 1))
+    assert not list(folder.rglob(".environment-*")), "the ranks' environment does not stay behind"
+    assert not (folder / "x").exists()
+    assert hosts.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+def test_launch_over_ssh_tells_of_a_rank_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
+    """The launcher itself returns 0 for it."""
+    run = SlurmRun(cluster, tmp_path)
+    hosts = Hosts(run, 2)
+    log = (tmp_path / "log").open("w")
+    words = hosts.command("train.micro_batch_size=3", "--no-preflight")
+    started = subprocess.Popen(words, env=cluster.environment(), stdout=log, stderr=log, cwd=tmp_path)
+    run.wait_saved(EVERY)
+    wait_for("ranks", lambda: len(hosts.left()) >= 4, 20)
+    victim = next(line for line in hosts.left() if "--module" not in line)
+    subprocess.run(["kill", "-KILL", victim.split()[0]], check=True)
+    assert started.wait(120) == 1
+    assert hosts.left() == []

@@ -1,0 +1,88 @@
+"""`cqwen status`: from the run's own files, and from what scontrol says (a stand-in here)."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from cqwen_dist.checkpoint.status import write_status
+from cqwen_dist.cluster.watch import lines, look
+from cqwen_dist.config import UserError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "my run"
+    (folder / "slurm").mkdir(parents=True)
+    entries = [
+        {"time": 1000.0, "event": "start", "job": "5", "start": 0, "nodes": "node[1-2]", "step": 0},
+        {"time": 1100.0, "event": "end", "how": "lost", "reason": "rank 1", "code": 1, "step": 40},
+        {"time": 1120.0, "event": "start", "job": "5", "start": 1, "nodes": "node[1-2]", "step": 40},
+    ]
+    text = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (folder / "slurm" / "history.jsonl").write_text(text + '{"time": 11')  # cut short by a crash
+    write_status(
+        folder, "running", step=60, total_steps=300, stage="lora", seconds=75.2, eta_s=4000.0,
+        checkpoint="step-00000040", restarts=1, reason=None,
+    )  # fmt: skip
+    return folder
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    (folder / "scontrol").write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_run_with_its_job(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = (
+        f"JobId=5 JobName=cqwen\n   JobState=RUNNING Reason=None Restarts=1\n   NodeList=node[1-2]\n   Comment={run}\n"
+    )
+    scontrol(tmp_path, monkeypatch, answer)
+    for asked in (str(run), "5"):
+        document = look(asked)
+        assert (document["run"], document["step"]) == (str(run), 60)
+        assert document["job"] == {
+            "JobId": "5",
+            "JobName": "cqwen",
+            "JobState": "RUNNING",
+            "Restarts": "1",
+            "NodeList": "node[1-2]",
+        }
+    said = lines(look(str(run)))
+    assert said[:4] == [
+        "running, step 60 of 300, stage lora",
+        "1 min 15 s at work, 1 h 06 min to go",
+        "last checkpoint: step-00000040",
+        "gone on with 1 times",
+    ]
+    assert "job 5 start 0 on node[1-2] from step 0" in said[4]
+    assert said[5].endswith("lost at step 40: rank 1")
+
+
+def test_a_run_that_fell_silent_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 500)
+    document = look(str(run))
+    assert document["job"] is None
+    assert 499 < document["stale_s"] < 510
+    assert any("silent for" in line for line in lines(document))
+
+
+def test_a_job_that_waits_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol(tmp_path, monkeypatch, "JobId=6 JobName=x\n   JobState=PENDING Reason=Resources\n")
+    document = look("6")
+    assert (document["status"], document["job"]["Reason"]) == ("not started", "Resources")
+    assert lines(document)[0] == "not started"
+
+
+def test_what_is_neither_folder_nor_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="RUN: found 'nowhere'"):
+        look("nowhere")
+    with pytest.raises(UserError, match="JOB: found '77'"):
+        look("77")
