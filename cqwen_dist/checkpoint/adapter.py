@@ -17,13 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cqwen_dist.checkpoint.manifest import refuse_pickles
 from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.model.lora import ADAPTER, is_lora, peft_config
 
 FOLDER = "adapter"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 _OURS, _PEFT = "backbone.transformer.", "base_model.model.model."
 
 
@@ -92,11 +92,3 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
             here, there = (sorted(here) if isinstance(here, set) else here), sorted(there)
         if here != there:
             raise UserError(f"model.lora.{key}", here, f"{there!r}, as in {folder / CONFIG}")
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raises `UserError` where a folder holds tensors as pickles: reading one runs code that somebody else wrote."""
-    found = sorted(p.name for p in folder.glob("*") if p.suffix in PICKLES) if folder.is_dir() else []
-    if found:
-        allowed = "safetensors: a pickle runs code when it is read, so it is not (convert it where you trust it)"
-        raise UserError("checkpoint", Said(f"{found[0]}, a pickle"), allowed, str(folder))

@@ -19,6 +19,7 @@ from cqwen_dist.config.errors import Said
 FORMAT = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"  # in the run folder: the path of the newest checkpoint, moved after it is whole
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors")
 
 
@@ -171,6 +172,15 @@ def finish_renames(run_dir: Path) -> None:
         if not final.exists() and not verify(partial):
             partial.rename(final)
             sync_folder(final.parent)
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raises `UserError` where a folder holds tensors as pickles: reading one runs code that somebody else wrote."""
+    names = [str(p.relative_to(folder)) for level in ("*", "*/*") for p in folder.glob(level) if p.suffix in PICKLES]
+    found = sorted(names)
+    if found:
+        allowed = "safetensors: a pickle runs code when it is read, so it is not (convert it where you trust it)"
+        raise UserError("checkpoint", Said(f"{found[0]}, a pickle"), allowed, str(folder))
 
 
 def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from cqwen_dist.checkpoint.lock import run_lock
+from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
+from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.checkpoint.status import end_status
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.config.errors import Said
 from cqwen_dist.parallel.collectives import CollectiveError, Stopped, main_rank_first
+from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.train.run_folder import open_run
 
@@ -84,6 +88,40 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[None]:
         except Exception as error:
             _say_fatal(folder, runtime, error)
             raise
+
+
+def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that the run goes on from, as `run.resume` says; None where it begins. Rank 0 looks."""
+    folder = Path(config.run.dir)
+    finish_renames(folder)
+    checkpoint, said = choose_checkpoint(folder, config.run.resume)
+    if said:
+        say(f"[yellow]note:[/] {said}")
+    return checkpoint
+
+
+def run_saver(config: Config, groups: Groups, runtime: Runtime) -> Saver:
+    """What saves the run's checkpoints; a save that fails stops the run at its next step. Collective over the world."""
+
+    def fail(reason: str) -> None:
+        runtime.stop.reason = runtime.stop.reason or reason
+
+    train = config.train
+    retention = Retention(
+        newest=train.keep_checkpoints,
+        best=train.keep_best,
+        every=train.keep_every,
+        metric=train.best_metric,
+        higher=rises(train.best_metric),
+    )
+    return Saver(
+        Path(config.run.dir),
+        groups,
+        retention,
+        background=train.background_save,
+        timeout_s=runtime.timeout_s,
+        on_failure=fail,
+    )
 
 
 def disk_error(folder: Path, error: OSError) -> UserError:

@@ -45,7 +45,9 @@ def restore_state(engine: Engine, state: TrainState) -> None:
     engine.load_feature_state(state.features, state.feature_moments, state.state["feature_steps"])
     engine.heads.noise_unit = state.state["noise_unit"]
     model = engine.model
-    model.config.scale_floor = model.abduction.scale_floor = state.state["model"]["scale_floor"]
+    saved = state.state["model"]
+    model.config.scale_floor = model.abduction.scale_floor = saved["scale_floor"]
+    model.config.target = saved["target"]  # the unit that the numbers were learnt in, which a warm start brings along
 
 
 def head_tensors(engine: Engine) -> dict[str, Tensor]:

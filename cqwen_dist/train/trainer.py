@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames, write_atomically
+from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
-from cqwen_dist.checkpoint.retention import Retention
-from cqwen_dist.checkpoint.saving import About, Saver
+from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.checkpoint.status import RunStatus, read_status
-from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
@@ -41,10 +40,11 @@ from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.partitioned import load_partitioned_base
 from cqwen_dist.train.perf import Clock, Work
 from cqwen_dist.train.run_folder import START, START_TENSORS, write_environment
-from cqwen_dist.train.session import Place, open_session
+from cqwen_dist.train.session import Place, open_session, run_saver, to_go_on_from
 from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.state import collect_state, restore_state
 from cqwen_dist.train.step import Stepper
+from cqwen_dist.train.warm_start import read_warm_start
 
 CALIBRATION_TOKENS = 512  # of all ranks together
 
@@ -79,7 +79,9 @@ class Trainer:
         seed_everything(config.train.seed)
         self.groups: Groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
         self.progress: Progress | None = None
-        self.resume_from = main_rank_says(self._choose)  # a damaged one is told before anything is built
+        self.resume_from = main_rank_says(
+            lambda: to_go_on_from(config, self._say)
+        )  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say, runtime.device))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         head = None
@@ -139,7 +141,7 @@ class Trainer:
         self.bands = ThresholdBands(counts, start, stop - start, self.groups)
         self.cache = FeatureCache(config, runtime, self.engine, self._forward, tokenizer, self._say)
         self.evaluator = self._evaluator()
-        self.saver = self._saver()
+        self.saver = run_saver(config, self.groups, runtime)
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(Work.of(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
         self.noise = GradientWatch(model.action.b_noise)
@@ -288,7 +290,13 @@ class Trainer:
         start: dict[str, Any] = {"start": self.config.start, "statistics": self.statistics.to_dict()}
         if self.evaluator is not None:
             start["base_accuracy"] = self.evaluator.measure_base()["eval/base_accuracy"]
-        if self.config.start == "calibrated":
+        warm = read_warm_start(self.config, self.row_range)
+        if warm is not None:
+            warm.apply(self.engine, self.config)
+            start["warm_start"] = str(warm.source)
+            self._say(f"begins with the weights of {warm.source}")
+        headless = warm is None or not warm.heads
+        if self.config.start == "calibrated" and headless:
             calibration = calibrate(
                 self.model,
                 self._calibration_batches(),
@@ -304,8 +312,9 @@ class Trainer:
                 f"{calibration.accuracy:.1%} (base {calibration.base_accuracy:.1%}), median sum of P "
                 f"{calibration.prob_sum_median:.2f}"
             )
-        override_start(self.model, self.config.model.threshold_init, self.config.model.gamma_init)
-        self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
+        if headless:
+            override_start(self.model, self.config.model.threshold_init, self.config.model.gamma_init)
+            self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
         figures = self.evaluator() if self.evaluator is not None else {}
         self.schedule.check_metrics(figures)
         if self.config.loss.constraint.mode != "off":
@@ -403,35 +412,6 @@ class Trainer:
             seed=self.config.train.seed,
         )
         return next(iter(loader))
-
-    def _choose(self) -> Path | None:
-        """The checkpoint to go on from; rank 0 looks."""
-        finish_renames(self.folder)
-        folder, said = choose_checkpoint(self.folder, self.config.run.resume)
-        if said:
-            self._say(said)
-        return folder
-
-    def _saver(self) -> Saver:
-        def fail(reason: str) -> None:
-            self.runtime.stop.reason = self.runtime.stop.reason or reason
-
-        train = self.config.train
-        retention = Retention(
-            newest=train.keep_checkpoints,
-            best=train.keep_best,
-            every=train.keep_every,
-            metric=train.best_metric,
-            higher=rises(train.best_metric),
-        )
-        return Saver(
-            self.folder,
-            self.groups,
-            retention,
-            background=train.background_save,
-            timeout_s=self.runtime.timeout_s,
-            on_failure=fail,
-        )
 
     def _evaluator(self) -> Evaluator | None:
         if self.datasets.eval is None:
