@@ -132,7 +132,7 @@ class Evaluator:
             u = self.model.abduction(self.features(batch, keep))
             u_prime = action.add_noise(u)
             if not probe and len(labels):
-                probe.append((labels[:PROBED].cpu(), Cauchy(u_prime.loc[:PROBED].cpu(), u_prime.scale[:PROBED].cpu())))
+                probe.append((labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())))
             words = self._words(u_prime, labels)
             scores = self._scores(u_prime, labels)
             strength, best = self._best(u_prime)

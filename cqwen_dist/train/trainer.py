@@ -33,6 +33,7 @@ from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.engine import Engine, NonFiniteStep
 from cqwen_dist.train.evaluate import Evaluator
+from cqwen_dist.train.evaluation_folder import EvaluationFolder
 from cqwen_dist.train.feature_cache import FeatureCache
 from cqwen_dist.train.frequency import ThresholdBands
 from cqwen_dist.train.loading import StageLoaders
@@ -136,7 +137,7 @@ class Trainer:
         self.gemm_dtype = dtype
         self.used_rows = model.config.used_rows if config.loss.negatives == "used" else None
         self.constraint = Constraint(model, config.loss.constraint, self.engine.forward)
-        counts = self.datasets.train.word_counts(vocab_size)
+        self.word_counts = counts = self.datasets.train.word_counts(vocab_size)
         self.stepper = Stepper(self.engine, config, dtype, self.used_rows, self.constraint, counts)
         self.bands = ThresholdBands(counts, start, stop - start, self.groups)
         self.cache = FeatureCache(config, runtime, self.engine, self._forward, tokenizer, self._say)
@@ -145,6 +146,7 @@ class Trainer:
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(Work.of(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
         self.noise = GradientWatch(model.action.b_noise)
+        self.evaluations = EvaluationFolder(self.folder, tokenizer)
 
     # ------------------------------------------------------------------------------------- the loop
 
@@ -315,7 +317,7 @@ class Trainer:
         if headless:
             override_start(self.model, self.config.model.threshold_init, self.config.model.gamma_init)
             self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
-        figures = self.evaluator() if self.evaluator is not None else {}
+        figures = self._figures(self.evaluator, 0) if self.evaluator is not None else {}
         self.schedule.check_metrics(figures)
         if self.config.loss.constraint.mode != "off":
             self.constraint.begin(self.engine.feature_state()[0], self._calibration_batches())
@@ -336,7 +338,7 @@ class Trainer:
     def _evaluate(self, step: int, log: MetricsLog | None) -> dict[str, Any]:
         if self.evaluator is None:
             return {}
-        figures = self.evaluator() | self.bands(self.model.action.threshold)
+        figures = self._figures(self.evaluator, step)
         if log is not None:
             log.add(figures)
         shown = [f"accuracy {figures['eval/accuracy']:.1%} (base {figures.get('eval/base_accuracy', 0):.1%})"]
@@ -346,6 +348,13 @@ class Trainer:
         if "eval/baseline_mdae" in figures:
             shown.append(f"always the median's {figures['eval/baseline_mdae']:.4g}")
         self._say(f"  evaluation at step {step}: {', '.join(shown)}")
+        return figures
+
+    def _figures(self, evaluator: Evaluator, step: int) -> dict[str, Any]:
+        """An evaluation after `step`; what only a report needs of it is kept beside."""
+        figures = evaluator() | self.bands(self.model.action.threshold)
+        if self.runtime.is_main and evaluator.last is not None:
+            self.evaluations.write(step, self.place.stage, evaluator.last)
         return figures
 
     def _save(self) -> None:
@@ -430,6 +439,7 @@ class Trainer:
             baseline_value=self.statistics.median if self.statistics.count else None,
             used_rows=self.used_rows,
             gemm_dtype=self.gemm_dtype,
+            word_counts=self.word_counts,
         )
 
     def _say(self, text: str) -> None:
