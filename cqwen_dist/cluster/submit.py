@@ -55,6 +55,8 @@ def plan_jobs(
     config = preflight(path, overrides)
     if is_done(Path(config.run.dir)):
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
+    if config.run.resume == "never":
+        raise UserError("run.resume", "never", "auto or last-good: a job that is queued again goes on")
     by_stage = dict(read_stage_option(text, resources) for text in stages)
     run_dir = Path(config.run.dir).absolute()
     folder = _free_folder(run_dir / FOLDER)

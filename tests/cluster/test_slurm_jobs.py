@@ -23,13 +23,13 @@ HOSTILE = "a'; echo foo"
 
 
 def test_the_shipped_script_on_two_nodes_with_two_ranks_each(cluster: Cluster, tmp_path: Path) -> None:
-    """sbatch and nothing else; the folder has a name that shells would read."""
+    """sbatch and nothing else: a rank a (pretended) GPU; the folder has a name that shells would read."""
     folder = tmp_path / f"{HOSTILE} $(touch x) 50%d"
     folder.mkdir()
-    run = SlurmRun(cluster, folder)
+    run = SlurmRun(cluster, folder, stages__0__steps=10, stages__1__steps=10)
     words = [
-        "--nodes=2",
-        f"--export=ALL,CQWEN_RANKS_PER_NODE=2,CQWEN_PYTHON={sys.executable}",
+        *("--nodes=2", "--gpus-per-node=2"),
+        f"--export=ALL,CQWEN_PYTHON={sys.executable}",
         ROOT / "slurm/train.sbatch",
     ]
     job = cluster.slurm("sbatch", "--parsable", *words, run.config, "train.micro_batch_size=3", cwd=folder).strip()
@@ -37,7 +37,7 @@ def test_the_shipped_script_on_two_nodes_with_two_ranks_each(cluster: Cluster, t
     said = (folder / f"cqwen-{job}.out").read_text()
     assert ended["JobState"] == "COMPLETED", said
     assert read_status(run.run)["status"] == "done"
-    assert len(losses(run.run)) == 2 * STEPS
+    assert len(losses(run.run)) == 20
     assert json.loads((run.run / "environment.json").read_text())["ranks"] == 4
     logs = run.run / "slurm" / "latest"
     names = {path.name for path in logs.iterdir()}

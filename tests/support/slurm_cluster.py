@@ -1,9 +1,9 @@
 """A real SLURM cluster of throw-away nodes on one machine: munged, slurmctld, one slurmd and one sshd a node.
 
 Every host lives in its own network, pid, mount and uts namespace with its own address, so it can lose its power or its
-link. The file system is the machine's: every folder is a shared folder. Needs root, the packages named in `BINARIES`,
-and the right to make namespaces; `why_not()` says what is missing. Nothing outside the folder and the namespaces made
-here is touched.
+link; each node pretends to have two GPUs. The file system is the machine's: every folder is a shared folder. Needs
+root, the packages named in `BINARIES`, and the right to make namespaces; `why_not()` says what is missing. Nothing
+outside the folder and the namespaces made here is touched.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import textwrap
@@ -77,6 +78,7 @@ MpiDefault=none
 SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=100000,sched_interval=2,bf_interval=2,batch_sched_delay=0
 SlurmctldParameters=config_overrides
@@ -139,8 +141,8 @@ def wait_for(what: str, condition: Callable[[], object], timeout: float = 120.0,
 class Cluster:
     """`nodes` hosts named node1, node2, ... and a head; partitions `main`, and `high`, which preempts it."""
 
-    def __init__(self, nodes: int, cpus: int = 2, grace_s: int = 20) -> None:
-        self.size, self.cpus, self.grace_s = nodes, cpus, grace_s
+    def __init__(self, nodes: int, cpus: int = 2, gpus: int = 2, grace_s: int = 20) -> None:
+        self.size, self.cpus, self.gpus, self.grace_s = nodes, cpus, gpus, grace_s
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # munge wants a way in for everybody
         self.prefix = f"cq{os.getpid()}-{secrets.token_hex(2)}"
         self.inits: dict[str, int] = {}
@@ -304,9 +306,12 @@ class Cluster:
         (D / "nsswitch.conf").write_text("\n".join([*rest, "hosts: files"]) + "\n")
         nodes = [
             f"NodeName={name} NodeHostname={name} NodeAddr={self.address(name)} CPUs={self.cpus} RealMemory=20000 "
-            "State=UNKNOWN"
+            f"Gres=gpu:{self.gpus} State=UNKNOWN"
             for name in self._hosts()[1:]
         ]
+        for index in range(self.gpus):  # pretended: SLURM gives them out, and nobody opens them
+            os.mknod(D / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        (D / "gres.conf").write_text(f"NodeName=node[1-{self.size}] Name=gpu File={D}/gpu[0-{self.gpus - 1}]\n")
         partitions = [
             f"PartitionName=main Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime={self.grace_s}",
             "PartitionName=high Nodes=ALL Default=NO MaxTime=60 PriorityTier=10 PreemptMode=OFF",
