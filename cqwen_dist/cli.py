@@ -73,7 +73,7 @@ def launch(
     from cqwen_dist.cluster.launch import launch as run
 
     if dry:
-        _print_json(dry_run(config, overrides or [], ranks))
+        _print_json(dry_run(config, overrides or [], ranks, hostfile))
         return
 
     raise typer.Exit(run(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=preflight))

@@ -108,6 +108,14 @@ def read_environment(path: Path | None) -> dict[str, str]:
     return environment
 
 
+def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -> list[str]:
+    """The `deepspeed` command line; every word of it is safe in a shell."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", str(hostfile)]
+    command += ["--launcher", "pdsh", "--force_multi", "--no_ssh_check", "--no_local_rank"]
+    command += ["--master_addr", next(iter(hosts)).rpartition("@")[2], "--master_port", str(port)]
+    return [*command, "--module", MODULE, word]
+
+
 @contextmanager
 def prepared(
     words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, port: int
@@ -136,10 +144,7 @@ def prepared(
             hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
             accelerator = "cpu" if environment.get("DS_ACCELERATOR") == "cpu" else "cuda"
             variables.write_text(f"DS_ACCELERATOR={accelerator}\n", encoding="utf-8")
-            command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--hostfile", str(hostfile)]
-            command += ["--launcher", "pdsh", "--force_multi", "--no_ssh_check", "--no_local_rank"]
-            command += ["--master_addr", next(iter(hosts)).rpartition("@")[2], "--master_port", str(port)]
-            command += ["--module", MODULE, word]
+            command = hosts_command(hosts, hostfile, port, word)
             own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
             own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": accelerator}
             # Every host has the folder `/`, which is where DeepSpeed takes the ranks first.

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.checkpoint.status import read_status
-from cqwen_dist.cluster.hostfile import prepared, read_environment, read_hostfile
+from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.node import rank_environment
+from cqwen_dist.cluster.rank import Order
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.ports import free_port
@@ -50,15 +51,20 @@ def _local_command(words: list[str], ranks: int, port: int) -> list[str]:
     return [*launcher, "--master_port", str(port), "--no_local_rank", "--module", "cqwen_dist", *words]
 
 
-def dry_run(path: Path, overrides: Sequence[str], ranks: int) -> dict[str, Any]:
+def dry_run(path: Path, overrides: Sequence[str], ranks: int, hostfile: Path | None = None) -> dict[str, Any]:
     """What `launch` would do, as a document: the command, the config as resolved, DeepSpeed's configuration.
 
     Checks what `launch` checks; starts nothing. Raises `UserError`.
     """
     config = preflight(path, overrides)
+    command = launch_command(path, overrides, ranks, 0)
+    if hostfile is not None:
+        hosts = read_hostfile(hostfile)
+        word = Order("", ["train", str(path.absolute()), *overrides], os.getcwd()).encode()
+        command, ranks = hosts_command(hosts, hostfile, 0, word), sum(hosts.values())
     trained = feature_parameters(config, read_architecture(config))
     return {
-        "command": launch_command(path, overrides, ranks, 0),
+        "command": command,
         "config": config.model_dump(mode="json"),
         "deepspeed": deepspeed_config(config, ranks, trained),
     }
