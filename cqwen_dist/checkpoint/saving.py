@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -184,7 +184,7 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
 def _told(error: Exception) -> tuple[str, str]:
     if isinstance(error, OSError):
         return "disk", f"{error.strerror or error} while a checkpoint was written ({error.filename or 'its files'})"
-    if type(error).__name__ == "SafetensorError":  # how its writer reports what the disk said
+    if isinstance(error, SafetensorError):  # how its writer reports what the disk said
         return "disk", f"{error} while a checkpoint was written"
     return "error", f"{type(error).__name__}: {error}"
 

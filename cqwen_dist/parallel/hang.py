@@ -29,7 +29,7 @@ class HangWatch:
 
     @contextmanager
     def watching(self, run_dir: Path, rank: int, timeout_s: float | None) -> Iterator[None]:
-        """Inside, `alive` has to be called at least every 0.9 timeouts. Nothing is watched without a timeout."""
+        """Inside, from the first `alive` on, it has to be called at least every 0.9 timeouts. No timeout, no watch."""
         if timeout_s is None:
             yield
             return
@@ -37,7 +37,6 @@ class HangWatch:
         path.parent.mkdir(exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             self._file, self._seconds, self._last = file, SHARE * timeout_s, 0.0
-            self.alive()
             try:
                 yield
             finally:

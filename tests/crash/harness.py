@@ -24,6 +24,7 @@ from support.runs import write_config
 
 WORLD = 2
 ALL = -1  # every rank
+HANG = 0  # instead of a signal: the rank stays where it is
 STOPPED = 75
 SURVIVE_S = 20.0  # how long the other rank may take to find out
 # Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
@@ -172,6 +173,8 @@ def deal(blow: Blow) -> None:
         nonlocal calls
         calls += 1
         if calls == blow.call:
+            if blow.number == HANG:
+                time.sleep(100)
             timer = threading.Timer(blow.after_ms / 1000, os.kill, (os.getpid(), blow.number))
             timer.daemon = True
             timer.start()

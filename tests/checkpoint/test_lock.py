@@ -1,0 +1,75 @@
+"""The run's lock: one process at a time, free as soon as its holder is gone, and hosts that cannot see each other's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cqwen_dist.checkpoint import lock
+from cqwen_dist.checkpoint.lock import run_lock
+from cqwen_dist.config import UserError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from cqwen_dist.checkpoint.lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_process_is_refused_by_the_firsts_number_and_a_dead_one_is_no_holder(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with (
+        pytest.raises(UserError, match=rf"run\.dir: found process {holder.pid} on .* at work in it"),
+        run_lock(tmp_path),
+    ):
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with run_lock(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert (tmp_path / "lock").read_text() == ""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lock of another host, whose kernel's locks this one does not see."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    (tmp_path / "lock").write_text(json.dumps({"host": "another", "pid": 7}))
+    return tmp_path
+
+
+def test_another_host_that_still_gives_a_sign_is_at_work(elsewhere: Path) -> None:
+    ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(0.02):
+            os.utime(elsewhere / "lock")
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match="process 7 on another at work in it"), run_lock(elsewhere):
+            pass
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_another_host_that_gives_none_any_more_has_died(elsewhere: Path) -> None:
+    with run_lock(elsewhere):
+        before = (elsewhere / "lock").stat().st_mtime_ns
+        deadline = time.monotonic() + 10
+        while (elsewhere / "lock").stat().st_mtime_ns == before:
+            assert time.monotonic() < deadline, "the holder gives no sign"
+            time.sleep(0.01)
