@@ -67,7 +67,7 @@ class ConstraintConfig(Section):
         description="What a shift of U's location is measured in: spread, its deviation over tokens at the start by "
         "dimension; scale, the laws' own scales (the literal KL); or a number.",
     )
-    rate: Share = Field(0.05, description="dual: how fast the multiplier's logarithm moves, a step.")
+    rate: Share = Field(0.1, description="dual: how fast the multiplier's logarithm moves, a step.")
     every: Positive = Field(
         10, description="monitor: steps between looks; once features have trained, one costs a second forward pass."
     )

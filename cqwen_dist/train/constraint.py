@@ -10,9 +10,11 @@ the backbone, without gradient: at every step where KL is held (`hinge`, `dual`)
 watched (`monitor`). A copy of the abduction, 2 H C numbers, is kept.
 
 `hinge` adds beta times each token's excess over eps, so it decomposes over ranks and micro-batches. `dual` adds
-multiplier * KL, and after each step the multiplier's logarithm moves by rate times how far the global mean was above
-(or below) its aim; it never falls below beta. Between steps the weight follows (KL / eps)^2 at once, because an
-integral alone answers too late. The multiplier is a tensor that no step waits for.
+weight * KL with weight = multiplier * (KL / eps)^4: far below eps hardly anything is held, near it the answer is there
+at the next step, because an integral alone comes too late (KL is 0 at the start, then rises within some steps). After
+each step the multiplier's logarithm moves by rate times how far the global mean was from its aim, faster up than down.
+KL of the step before serves for the power, so the term is linear in the tokens and decomposes as the hinge does. Both
+are tensors that no step waits for.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
 
 Features = Callable[[Batch, Tensor], Tensor]  # (batch on the device, keep [N]) -> z [N,H]
-AIM = 0.9  # of eps: what the multiplier steers at, so that the mean of a batch stays below eps itself
-_ANSWER = (0.25, 4.0)  # the weight's immediate answer (KL/eps)^2 stays within these
+AIM = 0.8  # of eps: what the multiplier steers at, since the means of batches scatter
+_STEEPNESS = 4  # of the weight's immediate answer (KL/eps)^4,
+_ANSWER = (1e-3, 16.0)  # which stays within these
+_FALL = 0.2  # how much slower than it rises the multiplier falls: KL is 0 at the start and will not stay there
+_LEAST = 1e-2  # of beta: the multiplier falls no further
 
 
 class ConstraintTerm(NamedTuple):
@@ -55,7 +60,7 @@ class Constraint:
         self.model, self.config, self._features = model, config, features
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether any of embedding and lora has ever been awake
-        self._abduction = deepcopy(model.abduction).requires_grad_(False)
+        self._abduction = _frozen_copy(model)
         self._embedding: tuple[Tensor, Tensor] | None = None
         self.unit: Tensor | float | None = None
         self.multiplier = torch.tensor(config.beta, device=self.device)
@@ -71,9 +76,9 @@ class Constraint:
         U's location: its standard deviation over tokens, with U's scale at the start added in quadrature, so that a
         dimension in which nothing varies (a number dimension) is measured in its own scale.
         """
-        self._abduction.load_state_dict(self.model.abduction.state_dict())
+        self._abduction = _frozen_copy(self.model)
         self._embedding = self._own(features["embedding.w_num"]), self._own(features["embedding.num_row"])
-        size = self._abduction.loc_net.bias.shape[0]
+        size = self.model.config.causal_hidden_size
         kept = []
         for batch in batches:
             keep = batch.label_mask.flatten().nonzero()[:, 0].to(self.device)
@@ -104,6 +109,7 @@ class Constraint:
         """Put back what `save` wrote and `state_dict` gave. Raises `UserError`."""
         try:
             tensors = load_file(path)
+            self._abduction = _frozen_copy(self.model)  # for what is no tensor in it: the floor of its scale
             self._abduction.load_state_dict(
                 {name.removeprefix("abduction."): v for name, v in tensors.items() if name.startswith("abduction.")}
             )
@@ -171,7 +177,11 @@ class Constraint:
             figures["train/constraint_loss"] = loss
         if self.config.mode == "dual":
             figures["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
-            off = (kl / (AIM * self.config.eps) - 1.0).clamp(-1.0, 1.0)
-            self.multiplier.mul_(torch.exp(self.config.rate * off)).clamp_(min=self.config.beta)
-            self._answer.copy_((kl / self.config.eps).square().clamp(*_ANSWER))
+            off = (kl / (AIM * self.config.eps) - 1.0).clamp(-_FALL, 1.0)
+            self.multiplier.mul_(torch.exp(self.config.rate * off)).clamp_(min=_LEAST * self.config.beta)
+            self._answer.copy_((kl / self.config.eps).pow(_STEEPNESS).clamp(*_ANSWER))
         return figures
+
+
+def _frozen_copy(model: CausalQwenModel) -> Any:
+    return deepcopy(model.abduction).requires_grad_(False)

@@ -1,0 +1,129 @@
+"""The adapters' family: the start is exact, every member trains, merging keeps the function, odd wishes are refused."""
+
+import pytest
+import torch
+from support.tiny import random_batch, tiny_model
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_lora_b, is_magnitude, merge_lora
+from cqwen_dist.train.groups import feature_members
+
+FAMILY = {
+    "lora": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "dora of all": {"dora": True, "rslora": True, "target_modules": "all-linear"},
+}
+
+
+def adapted(options: dict[str, object], dtype: torch.dtype = torch.float32) -> CausalQwenModel:
+    model = tiny_model()
+    model.features.to(dtype)
+    inject_lora(model.transformer, LoraConfig.model_validate({"r": 4, "alpha": 6, **options}))
+    return model
+
+
+def z_of(model: CausalQwenModel, batch: Batch) -> Tensor:
+    keep = batch.label_mask.flatten().nonzero()[:, 0]
+    return model.kept_features(batch, keep)
+
+
+def move(model: CausalQwenModel) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.transformer.named_parameters():
+            if is_lora(name):
+                p.add_(torch.randn_like(p) * 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
+def test_the_start_is_exact_and_off_is_the_base_to_the_bit(options: dict[str, object], dtype: torch.dtype) -> None:
+    batch, plain = random_batch(), tiny_model()
+    plain.features.to(dtype)
+    model = adapted(options, dtype)
+    wanted = z_of(plain, batch)
+    assert torch.equal(z_of(model, batch), wanted)
+    move(model)
+    assert not torch.allclose(z_of(model, batch), wanted, atol=1e-2)
+    with adapters_disabled(model.transformer):
+        assert torch.equal(z_of(model, batch), wanted)
+
+
+def test_rank_stabilised_scaling_is_by_the_root() -> None:
+    found = {}
+    for name in ("lora", "rslora"):
+        model = adapted(FAMILY[name])
+        layer = model.transformer.get_submodule("layers.0.self_attn.q_proj")
+        found[name] = layer.scaling["default"]
+    assert found == {"lora": 6 / 4, "rslora": 6 / 2}
+
+
+@pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
+def test_everything_of_an_adapter_trains_and_merging_keeps_the_function(options: dict[str, object]) -> None:
+    batch, model = random_batch(), adapted(options)
+    move(model)
+    before = z_of(model, batch)
+    before.square().mean().backward()
+    named = {m.name: m for m in feature_members(model.features, separate_b=True) if m.group == "lora"}
+    assert all(m.parameter.grad is not None and m.parameter.grad.any() for m in named.values())
+    kinds = {m.kind for m in named.values()}
+    assert kinds == ({"", "B", "magnitude"} if options.get("dora") else {"", "B"})
+    for name, member in named.items():
+        assert (member.kind == "B") == is_lora_b(name)
+        assert (member.kind == "magnitude") == is_magnitude(name) == (member.parameter.ndim == 1)
+    merge_lora(model.transformer)
+    assert not any(is_lora(name) for name, _ in model.named_parameters())
+    torch.testing.assert_close(z_of(model, batch), before.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_names_that_no_module_has_are_refused_with_those_there_are() -> None:
+    with pytest.raises(UserError, match="names out of down_proj, gate_proj, k_proj") as refusal:
+        adapted({"target_modules": ["query"]})
+    assert refusal.value.key == "model.lora.target_modules"
+
+
+def test_dora_of_a_partitioned_base_is_refused() -> None:
+    """Its norms would be of what a rank holds: ZeRO-3 leaves (0,) outside a module's own forward."""
+    model = tiny_model()
+    for p in model.transformer.parameters():
+        p.ds_id = 1  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="whole weights") as refusal:
+        inject_lora(model.transformer, LoraConfig(dora=True))
+    assert refusal.value.key == "model.lora.dora"
+
+
+def test_four_bits_need_a_gpu(tmp_path: object) -> None:
+    with pytest.raises(UserError, match="none on a CPU") as refusal:
+        load_base("unused", torch.bfloat16, quantize="nf4", device=torch.device("cpu"))
+    assert refusal.value.key == "model.quantize"
+
+
+# ---------------------------------------------------------------------- recomputed activations, a frozen embedding
+
+
+@pytest.mark.parametrize("trained", ["lora", "embedding and lora"])
+def test_recomputing_gives_equal_gradients_with_a_frozen_embedding(trained: str) -> None:
+    """Non-reentrant: the inputs of a layer need no gradient for its adapters to get theirs."""
+    grads = []
+    for recompute in (False, True):
+        model = adapted({"dropout": 0.3}).train()
+        for p in model.parameters():
+            p.requires_grad_(False)
+        for member in feature_members(model.features):
+            member.parameter.requires_grad_(member.group in trained)
+        move(model)
+        if recompute:
+            model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        torch.manual_seed(7)  # dropout's: the recomputation draws the same
+        z_of(model, random_batch()).square().mean().backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    assert any("lora_A" in name for name in grads[0])
+    assert all(bool(g.any()) for g in grads[0].values())
+    for name, value in grads[0].items():
+        torch.testing.assert_close(grads[1][name], value, rtol=1e-6, atol=1e-8, msg=name)
