@@ -9,7 +9,7 @@ from shutil import which
 from typing import Any
 
 from cqwen_dist.checkpoint.status import read_status
-from cqwen_dist.cluster.batch import FOLDER, read_history
+from cqwen_dist.cluster.batch import FOLDER, HISTORY, read_history
 from cqwen_dist.config import UserError
 
 STALE_S = 60.0  # a run that says nothing for so long is not at work: it writes every ten seconds
@@ -27,9 +27,11 @@ def look(run_or_job: str) -> dict[str, Any]:
         job = job_of(run_or_job)
         if job is None:
             raise UserError("JOB", run_or_job, "a job that SLURM still knows (or the run's folder)")
-        folder = Path(job.get("Comment", ""))
-        if not job.get("Comment") or not folder.is_dir():
+        named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)  # ours: RUN/slurm/JOB.out
+        found = next((run for run in named if run.name and (run / FOLDER / HISTORY).is_file()), None)
+        if found is None:
             return {"status": "not started", "run": None, "job": _of_interest(job), "history": []}
+        folder = found
     history = read_history(folder)
     starts = [entry for entry in history if entry["event"] == "start"]
     if job is None and starts:
