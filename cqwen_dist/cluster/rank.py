@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import platform
+import runpy
 import signal
 import sys
 import time
@@ -60,10 +61,8 @@ def main() -> None:
         for number in (1, 2):
             os.dup2(log, number)
     sys.argv = ["cqwen", *order.words]
-    from cqwen_dist.cli import main as cqwen
-
     try:
-        cqwen()
+        runpy.run_module("cqwen_dist", run_name="__main__", alter_sys=True)  # as `python -m cqwen_dist` does
         ending: dict[str, Any] = {"how": "ended"}
     except SystemExit as left:
         how = "ended" if not left.code else "wrong input" if left.code == 2 else "failed"
