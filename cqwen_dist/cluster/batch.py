@@ -95,11 +95,11 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
     started = next(entry for entry in reversed(history) if entry["event"] == "start")
     status = read_status(run_dir)
     said = status["status"] if _stamp(run_dir) != started["status_before"] else "unchanged"
-    failed = [r for r in _endings(logs) if r["how"] in ("failed", "wrong input")]
+    failed = sorted((r for r in _endings(logs) if r["how"] in ("failed", "wrong input")), key=lambda r: r["time"])
     if status["status"] in ("done", "paused") and phase == "train" and code == 0:
         how, reason = "done", ""
     elif failed or said == "fatal":
-        how, reason = "fatal", failed[0]["message"] if failed else str(status.get("reason"))
+        how, reason = "fatal", _words_of(logs, failed[0]) if failed else str(status.get("reason"))
     elif phase == "preflight" and code == 1:
         how, reason = "fatal", "the nodes are not fit: see the preflight"
     elif asked == "TERM":
@@ -187,6 +187,12 @@ def _endings(logs: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return found
+
+
+def _words_of(logs: Path, ending: dict[str, Any]) -> str:
+    """Why a rank failed: its exception, or the one line that it told the user."""
+    told = [line for line in _tail(logs / f"rank-{ending['rank']}.log") if line.startswith("error: ")]
+    return told[-1].removeprefix("error: ") if ending["how"] == "wrong input" and told else str(ending["message"])
 
 
 def _silent(logs: Path) -> list[int]:

@@ -91,6 +91,13 @@ def test_a_rank_that_failed_by_itself_is_fatal_whatever_the_status_says(starts: 
     assert log.read_text() == "ValueError: mine\n"
 
 
+def test_a_users_mistake_is_told_in_its_own_words(starts: Starts) -> None:
+    starts.start()
+    starts.rank_ends(0, "wrong input", log="hello\nerror: data.train: found no such file\n", message="exit code 2")
+    assert starts.end() == ("failed", "fatal")
+    assert read_history(starts.run)[-1]["reason"] == "data.train: found no such file"
+
+
 def test_a_killed_rank_is_the_one_that_left_no_word(starts: Starts) -> None:
     starts.start()
     starts.rank_ends(0, "lost the others", log="gloo\n")
