@@ -31,6 +31,10 @@ class Batch:
         """The batch on another device (asynchronously from pinned memory)."""
         return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
 
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory, from which a GPU copies without waiting."""
+        return Batch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+
     @property
     def label_mask(self) -> torch.Tensor:
         """[B,T] bool: positions whose next word is learnt (labels and attention mask together)."""

@@ -4,19 +4,28 @@ An epoch's order is one permutation of (seed, epoch). Step s takes samples [s G,
 epoch what is left, so that every sample is seen once an epoch. Rank r takes the r-th contiguous share of the step's
 samples: any number of ranks serves any G, shares differ by one at most, and a rank may have none. Every rank makes
 the same number of micro-batches in every step (`micro_steps`), where need be of padding, so that collectives and
-accumulation line up.
+accumulation line up. Batches may be made ahead of time by a thread, in page-locked memory where there is a GPU; the
+place that is saved is the one behind the step handed out last.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from queue import Empty, Full, Queue
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+import torch
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.data.collate import Sample, collate
+
+T = TypeVar("T")
+
+# Steps among which those of similar length are looked for.
+_GROUPED = 50
 
 
 class Samples(Protocol):
@@ -30,6 +39,15 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
+@runtime_checkable
+class Grouped(Protocol):
+    """A dataset that says whether its samples are to be grouped by length."""
+
+    group_by_length: bool
+
+    def lengths(self) -> np.ndarray: ...
+
+
 def share(count: int, rank: int, world: int) -> range:
     """Rank's contiguous share of `count` things; shares differ by one at most, rank 0's is a largest."""
     size, more = divmod(count, world)
@@ -40,6 +58,63 @@ def share(count: int, rank: int, world: int) -> range:
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation of an epoch [count]; depends on nothing else (MT19937, whose stream numpy keeps for good)."""
     return np.random.RandomState([seed % 2**32, epoch]).permutation(count)
+
+
+def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.ndarray:
+    """`epoch_order` with samples of similar length in one step of `batch`: every 50 steps' samples are sorted by
+    length, cut into steps again, and the steps shuffled; what is left of the last step stays last."""
+    order = epoch_order(len(lengths), seed, epoch)
+    whole = len(order) // batch
+    for begin in range(0, whole * batch, _GROUPED * batch):
+        mine = order[begin : min(begin + _GROUPED * batch, whole * batch)]
+        mine[:] = mine[np.argsort(-lengths[mine], kind="stable")]
+    steps = np.random.RandomState([seed % 2**32, epoch, 1]).permutation(whole)
+    return np.concatenate([order[: whole * batch].reshape(whole, batch)[steps].ravel(), order[whole * batch :]])
+
+
+def ahead(items: Iterator[T], count: int) -> Iterator[T]:
+    """The items, up to `count` of them made ahead of time by a thread; what it raises is raised here."""
+    if not count:
+        yield from items
+        return
+    waiting: Queue[tuple[bool, T | BaseException | None]] = Queue(count)
+    stop = threading.Event()
+
+    def put(entry: tuple[bool, T | BaseException | None]) -> None:
+        while not stop.is_set():
+            try:
+                waiting.put(entry, timeout=0.1)
+                return
+            except Full:
+                continue
+
+    def work() -> None:
+        try:
+            for item in items:
+                put((True, item))
+                if stop.is_set():
+                    return
+            put((False, None))
+        except BaseException as error:
+            put((False, error))
+
+    thread = threading.Thread(target=work, name="cqwen-loader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                more, item = waiting.get(timeout=5.0)
+            except Empty:
+                if not thread.is_alive() and waiting.empty():
+                    raise RuntimeError("the loader's thread ended without a word") from None
+                continue
+            if not more:
+                if isinstance(item, BaseException):
+                    raise item
+                return
+            yield item  # type: ignore[misc]
+    finally:
+        stop.set()
 
 
 def _micro_batches(dataset: Samples, indices: Sequence[int], micro_batch_size: int, micro_steps: int) -> list[Batch]:
@@ -60,7 +135,8 @@ class Loader:
     step s is worked on resumes with step s + 1.
 
     Args: dataset: its samples; rank, world: this rank and their number; global_batch_size: G, samples per optimizer
-    step over all ranks; micro_batch_size: rows per rank and forward at most; seed: of the order.
+    step over all ranks; micro_batch_size: rows per rank and forward at most; seed: of the order;
+    prefetch: steps made ahead of time. A dataset that says `group_by_length` has its samples grouped.
     Raises: UserError when the dataset is empty.
     """
 
@@ -73,6 +149,7 @@ class Loader:
         global_batch_size: int,
         micro_batch_size: int,
         seed: int,
+        prefetch: int = 0,
     ) -> None:
         if not len(dataset):
             raise UserError("data.train", "no texts", "one or more")
@@ -80,26 +157,40 @@ class Loader:
         self.global_batch_size, self.micro_batch_size, self.seed = global_batch_size, micro_batch_size, seed
         self.micro_steps = -(-len(share(global_batch_size, 0, world)) // micro_batch_size)
         self.steps_per_epoch = -(-len(dataset) // global_batch_size)
-        self.epoch, self.step = 0, 0
+        self.epoch, self.step, self.prefetch = 0, 0, prefetch
         self._handed_out = (0, 0)
-        self._order: tuple[int, np.ndarray] | None = None
+        self._orders: dict[int, np.ndarray] = {}
+        grouped = isinstance(dataset, Grouped) and dataset.group_by_length
+        self._lengths: np.ndarray | None = dataset.lengths() if grouped else None  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        while True:
-            batches = _micro_batches(
-                self.dataset, self.mine(self.epoch, self.step), self.micro_batch_size, self.micro_steps
-            )
-            self._handed_out = (self.epoch, self.step)
-            self.step += 1
-            if self.step == self.steps_per_epoch:
-                self.epoch, self.step = self.epoch + 1, 0
+        for epoch, step, batches in ahead(self._made(), self.prefetch):
+            self._handed_out = (epoch, step)
+            self.epoch, self.step = self._behind(epoch, step)
             yield batches
+
+    def _made(self) -> Iterator[tuple[int, int, list[Batch]]]:
+        """(epoch, step, its batches) from the current place on."""
+        epoch, step, pin = self.epoch, self.step, torch.cuda.is_available()
+        while True:
+            batches = _micro_batches(self.dataset, self.mine(epoch, step), self.micro_batch_size, self.micro_steps)
+            yield epoch, step, [batch.pin_memory() for batch in batches] if pin else batches
+            epoch, step = self._behind(epoch, step)
+
+    def _behind(self, epoch: int, step: int) -> tuple[int, int]:
+        return (epoch, step + 1) if step + 1 < self.steps_per_epoch else (epoch + 1, 0)
 
     def indices(self, epoch: int, step: int) -> list[int]:
         """The samples of one step over all ranks, in order."""
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, epoch_order(len(self.dataset), self.seed, epoch))
-        return self._order[1][step * self.global_batch_size : (step + 1) * self.global_batch_size].tolist()
+        order = self._orders.get(epoch)
+        if order is None:
+            if self._lengths is None:
+                order = epoch_order(len(self.dataset), self.seed, epoch)
+            else:
+                order = grouped_order(self._lengths, self.seed, epoch, self.global_batch_size)
+            # This epoch's, and the one that a thread may be ahead in.
+            self._orders = {**{e: known for e, known in self._orders.items() if abs(e - epoch) == 1}, epoch: order}
+        return order[step * self.global_batch_size : (step + 1) * self.global_batch_size].tolist()
 
     def mine(self, epoch: int, step: int) -> list[int]:
         """This rank's samples of one step, in order; micro-batch k has [k, k+1) times micro_batch_size of them."""

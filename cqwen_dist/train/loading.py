@@ -34,6 +34,7 @@ class StageLoaders:
                     global_batch_size=size,
                     micro_batch_size=micro,
                     seed=config.train.seed,
+                    prefetch=config.data.prefetch,
                 )
             )
         self._index = 0
