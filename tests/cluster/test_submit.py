@@ -1,0 +1,120 @@
+"""`cqwen submit` with a stand-in for sbatch: what is checked, written, submitted and said."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from support.runs import write_config
+
+from cqwen_dist.checkpoint.status import write_status
+from cqwen_dist.cli import main
+from cqwen_dist.cluster.slurm import Resources, split_stages
+from cqwen_dist.cluster.submit import plan_jobs
+from cqwen_dist.config import UserError, load_config
+
+SBATCH = """#!/bin/bash
+for word in "$@"; do
+  if [ "$word" = --test-only ]; then echo "sbatch: Job 1 to start at noon" >&2; exit 0; fi
+done
+printf '%s\\n' "$*" >> "$(dirname "$0")/calls"
+echo "$((40 + $(wc -l < "$(dirname "$0")/calls")));cluster"
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an sbatch that takes everything; it writes down how it was called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "sbatch").write_text(SBATCH)
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["cqwen", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    out, err = capfd.readouterr()
+    return int(left.value.code or 0), out, err
+
+
+def test_two_jobs_of_one_run(
+    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    words = ["submit", config, "train.seed=3", "--nodes", 2, "--ranks-per-node", 2, "--stage", "heads:nodes=1,time=10"]
+    code, out, err = cqwen(monkeypatch, capfd, *words, "--partition", "main", "--sbatch=--mem=0")
+    assert (code, err) == (0, "")
+    folder = tmp_path / "run" / "slurm" / "submit-1"
+    first, second = (folder / f"job-{number}.sbatch" for number in (1, 2))
+    calls = (sbatch / "calls").read_text().splitlines()
+    assert calls == [f"--parsable {first}", f"--parsable --dependency=afterok:41 --kill-on-invalid-dep=yes {second}"]
+    assert out.splitlines()[:2] == [
+        "job 41: cqwen-run-heads, 1 nodes x 2 ranks",
+        "job 42, after 41: cqwen-run-lora, 2 nodes x 2 ranks",
+    ]
+    assert [line.partition(":")[0] for line in out.splitlines()[2:]] == ["follow", "stop", "resume"]
+    assert load_config(folder / "config.yaml").train.seed == 3, "what is queued does not change when the file does"
+    texts = [path.read_text() for path in (first, second)]
+    assert f"run=({folder}/config.yaml run.stop_after=heads)\n" in texts[0]
+    assert f"run=({folder}/config.yaml)\n" in texts[1]
+    assert ["#SBATCH --time=10\n" in text for text in texts] == [True, False]
+    assert all("#SBATCH --mem=0\n" in text and "#SBATCH --partition=main\n" in text for text in texts)
+
+    code, out, err = cqwen(monkeypatch, capfd, "submit", config, "train.seed=3", "--dry-run")
+    assert (code, out.splitlines()[0]) == (0, "#!/usr/bin/env bash")
+    assert err.splitlines()[0] == "Job 1 to start at noon"
+    assert not (tmp_path / "run" / "slurm" / "submit-2").exists()
+
+
+def test_a_dry_run_needs_no_slurm_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    monkeypatch.setenv("PATH", os.devnull)
+    code, out, err = cqwen(monkeypatch, capfd, "submit", config, "--nodes", 2, "--dry-run")
+    assert (code, out.splitlines()[0]) == (0, "#!/usr/bin/env bash")
+    assert "there is no sbatch here" in err
+    code, out, err = cqwen(monkeypatch, capfd, "submit", config, "--nodes", 2)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: sbatch: found no such command here")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_slurm_refuses_is_told_in_its_words(
+    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (sbatch / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
+    code, out, err = cqwen(monkeypatch, capfd, "submit", write_config(tmp_path), "--partition", "x")
+    assert (code, out) == (2, "")
+    assert "found invalid partition specified: x, allowed: a job that this cluster can run" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_run_is_not_queued(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with pytest.raises(UserError, match="run.resume"):  # noqa: RUF043
+        plan_jobs(config, ["run.resume=never"], Resources())
+    with pytest.raises(UserError, match="--stage: found 'body', allowed: a stage of the config: heads, lora"):
+        plan_jobs(config, [], Resources(), ["body:nodes=1"])
+    with pytest.raises(UserError, match="data.train"):  # noqa: RUF043
+        plan_jobs(config, ["data.train=nowhere"], Resources())
+    run = tmp_path / "run"
+    run.mkdir()
+    write_status(run, "done")
+    (run / "latest").write_text("step-00000006\n")
+    with pytest.raises(UserError, match="a run that is not done yet"):
+        plan_jobs(config, [], Resources())
+
+
+def test_neighbouring_stages_with_the_same_needs_share_a_job(tmp_path: Path) -> None:
+    stages = [{"name": name, "train": ["heads"], "steps": 1} for name in "abcd"]
+    config = load_config(write_config(tmp_path, stages=stages))
+    usual, other = Resources(nodes=2), Resources(nodes=4)
+    assert split_stages(config, usual, {}) == [("d", usual)]
+    assert split_stages(config, usual, {"b": other, "c": other}) == [("a", usual), ("c", other), ("d", usual)]
