@@ -1,0 +1,102 @@
+"""A table in, predictions out: prompts from cells, numbers as generating writes them, choices, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from support.exported import tiny_pair
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.continuation import continue_text
+from cqwen_dist.generate.decisions import choose
+from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, predict_table, prompts_of, read_table
+
+TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
+TEMPLATE = "{item} costs {amount} and bread costs"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny_pair()
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "table.csv"
+    path.write_text(TABLE, encoding="utf-8-sig")
+    return path
+
+
+def test_rows_become_prompts(table: Path) -> None:
+    columns, rows = read_table(table)
+    assert columns == ["item", "amount", "note"]
+    assert prompts_of("{{{note}}} {item}: {item}", columns, rows) == [
+        "{a, b} tea: tea",
+        "{} milk: milk",
+        '{{z}} rice "x": rice "x"',
+    ]
+
+
+def test_numbers_are_those_that_generating_would_write_here(pair, table: Path) -> None:
+    model, tokenizer = pair
+    out = io.StringIO()
+    assert predict_table(model, tokenizer, table, TEMPLATE, out, digits=17, batch_size=2) == 3
+    written = list(csv.DictReader(io.StringIO(out.getvalue())))
+    assert list(written[0]) == ["item", "amount", "note", *NUMBER_COLUMNS]
+    assert [row["note"] for row in written] == ["a, b", "", "{z}"]
+    prompts = prompts_of(TEMPLATE, *read_table(table))
+    one_by_one = list(predict_numbers(model, tokenizer, prompts, batch_size=1, digits=17))
+    for row, alone, prompt in zip(written, one_by_one, prompts, strict=True):
+        assert float(row["predicted"]) == pytest.approx(alone["predicted"], rel=1e-5)
+        ends = [float(row[f"{end}_{level}"]) for level in ("95", "90", "50") for end in ("low",)]
+        assert ends == sorted(ends)
+        first = continue_text(model, tokenizer, [prompt], max_new_tokens=1)[0]
+        assert float(row["p_num"]) == pytest.approx(first.tokens[0].p_num, rel=1e-4)
+        if first.numbers:
+            assert float(row["predicted"]) == pytest.approx(first.numbers[0].value, rel=1e-5)
+            assert float(row["low_90"]) == pytest.approx(first.numbers[0].intervals["0.9"][0], rel=1e-4)
+
+
+def test_choices_and_rejection(pair, table: Path) -> None:
+    model, tokenizer = pair
+    options = [" and", " for"]
+    prompts = prompts_of(TEMPLATE, *read_table(table))
+    expected = choose(model, tokenizer, prompts, options)
+    for limit in (0.0, 1.0):
+        out = io.StringIO()
+        predict_table(model, tokenizer, table, TEMPLATE, out, options=options, reject_below=limit)
+        written = list(csv.DictReader(io.StringIO(out.getvalue())))
+        assert [row["chosen"] for row in written] == [(c.option if limit == 0.0 else "") for c in expected]
+        assert float(written[0]["p  and"]) == pytest.approx(expected[0].p[" and"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "match"),
+    [
+        ("a,a\n1,2\n", "{a}", "a header with different names"),
+        ("", "{a}", "a header with different names"),
+        ("a,b\n1\n", "{a}", "row 2 of another length"),
+        ("a,b\n1,2,3\n", "{a}", "row 2 of another length"),
+        ("a,b\n1,2\n", "{c} is", "--template: found 'c', allowed: columns in braces, out of a, b"),
+        ("a,b\n1,2\n", "none", "--template: found 'none'"),
+        ("a,b\n1,2\n", "{a", "--template"),
+        ("a,p_num\n1,2\n", "{a}", "a column p_num"),
+    ],
+)
+def test_what_is_refused(pair, tmp_path: Path, text: str, template: str, match: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=match):
+        predict_table(*pair, path, template, io.StringIO())
+
+
+def test_files_that_are_not_tables(pair, tmp_path: Path) -> None:
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
+    for name in ("missing.csv", "bytes.csv"):
+        with pytest.raises(UserError, match="a CSV file with a header"):
+            read_table(tmp_path / name)
+    with pytest.raises(UserError, match="--batch-size"):
+        list(predict_numbers(*pair, ["x"], batch_size=0))

@@ -1,0 +1,106 @@
+"""One prompt under many individuals or noises: who is who, how different, and the picture."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from support.tiny import NUM, tiny_causal_lm
+from support.words import Words
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.continuation import Diversity, continue_text, counterfactuals
+from cqwen_dist.generate.plot import Mark, interval_plot
+from cqwen_dist.model import CausalQwenForCausalLM
+from cqwen_dist.ops.cauchy import Cauchy
+
+PROMPT = "w3 w8 99.9 w41"
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalQwenForCausalLM:
+    lm = tiny_causal_lm(target={"name": "standardise", "median": 150.0, "scale": 40.0})
+    with torch.no_grad():
+        lm.model.abduction.set_scale(0.05)
+        lm.model.action.b_noise.fill_(0.05)
+        lm.model.action.threshold.fill_(1.0)
+        lm.model.action.threshold[NUM] = -0.5
+    return lm
+
+
+@pytest.mark.parametrize("mode", ["individual", "noise"])
+def test_temperature_goes_from_one_text_to_many(model: CausalQwenForCausalLM, mode: str) -> None:
+    """At 0 everybody is the median individual: one text, which in mode individual is what U's location says."""
+    texts = {}
+    for heat in (0.0, 1.0, 20.0):
+        found = counterfactuals(model, Words(), PROMPT, 8, mode, seed=1, temperature=heat, max_new_tokens=8)
+        assert len(found) == 8
+        texts[heat] = Diversity.of([w.text for w in found])
+    assert (texts[0.0].distinct, texts[0.0].distance) == (1, 0.0)
+    assert texts[20.0].distinct == 8
+    assert texts[0.0].distance < texts[1.0].distance < texts[20.0].distance
+    again = counterfactuals(model, Words(), PROMPT, 8, mode, seed=1, max_new_tokens=8)
+    assert [w.text for w in again] == [
+        w.text for w in counterfactuals(model, Words(), PROMPT, 8, mode, seed=1, max_new_tokens=8)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["individual", "noise"])
+def test_a_row_keeps_its_draw_over_the_whole_generation_and_over_prompts(
+    model: CausalQwenForCausalLM, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """u_t by what the action network is given at every step: the same quantile of U_t (mode 1), or the same |b| eps."""
+    net, asked, given = model.model, [], []
+    infer, value = net.infer, net.action.value
+
+    def watched_infer(*args, **kwargs):
+        asked.append(infer(*args, **kwargs))
+        return asked[-1]
+
+    def watched_value(u):
+        given.append(u)
+        return value(u)
+
+    monkeypatch.setattr(net, "infer", watched_infer)
+    monkeypatch.setattr(net.action, "value", watched_value)
+    for prompt in (PROMPT, "w60"):
+        counterfactuals(model, Words(), prompt, 5, mode, seed=4, max_new_tokens=7)
+    assert len(asked) == len(given) == 14
+    draws = []
+    for u, u_prime in zip(asked, given, strict=True):
+        if mode == "individual":
+            draws.append(0.5 + torch.atan((u_prime.loc - u.loc) / u.scale) / math.pi)
+            assert torch.equal(u_prime.scale, net.action.b_noise.abs().expand_as(u.loc))
+        else:
+            noise = Cauchy(torch.zeros_like(u.loc), net.action.b_noise.abs().expand_as(u.loc))
+            draws.append(noise.cdf(u_prime.loc - u.loc))
+            assert torch.equal(u_prime.scale, u.scale)
+    eps = torch.stack(draws)  # [steps, rows, C]
+    assert float((eps - eps[0]).detach().abs().max()) < 2e-4
+    assert float((eps[0, 0] - eps[0, 1]).detach().abs().mean()) > 0.1, "rows are different individuals"
+
+
+def test_what_is_refused(model: CausalQwenForCausalLM) -> None:
+    for count, mode in ((0, "individual"), (3, "standard")):
+        with pytest.raises(UserError):
+            counterfactuals(model, Words(), PROMPT, count, mode)
+
+
+def test_diversity_counts_words() -> None:
+    assert Diversity.of(["a b", "a b"]) == Diversity(2, 1, 0.0)
+    assert Diversity.of(["a b", "c d"]) == Diversity(2, 2, 1.0)
+    assert Diversity.of(["a b", "b c", "a b"]).distance == pytest.approx((2 / 3 + 0 + 2 / 3) / 3)
+    assert Diversity.of(["a"]) == Diversity(1, 1, 0.0)
+
+
+def test_the_picture_is_well_formed_whatever_it_shows(model: CausalQwenForCausalLM) -> None:
+    marks = [Mark("a <b> & c", 1.0, 0.0, 2.0), Mark("no", *[math.nan] * 3), Mark("wide", 5.0, -math.inf, 1e300)]
+    for some in (marks, marks[:1], marks[1:2], []):
+        picture = ElementTree.fromstring(interval_plot('5 < 6 & "so"', some, "note"))
+        circles = picture.findall("{http://www.w3.org/2000/svg}circle")
+        assert len(circles) == sum(math.isfinite(m.value) for m in some)
+        for circle in circles:
+            assert 0 < float(circle.get("cx")) < float(picture.get("width"))
+    assert continue_text(model, Words(), [PROMPT], max_new_tokens=1)
