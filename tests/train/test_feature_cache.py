@@ -127,9 +127,7 @@ def test_where_it_is_not_worth_it_the_run_says_why_and_goes_on(uncached: Path, t
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_a_full_disk_is_a_reason_not_a_failure(
-    uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_reason_not_a_failure(uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cqwen_dist.train import feature_cache
 
     refuse = feature_cache.FeatureCache._refuse_size

@@ -202,6 +202,12 @@ OPTIONS = {
         *("loss.vocab_reduction=mean", "loss.target_transform=signed_log", "train.train_class_bias=true"),
         "model.architecture.vocab_size=401",
     ],
+    "DoRA, LoRA+, weights by frequency, KL held, a stage of its own length": [
+        *("model.lora.dora=true", "model.lora.rslora=true", "model.lora.lr_ratio=4.0", "train.weight_decay=0.1"),
+        *("loss.class_weights=frequency", "loss.constraint.mode=dual", "loss.constraint.eps=0.001"),
+        *("stages.1.sequence_length=16", "stages.1.global_batch_size=6", "stages.1.micro_batch_size=3"),
+        *("stages.1.reg_weight={start: 0.2, end: 1.0}", "parallel.zero_stage=2"),
+    ],
     "fixed thresholds, smaller U, ZeRO-3": [
         *("train.thresholds=fixed", "model.causal_size=12", "model.scale_activation=exp", "start=seed-100"),
         *("model.gradient_checkpointing=true", "parallel.zero_stage=3", "train.weight_decay=0.1"),
