@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.report import use
+from cqwen_dist.report import prepared, use
 from cqwen_dist.report.console import print_json as _print_json
 from cqwen_dist.report.console import quiet_libraries as _quiet_libraries
 
@@ -141,7 +142,7 @@ def evaluate(
         _print_figures(figures)
 
 
-for verb in (use.generate, use.predict, use.export):
+for verb in (prepared.prepare, use.generate, use.predict, use.export):
     app.command()(verb)
 
 
@@ -345,12 +346,43 @@ def bench_loss(
         result = run(tokens, hidden, vocab, dtype, device, impl, rounds, only or None)
     except ValueError as error:
         raise UserError("bench loss", Said(str(error)), "see cqwen bench loss --help") from None
-    if as_json:
-        _print_json(result)
-    else:
-        from rich.console import Console
+    _print_document(result, as_json, table)
 
-        Console().print(table(result))
+
+@bench_app.command("step")
+def bench_step(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 10,
+    peers: Annotated[bool, typer.Option(help="Also HF + PEFT with a trained softmax head, and with Liger.")] = True,
+    profile: Annotated[Path | None, typer.Option(help="Folder for a profiler trace and a table.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="The backbone's layers by torch.compile.")] = False,
+    gpu: Annotated[str, typer.Option(help="Whose peak MFU is of: h200, h100, ...; default: this one's.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """The whole training step by part at a config's shapes, beside HF + PEFT; `plan --calibrate` reads its --json."""
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    _quiet_libraries()
+    from cqwen_dist.bench.step import measure, table
+
+    result = measure(checked, rounds=rounds, peers=peers, profile=profile, compiled=compiled, gpu=gpu)
+    if result is not None:
+        _print_document(result, as_json, table)
+
+
+@bench_app.command("memory")
+def bench_memory(
+    only: Annotated[list[str] | None, typer.Option(help="Only configurations whose name holds this.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Peak memory of real training steps over many configurations, beside what `cqwen plan` says."""
+    _quiet_libraries()
+    from cqwen_dist.bench.memory_check import measure_all, table
+
+    rows, device = measure_all(only or [])
+    _print_document({"device": device, "rows": rows}, as_json, lambda found: table(found["rows"], found["device"]))
 
 
 @bench_app.command("learn")
@@ -416,6 +448,16 @@ def bench_generate(
         from rich.console import Console
 
         Console().print(table(result))
+
+
+def _print_document(document: Any, as_json: bool, table: Callable[[Any], Any]) -> None:
+    """As JSON, or as its table on the console."""
+    if as_json:
+        _print_json(document)
+        return
+    from rich.console import Console
+
+    Console().print(table(document))
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

@@ -97,8 +97,16 @@ class Rig:
         )
 
 
-def build_rig(config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None) -> Rig:
+def build_rig(
+    config: Config,
+    architecture: dict[str, Any],
+    runtime: Runtime,
+    groups: Groups | None = None,
+    compiled: bool = False,
+) -> Rig:
     """A model of `architecture` with random weights, its engine and its stepper. Collective over the world.
+
+    compiled: each layer of the backbone by torch.compile.
 
     Raises `UserError` where the config and the number of ranks do not fit.
     """
@@ -124,6 +132,9 @@ def build_rig(config: Config, architecture: dict[str, Any], runtime: Runtime, gr
     if config.model.gradient_checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     engine = Engine(model, config, runtime, groups)
+    if compiled:
+        for layer in model.transformer.layers:  # type: ignore[union-attr]
+            layer.compile(dynamic=False)
     constraint = Constraint(model, config.loss.constraint, engine.forward)
     used = vocab if config.loss.negatives == "used" else None
     stepper = Stepper(engine, config, dtype, used, constraint, np.ones(vocab, dtype=np.int64))

@@ -13,6 +13,7 @@ from typing import Any
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.config.schema import ARCHITECTURES
+from cqwen_dist.plan.known import known_architecture
 
 # What transformers takes for a key that is left out.
 DEFAULTS: dict[str, int] = {
@@ -125,7 +126,8 @@ def _size(found: dict[str, Any], key: str, default: int) -> int:
 
 
 def read_architecture(config: Config) -> dict[str, Any]:
-    """The transformers config of the run's base model: from the file, or config.json in the model's folder."""
+    """The transformers config of the run's base model: from the file, config.json in the model's folder, or by its name
+    where that is a public Qwen's. Raises `UserError`."""
     if config.model.architecture is not None:
         return config.model.architecture
     name = str(config.model.name_or_path)
@@ -134,6 +136,9 @@ def read_architecture(config: Config) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
+        known = known_architecture(name)
+        if known is not None:
+            return known
         raise UserError(key, name, "a folder with the model's config.json (planning downloads nothing)") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(key, "no readable JSON", f"the model's config.json ({error})", where) from None

@@ -165,9 +165,7 @@ def _persistent(s: Sizes) -> int:
     linear = [rows * columns for rows, columns, _ in a.linears.values()]
     frozen = sum(size for size in linear if size < below) + a.layer_parameters - sum(linear)
     rank = s.config.model.lora.r
-    adapters = sum(
-        sum(rank * side for side in a.linears[name][:2] if rank * side < below) for name in s.adapters
-    )
+    adapters = sum(sum(rank * side for side in a.linears[name][:2] if rank * side < below) for name in s.adapters)
     ends = (a.embedding_parameters if a.embedding_parameters < below else 0) + 3 * a.hidden
     return a.layers * (frozen + adapters) + ends
 

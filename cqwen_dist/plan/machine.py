@@ -47,7 +47,7 @@ MACHINES = {
         Machine("h100", 989 * TERA, 67 * TERA, 3350 * GB, 450 * GB),
         Machine("a100", 312 * TERA, 19.5 * TERA, 2039 * GB, 300 * GB),
         Machine("l40s", 362 * TERA, 91 * TERA, 864 * GB, 32 * GB),
-        Machine("cpu", 0.03 * TERA, 0.03 * TERA, 10 * GB, 2 * GB, between=1 * GB, efficiency=1.0),
+        Machine("cpu", 0.1 * TERA, 0.1 * TERA, 10 * GB, 2 * GB, between=1 * GB, efficiency=1.0),
     )
 }
 # Bytes/s that each rank may send between nodes.

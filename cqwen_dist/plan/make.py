@@ -15,7 +15,6 @@ from cqwen_dist.plan.machine import MACHINES, Machine, describe
 from cqwen_dist.plan.memory import FP32, GIB, MOMENTS, Moment, Part
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 
-
 BESIDE = ("process", "CUDA context", "communication buffers", "fragmentation")
 
 

@@ -252,14 +252,18 @@ def _accuracy(s: Sizes) -> Iterator[Part]:
     n = min(LOOK_TOKENS, s.tokens) * s.group
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
     yield Part("gradients", _head_gradients(s) + _feature_gradients(s), "of the step")
-    held = s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4 + words * s.words * FP32 * (1 + (s.width < FP32))
+    held = (
+        s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4 + words * s.words * FP32 * (1 + (s.width < FP32))
+    )
     yield Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
 
 
 def _backbone_backward(s: Sizes) -> Iterator[Part]:
     yield _activations(s)
     yield from _standing(s)
-    yield Part("gradients", _head_gradients(s) + _feature_gradients(s), "heads in fp32; features in DeepSpeed's buffers")
+    yield Part(
+        "gradients", _head_gradients(s) + _feature_gradients(s), "heads in fp32; features in DeepSpeed's buffers"
+    )
     yield Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
 
 
@@ -271,7 +275,9 @@ def _forward(s: Sizes) -> Iterator[Part]:
 def _step(s: Sizes) -> Iterator[Part]:
     flat = FP32 * s.whole_head(s.awake) if s.world > 1 else 0
     features = 0 if not s.graph else s.trained_features * s.width + _share(s.trained_features * FP32, s.over(1))
-    yield Part("gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece")
+    yield Part(
+        "gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece"
+    )
 
 
 def persistent_small(s: Sizes) -> int:

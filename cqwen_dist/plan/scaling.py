@@ -86,9 +86,7 @@ def _planned(
     accumulation: int,
 ) -> Plan:
     micro = config.train.micro_batch_size
-    stages = [
-        stage.model_copy(update={"global_batch_size": None, "micro_batch_size": None}) for stage in config.stages
-    ]
+    stages = [stage.model_copy(update={"global_batch_size": None, "micro_batch_size": None}) for stage in config.stages]
     grown = config.model_copy(
         update={
             "train": config.train.model_copy(update={"global_batch_size": micro * accumulation * ranks}),

@@ -187,4 +187,3 @@ def crossover_tokens(hidden: int, vocab: int, *, ranks: int, replicas: int, gemm
     whole = 2 * (world - 1) / world * vocab * hidden * 4
     rows = 2 * (replicas - 1) / replicas * vocab / ranks * hidden * 4
     return (whole - rows) / (4 * hidden * (ranks - 1) * gemm_bytes)
-

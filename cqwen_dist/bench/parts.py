@@ -1,0 +1,144 @@
+"""Where the time of a training step goes: marks between its parts, by CUDA events (no waiting) or by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cqwen_dist.bench.rig import Rig
+
+PARTS = ("data", "backbone_forward", "heads", "backbone_backward", "optimizer", "rest")
+# Collectives as torch names them; each is timed, and its time is reported beside the part in which it was called.
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
+
+
+class Marks:
+    """Moments of a step in order, each with the part that ends there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.found: list[tuple[str, Any]] = []
+
+    def now(self) -> Any:
+        """A moment, without waiting for the device."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, part: str) -> None:
+        """`part` ends here; it began where the one before ended."""
+        self.found.append((part, self.now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Of every part since the first mark; waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        total: dict[str, float] = {}
+        for (_, before), (part, after) in zip(self.found, self.found[1:], strict=False):
+            total[part] = total.get(part, 0.0) + between(before, after)
+        self.found.clear()
+        return total
+
+
+def between(before: Any, after: Any) -> float:
+    """Seconds from one moment to another."""
+    return float(before.elapsed_time(after)) / 1e3 if isinstance(before, torch.cuda.Event) else float(after - before)
+
+
+@contextmanager
+def marked(rig: Rig, marks: Marks) -> Iterator[None]:
+    """Inside, the rig's steps leave marks: what is before the first forward pass is `data`, what none of the parts
+    names is `rest`."""
+    engine, stepper = rig.engine, rig.stepper
+    forward, backward, step, loss = engine.forward, engine.backward, engine.step, stepper._loss
+    begun = [False]
+
+    def marked_forward(*args: Any, **options: Any) -> Tensor:
+        marks.end("rest" if begun[0] else "data")
+        begun[0] = True
+        z = forward(*args, **options)
+        if z.requires_grad:
+            z.register_hook(lambda gradient: marks.end("heads"))
+        marks.end("backbone_forward")
+        return z
+
+    def marked_loss(*args: Any, **options: Any) -> Any:
+        if not begun[0]:  # z was given
+            marks.end("data")
+            begun[0] = True
+        return loss(*args, **options)
+
+    def marked_backward(*args: Any, **options: Any) -> None:
+        marks.end("heads")
+        graph = rig.engine.features_awake
+        backward(*args, **options)
+        marks.end("backbone_backward" if graph else "heads")
+
+    def marked_step() -> Tensor:
+        marks.end("rest")
+        norm = step()
+        marks.end("optimizer")
+        begun[0] = False
+        return norm
+
+    engine.forward, engine.backward, engine.step = marked_forward, marked_backward, marked_step  # type: ignore
+    stepper._loss = marked_loss  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        engine.forward, engine.backward, engine.step = forward, backward, step  # type: ignore[method-assign]
+        stepper._loss = loss  # type: ignore[method-assign]
+
+
+class Traffic:
+    """Collectives that this process calls: (operation, group's name, ranks, bytes of the whole buffer), and seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.marks = Marks(device)
+        self.on = False
+        self.messages: list[tuple[str, str, int, int]] = []
+        self._times: list[tuple[Any, Any]] = []
+
+    def take(self) -> tuple[list[tuple[str, str, int, int]], float]:
+        """(messages, seconds) since the last time; waits for the device."""
+        if self.marks.cuda:
+            torch.cuda.synchronize()
+        found = self.messages, sum(between(*pair) for pair in self._times)
+        self.messages, self._times = [], []
+        return found
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, torch's collectives are wrapped. Enter it before DeepSpeed starts: it keeps what it finds."""
+        originals = {name: getattr(dist, name) for name in COLLECTIVES}
+        for name, original in originals.items():
+            setattr(dist, name, self._watched(name, original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+    def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if not self.on:
+                return original(*args, **options)
+            group = options.get("group")
+            tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+            label = "world" if group is None or group == dist.group.WORLD else group.group_desc
+            size = max((x.nbytes for x in tensors), default=0)
+            self.messages.append((name, label, dist.get_world_size(group), size))
+            before = self.marks.now()
+            result = original(*args, **options)
+            self._times.append((before, self.marks.now()))
+            return result
+
+        return call

@@ -1,0 +1,54 @@
+"""The same backbone trained the ordinary way: Hugging Face + PEFT, a trained softmax head, cross entropy, AdamW.
+
+Plain, or with Liger-Kernel's fused norms, rotation, activation and linear cross entropy where it is installed. Adapters
+and head are in the backbone's precision, as ours are multiplied; the optimizer is torch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import Config
+from cqwen_dist.model.lora import peft_config
+
+LIGER = {"qwen2": "apply_liger_kernel_to_qwen2", "qwen3": "apply_liger_kernel_to_qwen3"}
+
+
+def peer_step(
+    config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False
+) -> Callable[[list[Batch]], None]:
+    """A function that takes one optimizer step on CPU micro-batches. Raises ImportError where Liger is not there."""
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    settings = AutoConfig.for_model(**{**architecture, "tie_word_embeddings": False})
+    settings.use_cache = False
+    with device:
+        base = AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    if liger:
+        import liger_kernel.transformers as kernels
+
+        getattr(kernels, LIGER[architecture["model_type"]])(model=base, fused_linear_cross_entropy=True)
+    model = get_peft_model(base, peft_config(config.model.lora), autocast_adapter_dtype=False)
+    base.get_output_embeddings().requires_grad_(True)
+    if config.model.gradient_checkpointing:
+        model.enable_input_require_grads()
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+
+    def step(micro_batches: list[Batch]) -> None:
+        for batch in micro_batches:
+            there = batch.to(device)
+            loss = model(input_ids=there.input_ids, position_ids=there.position_ids, labels=there.labels).loss
+            (loss / len(micro_batches)).backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.train.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
