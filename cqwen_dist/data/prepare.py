@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _OF_SAMPLES = frozenset(
     ("train", "eval", "sequence_length", "pack", "group_by_length", "cache_dir", "workers", "prefetch")
 )
 _AHEAD = 2  # chunks a worker has waiting
+_WORTH = 8  # chunks from which on it is worth to start workers (three seconds each)
 
 # Texts and tokens so far.
 Progress = Callable[[int, int], None]
@@ -182,7 +184,9 @@ def _build(
 
 def _encoded(texts: Iterator[list[Text]], tokeniser: Tokeniser, workers: int) -> Iterator[Chunk]:
     """The chunks tokenised, in their order; with several workers so many ahead that each has two."""
-    if workers == 1:
+    first = list(islice(texts, _WORTH)) if workers > 1 else []
+    texts = chain(first, texts)
+    if len(first) < _WORTH:
         for chunk in texts:
             yield encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe)
         return

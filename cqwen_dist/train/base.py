@@ -39,7 +39,8 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         )
     base = build_base(architecture, config.train.seed)
     vocab_size = base.config.vocab_size
-    texts = read_split(config.data, ReadReport())[0] + further_texts(config)
+    reads = config.model.tokenizer == TRAIN_TOKENIZER or config.model.pretrain is not None
+    texts = read_split(config.data, ReadReport())[0] + further_texts(config) if reads else []
     beside = folder.with_name(".base.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
