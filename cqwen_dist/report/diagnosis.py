@@ -1,0 +1,232 @@
+"""What the figures of a run mean, in plain words: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of ours."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cqwen_dist.report.run_data import RunData
+
+Level = Literal["good", "note", "warn", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about a run: how it stands (level), a headline, what it means or what to do."""
+
+    level: Level
+    title: str
+    text: str
+
+
+def diagnose(run: RunData) -> list[Finding]:
+    """Everything there is to say, the worst first."""
+    order = {"bad": 0, "warn": 1, "note": 2, "good": 3}
+    found = [finding for rule in RULES for finding in rule(run)]
+    return sorted(found, key=lambda finding: order[finding.level])
+
+
+def _alarms(run: RunData) -> Iterator[Finding]:
+    for alarm in run.alarms:
+        level: Level = "warn" if alarm.get("kind") == "loss-spike" else "bad"
+        samples = ", ".join(map(str, alarm.get("samples") or []))
+        named = f" Samples: {samples}." if samples and alarm.get("kind") == "loss-spike" else ""
+        yield Finding(level, f"Alarm at step {alarm.get('step')}: {alarm.get('kind')}", f"{alarm.get('text')}.{named}")
+
+
+def _words(run: RunData) -> Iterator[Finding]:
+    accuracy, base = run.last.get("eval/accuracy"), run.last.get("eval/base_accuracy")
+    if accuracy is None or base is None:
+        return
+    gap = 100 * (accuracy - base)
+    if gap < -1.0:
+        yield Finding(
+            "bad",
+            f"It predicts {-gap:.1f} points fewer words right than its base model",
+            f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the rates, or hold U near its start "
+            "(loss.constraint).",
+        )
+    else:
+        how = f"{gap:+.1f} points against" if abs(gap) >= 0.05 else "as many as"
+        yield Finding("good", f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
+
+
+def _overfit(run: RunData) -> Iterator[Finding]:
+    losses = run.raw.get("eval/cls_loss_mean", [])
+    if len(losses) >= 4 and losses[-1] > 1.05 * min(losses) and min(losses) > 0:
+        best = losses.index(min(losses))
+        at = run.curves["eval/cls_loss_mean"].x[min(best, len(run.curves["eval/cls_loss_mean"].x) - 1)]
+        yield Finding(
+            "warn",
+            "The held-out word loss was lower before",
+            f"{min(losses):.3g} at step {at:.0f}, {losses[-1]:.3g} at the end: it overfits. Stop earlier, or more "
+            "dropout.",
+        )
+
+
+def _num(run: RunData) -> Iterator[Finding]:
+    f1 = run.last.get("eval/num_f1")
+    if f1 is not None and "eval/reg_mdae" in run.last and f1 < 0.8:
+        precision, recall = run.last.get("eval/num_precision", 0.0), run.last.get("eval/num_recall", 0.0)
+        which = "it misses numbers" if recall < precision else "it sees numbers where words are"
+        yield Finding(
+            "warn",
+            f"Telling numbers from words: F1 {f1:.2f}",
+            f"Precision {precision:.2f}, recall {recall:.2f}: {which}. The gate of the regression depends on it.",
+        )
+
+
+def _errors(run: RunData) -> Iterator[Finding]:
+    mae, mdae = run.last.get("eval/reg_mae"), run.last.get("eval/reg_mdae")
+    if mae is None or mdae is None:
+        return
+    baseline = run.last.get("eval/baseline_mdae")
+    if baseline is not None and mdae >= baseline:
+        yield Finding(
+            "bad",
+            "Numbers are no better than always saying the median",
+            f"Median absolute error {mdae:.4g}, always the training median's {baseline:.4g}.",
+        )
+    elif baseline is not None:
+        yield Finding(
+            "good",
+            f"Numbers: median absolute error {mdae:.4g}",
+            f"{1 - mdae / baseline:.0%} less than always saying the training median ({baseline:.4g}).",
+        )
+    if mae > 5 * mdae > 0:
+        yield Finding(
+            "note",
+            "A few extreme errors",
+            f"The mean absolute error, {mae:.4g}, is {mae / mdae:.0f} times the median one, {mdae:.4g}: few "
+            "predictions are far off, most are not. Numbers of very different size? Try "
+            "loss.target_transform: signed_log.",
+        )
+
+
+def _intervals(run: RunData) -> Iterator[Finding]:
+    raw, conformal = run.last.get("eval/coverage_90"), run.last.get("eval/coverage_90_conformal")
+    count = run.last.get("eval/conformal_numbers", 0.0)
+    if raw is not None and abs(raw - 0.9) > 0.05:
+        wide = raw > 0.9
+        yield Finding(
+            "note",
+            f"The Cauchy's own 90 % intervals hold {raw:.0%}",
+            f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; the "
+            "recalibrated ones are meant to be used.",
+        )
+    if conformal is not None and count >= 1:
+        reach = 2.576 * math.sqrt(0.09 / count)
+        inside = abs(conformal - 0.9) <= reach
+        yield Finding(
+            "good" if inside else "warn",
+            f"Recalibrated 90 % intervals hold {conformal:.0%}",
+            f"Of {count:.0f} numbers that did not calibrate them; by chance {max(0.9 - reach, 0):.0%} to "
+            f"{min(0.9 + reach, 1):.0%} are to be expected (99 % of the time).",
+        )
+
+
+def _distributions(run: RunData) -> Iterator[Finding]:
+    # number dimensions have a scale of order 1 beside the words' 1e-3 and less: then the scales are skewed by design
+    numbered = (
+        run.config["start"] == "calibrated"
+        if run.config["model"]["number_dims"] is None
+        else run.config["model"]["number_dims"]
+    )
+    for name, what in (("U_loc", "locations"), *(() if numbered else (("U_scale", "scales"),))):
+        mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
+        if mean is None or median is None or std is None or not iqr:
+            continue
+        skew, tails = (mean - median) / iqr, std / (iqr / 1.349)
+        if abs(skew) > 0.5:
+            yield Finding(
+                "note",
+                f"The {what} of U are skewed",
+                f"Mean {mean:.3g}, median {median:.3g}, quartiles {iqr:.3g} apart: some tokens or dimensions pull to "
+                f"the {'high' if skew > 0 else 'low'} side.",
+            )
+        if tails > 3:
+            meaning = (
+                "single tokens have representations of their own"
+                if name == "U_loc"
+                else "the model is much less sure of some tokens or dimensions"
+            )
+            yield Finding(
+                "note",
+                f"The {what} of U have heavy tails",
+                f"Their deviation, {std:.3g}, is {tails:,.1f} times what the quartiles say of a normal law: {meaning}.",
+            )
+
+
+def _prob_sum(run: RunData) -> Iterator[Finding]:
+    total = run.last.get("dist/ovr_prob_sum_median_standard")
+    causal = run.last.get("dist/ovr_prob_sum_median_causal")
+    if total is None:
+        return
+    if 0.7 <= total <= 1.5:
+        yield Finding("good", f"The probabilities add up to {total:.2f}", "Of one next word; 1 is calibrated.")
+    else:
+        yield Finding(
+            "warn" if total < 0.3 or total > 3 else "note",
+            f"The probabilities of all words add up to {total:.2f}",
+            "One word comes next, so it should be near 1: "
+            + ("too many words are taken for likely (scales too wide)." if total > 1 else "no word is believed in."),
+        )
+    if causal is not None and causal > 0 and total > 0 and abs(math.log(causal)) > abs(math.log(total)) + 0.2:
+        yield Finding(
+            "note",
+            f"For one fixed individual they add up to {causal:.2f}",
+            f"That should be nearer to 1 than the {total:.2f} over all individuals: what is drawn from U strays far, "
+            "or b_noise is not what decides.",
+        )
+
+
+def _gradients(run: RunData) -> Iterator[Finding]:
+    norms, limit = run.raw.get("train/grad_norm", []), run.config["train"]["max_grad_norm"]
+    if len(norms) < 10:
+        return
+    clipped = sum(norm > limit for norm in norms) / len(norms)
+    median = statistics.median(norms)
+    if max(norms) > 1000 * median > 0:
+        yield Finding(
+            "warn",
+            "Gradients exploded at times",
+            f"The largest norm was {max(norms):.3g}, the median {median:.3g}. Look at <NUM>'s bias and the start of "
+            "the heads.",
+        )
+    if clipped > 0.9:
+        yield Finding(
+            "note",
+            f"{clipped:.0%} of the steps were clipped",
+            f"The median gradient norm, {median:.3g}, is above train.max_grad_norm = {limit:g}: steps follow the "
+            "gradient's direction alone. Common at the start of the heads; afterwards rates may be higher than needed.",
+        )
+
+
+def _speed(run: RunData) -> Iterator[Finding]:
+    seconds, waits = run.raw.get("perf/step_s", []), run.raw.get("perf/data_wait_s", [])
+    if len(waits) >= 5 and sum(waits) > 0.1 * sum(seconds):
+        yield Finding(
+            "warn",
+            f"{sum(waits) / sum(seconds):.0%} of the time went into waiting for data",
+            "Prepare the data beforehand, or give the loader more workers.",
+        )
+    refused = len(run.raw.get("train/refused", []))
+    if refused:
+        yield Finding("warn", f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
+
+
+RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
+    _alarms,
+    _words,
+    _overfit,
+    _num,
+    _errors,
+    _intervals,
+    _distributions,
+    _prob_sum,
+    _gradients,
+    _speed,
+)

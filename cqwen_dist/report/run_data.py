@@ -1,0 +1,142 @@
+"""What a report reads of a run's folder: figures thinned to what a screen shows, and the files beside. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config import UserError, load_config
+
+POINTS = 400  # of a curve; a longer one is drawn as medians of as many stretches, in a band from least to largest
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One figure over steps. low, high: of the steps that a point stands for, where it stands for several."""
+
+    x: list[float]
+    y: list[float]
+    low: list[float] | None = None
+    high: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stage's steps, (start, stop]."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass
+class RunData:
+    """A run as its folder tells it; what is not there is empty."""
+
+    name: str
+    folder: Path
+    status: dict[str, Any]
+    config: dict[str, Any]
+    yaml: str
+    environment: dict[str, Any]
+    start: dict[str, Any]
+    stages: list[Stretch]
+    curves: dict[str, Curve]
+    last: dict[str, float]  # the newest value of every figure
+    evaluations: list[dict[str, Any]]  # oldest first
+    alarms: list[dict[str, Any]]
+    steps: int
+    raw: dict[str, list[float]] = field(repr=False)  # every value of every figure, for diagnoses
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run's folder. Raises `UserError` where it is none."""
+    if not (folder / "config.yaml").is_file():
+        raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
+    config = load_config(folder / "config.yaml", [f"run.dir={json.dumps(str(folder))}"])
+    start = _object(folder / "start.json")
+    values: dict[str, tuple[list[float], list[float]]] = {}
+    for name, value in (start.get("eval") or {}).items():
+        _add(values, name, 0, value)
+    stages: list[Stretch] = []
+    step = 0
+    for record in _lines(folder / "metrics.jsonl"):
+        step = int(record.get("step", 0))
+        stage = str(record.get("stage", ""))
+        if not stages or stages[-1].name != stage:
+            stages.append(Stretch(stage, step - 1, step))
+        stages[-1] = Stretch(stage, stages[-1].start, step)
+        for name, value in record.items():
+            if "/" in name:
+                _add(values, name, step, value)
+    found = (_object(path) for path in sorted((folder / "evaluations").glob("step-*.json")))
+    return RunData(
+        name=config.run.name or folder.resolve().name,
+        folder=folder,
+        status=_object(folder / "status.json"),
+        config=config.model_dump(mode="json"),
+        yaml=config.to_yaml(),
+        environment=_object(folder / "environment.json"),
+        start=start,
+        stages=stages,
+        curves={name: _curve(x, y) for name, (x, y) in values.items()},
+        last={name: y[-1] for name, (_, y) in values.items()},
+        evaluations=[evaluation for evaluation in found if "step" in evaluation],
+        alarms=list(_lines(folder / "alarms.jsonl")),
+        steps=step,
+        raw={name: y for name, (_, y) in values.items()},
+    )
+
+
+def _add(values: dict[str, tuple[list[float], list[float]]], name: str, step: int, value: Any) -> None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        x, y = values.setdefault(name, ([], []))
+        x.append(step)
+        y.append(float(value))
+
+
+def _curve(x: list[float], y: list[float]) -> Curve:
+    """At most POINTS points."""
+    if len(x) <= POINTS:
+        return Curve(x, [_short(v) for v in y])
+    edges = [round(i * len(x) / POINTS) for i in range(POINTS + 1)]
+    parts = [slice(a, b) for a, b in pairwise(edges)]
+    return Curve(
+        [x[(part.start + part.stop - 1) // 2] for part in parts],
+        [_short(statistics.median(y[part])) for part in parts],
+        [_short(min(y[part])) for part in parts],
+        [_short(max(y[part])) for part in parts],
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; a line that a kill cut off is passed over."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object; {} where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
