@@ -55,8 +55,34 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     try:
         run(checked)
+        if os.environ.get("RANK", "0") == "0":
+            _leave_report(Path(checked.run.dir))
     except Stopped:  # a launcher would take any other code for a failure; the run's status.json says what it was
         raise typer.Exit(0 if launched(os.environ) else 75) from None
+
+
+def _leave_report(run: Path) -> None:
+    """report.html in the run's folder. What goes wrong here must not turn a finished run into a failed one."""
+    from cqwen_dist.report.html import REPORT, write_report
+
+    try:
+        write_report([run], run / REPORT)
+    except Exception as error:
+        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, shown side by side.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; default: report.html in the run, or here for several.")
+    ] = None,
+) -> None:
+    """Curves, calibration, predictions and a diagnosis of runs as one HTML page that needs nothing else."""
+    from cqwen_dist.report.html import REPORT, write_report
+
+    page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
+    typer.echo(f"report: {write_report(runs, page)}")
 
 
 @app.command()

@@ -18,6 +18,7 @@ from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import load_config
 from cqwen_dist.data.diabetes import diabetes_table, diabetes_texts
 from cqwen_dist.generate.continuation import continue_text
+from cqwen_dist.train.conformal import CALIBRATION
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def learned(run_dir: Path) -> dict[str, Any]:
     if folder is None:
         return {}
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    return dict(state["figures"])
+    return {name: value for name, value in state["figures"].items() if name != CALIBRATION}
 
 
 def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
@@ -73,7 +74,9 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
         f"{figures['eval/reg_mdae']:.1f}",
         f"{base.median:.1f} always the median; {base.ridge:.1f} ridge regression",
     )
-    table.add_row("90 % interval holds the truth", f"{figures['eval/coverage_90']:.0%}", "raw Cauchy interval")
+    if "eval/coverage_90_conformal" in figures:
+        recalibrated, raw = figures["eval/coverage_90_conformal"], figures["eval/coverage_90"]
+        table.add_row("90 % interval holds the truth", f"{recalibrated:.0%}", f"{raw:.0%} the raw Cauchy interval")
     console.print(table)
 
     shown = Table(title="Generated from the exported folder (mode standard)", title_justify="left")
@@ -82,7 +85,7 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
     for text in diabetes_texts("test")[:3]:
         prompt, _, truth = text.rpartition(" was ")
         (written,) = continue_text(model, tokenizer, [prompt + " was"], max_new_tokens=4)
-        interval = f"{written.numbers[0].low:.0f} to {written.numbers[0].high:.0f}" if written.numbers else ""
+        interval = "{:.0f} to {:.0f}".format(*written.numbers[0].intervals["0.9"]) if written.numbers else ""
         shown.add_row("..." + prompt[-32:] + " was", written.text.strip(), interval, truth)
     console.print(shown)
     console.print(f"run: {run}   exported model: {out}")

@@ -300,5 +300,5 @@
       box.addEventListener("change", () => { box.checked ? hidden.delete(r) : hidden.add(r); redraws.forEach((draw) => draw()); });
       shown.append(make("label", {}, box, " ", make("span", { class: `swatch run${r % 6}` }), run.name));
     });
-  document.documentElement.dataset.charts = String(document.querySelectorAll(".charts figure svg").length);
+  document.documentElement.dataset.charts = String(document.querySelectorAll(".charts figure").length);
 })();

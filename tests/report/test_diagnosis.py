@@ -1,0 +1,84 @@
+"""What is said of figures, in plain words: each rule on figures that call for it, and on some that do not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cqwen_dist.report.diagnosis import diagnose
+from cqwen_dist.report.run_data import Curve, RunData
+
+CONFIG = {"start": "seed", "model": {"number_dims": None}, "train": {"max_grad_norm": 1.0}}
+WELL = {
+    "eval/accuracy": 0.50,
+    "eval/base_accuracy": 0.48,
+    "eval/num_f1": 0.95,
+    "eval/reg_mae": 5.0,
+    "eval/reg_mdae": 3.0,
+    "eval/baseline_mdae": 20.0,
+    "eval/coverage_90": 0.91,
+    "eval/coverage_90_conformal": 0.89,
+    "eval/conformal_numbers": 200.0,
+    "dist/ovr_prob_sum_median_standard": 1.1,
+    "dist/ovr_prob_sum_median_causal": 1.02,
+    **{f"dist/{name}_{k}": v for name in ("U_loc", "U_scale") for k, v in
+       (("mean", 0.1), ("median", 0.1), ("std", 1.0), ("iqr", 1.35))},
+}  # fmt: skip
+
+
+def said(changes: dict[str, float] | None = None, **raw: list[float]) -> list[str]:
+    """Titles of findings that are not good."""
+    return [f.title for f in findings(changes, **raw) if f.level != "good"]
+
+
+def findings(changes: dict[str, float] | None = None, alarms: list | None = None, **raw: list[float]):
+    last = {**WELL, **(changes or {})}
+    named = {name.replace("__", "/"): values for name, values in raw.items()}
+    curves = {name: Curve(list(range(len(values))), values) for name, values in named.items()}
+    return diagnose(
+        RunData("tea", Path(), {}, CONFIG, "", {}, {}, [], curves, last, [], alarms or [], 10, named)
+    )  # fmt: skip
+
+
+def test_of_a_run_that_is_well_only_good_is_said() -> None:
+    assert said() == []
+    assert [f.title for f in findings()] == [
+        "Words: 50.0% right",
+        "Numbers: median absolute error 3",
+        "Recalibrated 90 % intervals hold 89%",
+        "The probabilities add up to 1.10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "raw", "title"),
+    [
+        ({"eval/accuracy": 0.45}, {}, "It predicts 3.0 points fewer words right than its base model"),
+        ({"eval/num_f1": 0.4}, {}, "Telling numbers from words: F1 0.40"),
+        ({"eval/reg_mae": 80.0}, {}, "A few extreme errors"),
+        ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {}, "Numbers are no better than always saying the median"),
+        ({"eval/coverage_90": 0.99}, {}, "The Cauchy's own 90 % intervals hold 99%"),
+        ({"eval/coverage_90_conformal": 0.80}, {}, "Recalibrated 90 % intervals hold 80%"),
+        ({"dist/U_loc_mean": 1.0}, {}, "The locations of U are skewed"),
+        ({"dist/U_scale_std": 9.0}, {}, "The scales of U have heavy tails"),
+        ({"dist/ovr_prob_sum_median_standard": 70.0}, {}, "The probabilities of all words add up to 70.00"),
+        ({"dist/ovr_prob_sum_median_causal": 0.2}, {}, "For one fixed individual they add up to 0.20"),
+        ({}, {"eval__cls_loss_mean": [9.0, 5.0, 5.5, 6.0]}, "The held-out word loss was lower before"),
+        ({}, {"train__grad_norm": [0.5] * 20 + [900.0]}, "Gradients exploded at times"),
+        ({}, {"train__grad_norm": [5.0] * 20}, "100% of the steps were clipped"),
+        ({}, {"perf__step_s": [1.0] * 9, "perf__data_wait_s": [0.3] * 9}, "30% of the time went into waiting for data"),
+        ({}, {"train__refused": [1.0, 1.0]}, "2 steps were refused"),
+    ],
+)
+def test_each_rule_says_its_sentence_and_no_other(changes: dict, raw: dict, title: str) -> None:
+    assert said(changes, **raw) == [title]
+
+
+def test_alarms_come_first_with_their_samples() -> None:
+    alarm = {"step": 7, "kind": "loss-spike", "text": "the loss is 9", "samples": [3, 4]}
+    trap = {"step": 9, "kind": "uniform-trap", "text": "loss near 1 + ln V", "samples": []}
+    first, second, *_ = findings({"eval/num_f1": 0.1}, alarms=[alarm, trap])
+    assert (first.level, first.title) == ("bad", "Alarm at step 9: uniform-trap")
+    assert second.title in ("Alarm at step 7: loss-spike", "Telling numbers from words: F1 0.10")
+    spike = next(f for f in findings(alarms=[alarm]) if "loss-spike" in f.title)
+    assert re.search(r"the loss is 9\. Samples: 3, 4\.", spike.text)

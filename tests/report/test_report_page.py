@@ -1,0 +1,131 @@
+"""The report of real (tiny) runs: complete, self-contained, and drawn by a real browser."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.browser import look
+from support.runs import cqwen_forked
+
+from cqwen_dist.config import UserError
+from cqwen_dist.report.html import render, write_report
+from cqwen_dist.report.run_data import POINTS, read_run
+
+
+@pytest.fixture(scope="module")
+def one(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([one_rank], tmp_path_factory.mktemp("report") / "one.html")
+
+
+@pytest.fixture(scope="module")
+def both(one_rank: Path, two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([one_rank, two_ranks], tmp_path_factory.mktemp("report") / "both.html")
+
+
+def data_of(page: Path) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)[1])
+
+
+def test_the_page_needs_nothing_but_itself(one: Path, both: Path) -> None:
+    for page in (one, both):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"<(link|img|iframe|script)[^>]+(src|href)\s*=", text)
+        assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest", text)
+        assert set(re.findall(r"https?://[^\s\"'<)]+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert page.stat().st_size < 400_000
+
+
+def test_every_figure_of_the_run_is_on_the_page(one: Path, one_rank: Path) -> None:
+    run, data = read_run(one_rank), data_of(one)
+    drawn = {name for chart in data["charts"] for name, _ in chart["series"]} | set(data["others"])
+    assert set(run.curves) <= drawn
+    assert data["runs"][0]["curves"]["train/total_loss"]["x"] == [1, 2, 3, 4, 5, 6]
+    assert [stage["name"] for stage in data["runs"][0]["stages"]] == ["heads", "lora"]
+    assert [(stage["start"], stage["stop"]) for stage in data["runs"][0]["stages"]] == [(0, 3), (3, 6)]
+    assert [evaluation["step"] for evaluation in data["runs"][0]["evaluations"]] == [0, 3, 6]
+    text = one.read_text()
+    assert "train.global_batch_size" not in text, "one run differs in nothing"
+    assert "global_batch_size: 12" in text
+    assert json.loads((one_rank / "environment.json").read_text())["platform"] in text
+
+
+def charts_in(dom: str) -> int:
+    return int(re.search(r'data-charts="(\d+)"', dom)[1])
+
+
+def test_a_real_browser_draws_every_chart_and_complains_of_nothing(one: Path, tmp_path: Path) -> None:
+    seen = look(one, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr, [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
+    data = data_of(one)
+    assert charts_in(seen.stdout) == len(data["charts"]) + len(data["others"])
+    figures = re.findall(r"<figure>.*?</figure>", seen.stdout, re.S)
+    assert len(figures) == charts_in(seen.stdout) + 3, "coverage, PIT, predicted against true"
+    for figure in figures:
+        title = re.search(r"<figcaption>(.*?)</figcaption>", figure)[1]
+        assert re.search(r'<path class="line" d="M[\d.-]|<circle |<rect x=', figure), f"{title}: nothing drawn"
+    for bad in ("NaN", "undefined", "Infinity"):
+        assert bad not in re.sub(r"<script.*?</script>", "", seen.stdout, flags=re.S), bad
+    assert seen.stdout.count('class="heat"') == 2, "U's drift after each stage"
+
+
+def test_runs_stand_side_by_side(both: Path, tmp_path: Path, one_rank: Path, two_ranks: Path) -> None:
+    """They share a name (their folder's), so they are told apart by their folders; what differs is in a table."""
+    seen = look(both, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr
+    loss = re.search(r"<figcaption>Total loss</figcaption>.*?</figure>", seen.stdout, re.S)[0]
+    assert loss.count('class="line"') == 2
+    assert {str(one_rank), str(two_ranks)} == {run["name"] for run in data_of(both)["runs"]}
+    assert re.search(
+        r"<code>train\.micro_batch_size</code></th>\s*<td><code>12</code></td>\s*<td><code>6</code>", both.read_text()
+    )
+
+
+def test_it_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:
+    """A blank page of this size is a PNG of some 10 kB."""
+    picture = tmp_path / "page.png"
+    look(one, tmp_path / "profile", f"--screenshot={picture}")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 80_000
+
+
+def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ranks: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "page.html"
+    done = cqwen_forked("report", one_rank, two_ranks, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert out.read_text().startswith("<!doctype html>")
+    assert str(out) in done.stdout
+    done = cqwen_forked("report", tmp_path)
+    assert done.returncode == 2
+    assert "RUN" in done.stderr
+    assert done.stderr.count("\n") == 1
+    # the run is done, so this trains nothing and leaves the page
+    config = tmp_path / "config.yaml"
+    config.write_text((one_rank / "config.yaml").read_text())
+    (one_rank / "report.html").unlink(missing_ok=True)
+    done = cqwen_forked("train", config)
+    assert done.returncode == 0, done.stderr
+    assert (one_rank / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_hostile_name_and_a_broken_line_do_no_harm(one_rank: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    text = (one_rank / "config.yaml").read_text()
+    name = "</script><script>alert(1)</script>"
+    text = re.sub(r"^  name: null$", f"  name: '{name}'", text, flags=re.M)
+    assert name in text
+    (folder / "config.yaml").write_text(text)
+    lines = [json.dumps({"step": step, "stage": "a", "train/total_loss": 1.0 / step}) for step in range(1, 2001)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2001, "tra']))
+    run = read_run(folder)
+    assert run.steps == 2000
+    curve = run.curves["train/total_loss"]
+    assert len(curve.x) == len(curve.y) == POINTS, "thinned"
+    assert curve.low is not None
+    assert curve.high[0] == 1.0
+    page = render([run])
+    assert name not in page
+    assert page.count("<script") == 2
+    with pytest.raises(UserError, match="RUN"):
+        read_run(tmp_path / "nowhere")
