@@ -352,6 +352,26 @@ def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help=
     typer.echo(f"{folder}: good")
 
 
+@bench_app.command("data")
+def bench_data(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="The text so many times over.")] = 1,
+    workers: Annotated[list[int] | None, typer.Option(help="Processes; several times for several.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """`cqwen prepare` beside the plain tokenizer: time on the same text, and memory when it is ten times as long."""
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    _quiet_libraries()
+    from cqwen_dist.bench.data import run, table
+
+    result = run(checked.data, prepared.tokenizer_of(checked), rounds, repeat, workers or [1])
+    _print_document(result, as_json, table)
+
+
 @bench_app.command("loss")
 def bench_loss(
     tokens: Annotated[int, typer.Option(help="N, tokens.")] = 512,
