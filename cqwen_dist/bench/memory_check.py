@@ -8,6 +8,7 @@ the allocations and frees that the profiler records. Predicted is `Plan`'s tenso
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -213,7 +214,10 @@ def measure_all(only: list[str]) -> tuple[list[dict[str, Any]], str]:
     with distributed() as runtime:
         kind = runtime.device.type
         chosen = [case for case in cases(kind) if not only or any(word in case.name for word in only)]
-        rows = [measure(case, runtime) for case in chosen]
+        rows = []
+        for case in chosen:
+            rows.append(measure(case, runtime))
+            print(f"{case.name}: {rows[-1]['ratio']:.3f} of measured", file=sys.stderr)
         return rows, torch.cuda.get_device_name() if kind == "cuda" else "cpu"
 
 

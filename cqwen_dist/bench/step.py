@@ -203,22 +203,23 @@ def _peers(
     s = next(s for s in reversed(sizes) if "lora" in s.awake)
     rows = []
     for name, liger in PEERS.items():
-        try:
-            step = peer_step(config, architecture, device, liger)
-        except ImportError as error:
-            rows.append({"name": name, "skipped": str(error), "awake": []})
-            continue
         if liger and device.type != "cuda":
             rows.append({"name": name, "skipped": "needs CUDA", "awake": []})
             continue
-        for _ in range(WARM_UP):
-            step(batches)
+        before = _allocated(device)
+        try:
+            step = peer_step(config, architecture, device, liger)
+            for _ in range(WARM_UP):
+                step(batches)
+        except Exception as error:  # a peer that cannot run here is told, and ours stands
+            rows.append({"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "awake": []})
+            continue
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times = _times(lambda step=step: step(batches), device, rounds)  # type: ignore[misc]
         row = _row(name, times, s, machine)
         row["mfu"] = None
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
+        row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if device.type == "cuda" else None
         row["awake"] = []
         row["ratio"] = {
             "against": f"{ours['name']} over {name}, tokens/s",
