@@ -43,8 +43,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: every token's record)."""
-    drawn = individuals or noises
-    if (individuals is not None and noises is not None) or drawn == 0:
+    drawn = noises if individuals is None else individuals
+    if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
         raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
     if plot is not None and drawn is None:
         raise UserError("--plot", str(plot), "with --individuals or --noises")

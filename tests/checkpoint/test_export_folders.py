@@ -234,6 +234,23 @@ def test_options_that_are_unknown(tmp_path: Path, options: dict[str, Any], match
         export(folder, tmp_path / "out", **options)
 
 
+def test_a_run_s_own_figures_are_on_the_card(one_rank: Path, tmp_path: Path) -> None:
+    """From a checkpoint of a run, then from what was exported: the same card, the same adapter for PEFT."""
+    state = json.loads((one_rank / "checkpoints" / "step-00000006" / "state.json").read_text())
+    out = export(one_rank, tmp_path / "out")
+    again = export(out, tmp_path / "again")
+    for folder in (out, again):
+        card = (folder / "README.md").read_text()
+        assert "| trained | 6 steps, stages heads, lora |" in card
+        if state.get("figures"):
+            assert f"| next-word accuracy | {state['figures']['eval/accuracy']:.4g} |" in card
+        else:
+            assert "has measured nothing" in card
+        assert str(one_rank) not in card + (folder / "training.json").read_text()
+        assert (folder / "adapter" / "adapter_config.json").is_file()
+    same(load_trained(one_rank)[0], load_trained(again)[0])
+
+
 # ---- large models ----
 
 

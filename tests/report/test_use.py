@@ -1,0 +1,114 @@
+"""generate, predict and export from the command line, on an exported folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from support.exported import tiny_pair, write_folder
+from support.runs import cqwen_forked
+
+PROMPT = "tea costs 3.5 and milk costs"
+Ran = subprocess.CompletedProcess
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("use") / "model", *tiny_pair())
+
+
+@pytest.fixture
+def cqwen(folder: Path) -> Callable[..., Ran]:
+    def run(verb: str, *args: object, code: int = 0) -> Ran:
+        done = cqwen_forked(verb, folder, *args)
+        assert done.returncode == code, done.stderr[-2000:]
+        if code == 2:
+            assert len(done.stderr.splitlines()) == 1
+        return done
+
+    return run
+
+
+def test_json_is_one_document_with_a_record_of_every_token(cqwen: Callable[..., Ran]) -> None:
+    args = ("--prompt", PROMPT, "--prompt", "we have", "--max-new-tokens", 12, "--json")
+    found = json.loads(cqwen("generate", *args).stdout)
+    assert found == json.loads(cqwen("generate", *args).stdout)
+    assert [o["prompt"] for o in found["outputs"]] == [PROMPT, "we have"]
+    for output in found["outputs"]:
+        assert len(output["tokens"]) == 12 or output["end"] == "eos"
+        for token in output["tokens"]:
+            assert 0.0 <= token["p"] <= 1.0
+        for number in output["numbers"]:
+            (a, b), (c, d), (e, f) = (number["intervals"][level] for level in ("0.5", "0.9", "0.95"))
+            assert e < c < a < number["value"] < b < d < f
+    assert any(o["numbers"] for o in found["outputs"])
+
+
+def test_a_stream_is_the_text_as_it_comes(cqwen: Callable[..., Ran]) -> None:
+    args = ("--prompt", PROMPT, "--max-new-tokens", 12, "--mode", "causal", "--seed", 3, "--digits", 4)
+    assert cqwen("generate", *args, "--stream").stdout == cqwen("generate", *args).stdout
+
+
+def test_individuals_side_by_side_with_a_picture(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    args = ("--prompt", PROMPT, "--individuals", 5, "--seed", 1, "--max-new-tokens", 8)
+    shown = cqwen("generate", *args, "--plot", plot).stdout
+    assert "5 texts differ" in shown or "of 5 texts differ" in shown
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+    found = json.loads(cqwen("generate", *args, "--json").stdout)
+    assert (found["mode"], len(found["outputs"]), found["diversity"]["n"]) == ("individual", 5, 5)
+    calm = json.loads(cqwen("generate", *args, "--temperature", 0, "--json").stdout)
+    assert calm["diversity"]["distinct"] == 1
+    assert json.loads(cqwen("generate", "--prompt", PROMPT, "--noises", 3, "--json").stdout)["mode"] == "noise"
+
+
+def test_a_table_in_and_a_table_out(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
+    table, out = tmp_path / "in.csv", tmp_path / "out.csv"
+    table.write_text("item,cost\ntea,3.5\nmilk,12\n")
+    args = (table, "--template", "{item} costs {cost} and bread costs")
+    stdout = cqwen("predict", *args).stdout
+    rows = list(csv.DictReader(io.StringIO(stdout)))
+    assert [row["item"] for row in rows] == ["tea", "milk"]
+    assert all(float(row["low_90"]) < float(row["predicted"]) < float(row["high_90"]) for row in rows)
+    assert "2 rows" in cqwen("predict", *args, "--out", out).stdout
+    assert out.read_text() == stdout
+    chosen = cqwen("predict", *args, "--option", " and", "--option", " for").stdout
+    assert {row["chosen"] for row in csv.DictReader(io.StringIO(chosen))} <= {" and", " for"}
+    assert "--out: found" in cqwen("predict", *args, "--out", out, code=2).stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.csv", "out.csv"]
+
+
+def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
+    assert "exported to" in cqwen("export", tmp_path / "a", "--dtype", "bf16", "--shard-size", "50KB").stdout
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
+    said = cqwen("export", tmp_path / "b", "--as-qwen2", code=2).stderr
+    assert "--as-qwen2: found a bias of up to" in said
+    cqwen("export", tmp_path / "b", "--as-qwen2", "--drop-bias")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "args", "said"),
+    [
+        ("generate", ["--prompt", "x", "--individuals", 0], "--individuals: found 0"),
+        ("generate", ["--prompt", "x", "--individuals", 2, "--noises", 2], "not together with --noises"),
+        ("generate", ["--prompt", "x", "--plot", "a.svg"], "--plot"),
+        ("generate", ["--prompt", "x", "--stream", "--json"], "--stream"),
+        ("generate", ["--prompt", "x", "--prompt", "y", "--individuals", 2], "--prompt: found '2 prompts'"),
+        ("generate", ["--prompt", "x", "--digits", "many"], "--digits: found 'many'"),
+        ("generate", ["--prompt", "x", "--digits", "99"], "digits: found 99"),
+        ("generate", ["--prompt", "x", "--top-p", 0.5], "top_p: found 0.5, allowed: nothing but in mode compatible"),
+        ("generate", ["--prompt", "x", "--decode-rule", "best"], "decode_rule: found 'best', allowed: ovr, loc"),
+        ("generate", ["--prompt", "x", "--temperature", "-1"], "temperature: found -1.0"),
+        ("predict", ["none.csv", "--template", "{a}"], "FILE: found 'none.csv'"),
+        ("export", ["out", "--drop-bias"], "--drop-bias"),
+    ],
+)
+def test_mistakes_are_one_line(cqwen: Callable[..., Ran], verb: str, args: list[object], said: str) -> None:
+    assert said in cqwen(verb, *args, code=2).stderr
