@@ -1,0 +1,112 @@
+"""Where a stage ends and the next begins: decided by evaluation, gone on from on either side, moments carried over."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.runs import cqwen_forked, losses, metrics, train_run, write_config
+from torch import Tensor
+
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, write_atomically
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
+
+B1, B2 = 0.9, 0.999
+ENDS = 6  # evaluations after 2, 4 and 6 steps; none improves by 50
+STAGES = [
+    {"name": "heads", "train": ["heads", "embedding"], "lr": 1e-2, "schedule": "constant",
+     "until": {"max_steps": 40, "patience": 2, "min_delta": 50.0}},
+    {"name": "both", "train": ["heads", "embedding", "lora"], "steps": 4, "lr": 1e-2,
+     "sequence_length": 24, "global_batch_size": 8, "micro_batch_size": 4,
+     "reg_weight": {"start": 0.1, "end": 1.0}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks over such a boundary, with a checkpoint at each step."""
+    folder = tmp_path_factory.mktemp("boundary")
+    config = write_config(
+        folder, stages=STAGES, train__checkpoint_every=1, train__keep_checkpoints=30, train__eval_every=2
+    )
+    train_run(config, world=2)
+    return folder / "run"
+
+
+def state_at(run: Path, step: int) -> TrainState:
+    return load_checkpoint(checkpoint_folder(run, step), (0, 2**62))
+
+
+def everything(state: TrainState) -> dict[str, Tensor]:
+    moments = {**state.feature_moments, **state.head_moments, **state.row_moments}
+    return {**state.features, **state.heads, **state.rows, **moments}
+
+
+def test_the_stage_ends_when_evaluation_stops_improving(run: Path) -> None:
+    records = metrics(run)
+    assert [record["stage"] for record in records] == ["heads"] * ENDS + ["both"] * 4
+    assert [record["step"] for record in records if "eval/accuracy" in record] == [2, 4, 6, 8, 10]
+    assert [record["train/reg_weight"] for record in records[ENDS:]] == pytest.approx([0.1, 0.4, 0.7, 1.0])
+    saved = state_at(run, ENDS).state
+    assert saved["stage"] == "heads"
+    assert saved["schedule"]["stops"] == [ENDS, ENDS + 4]
+    assert state_at(run, ENDS - 1).state["schedule"]["stops"] == [40, 44]
+
+
+@pytest.mark.parametrize("step", [3, ENDS, ENDS + 1])
+def test_one_goes_on_from_either_side_of_it_and_from_itself(run: Path, tmp_path: Path, step: int) -> None:
+    """Before the decision, at the boundary, behind it: to the bit what the run without a stop is."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    for later in (copy / "checkpoints").glob("step-*"):
+        if later.name > checkpoint_folder(copy, step).name:
+            shutil.rmtree(later)
+    write_atomically(copy / "latest", f"checkpoints/step-{step:08d}\n")
+    train_run(run.parent / "config.yaml", f"run.dir={copy}", world=2)
+    assert losses(copy) == losses(run)
+    mine, theirs = everything(state_at(copy, ENDS + 4)), everything(state_at(run, ENDS + 4))
+    assert mine.keys() == theirs.keys()
+    assert [name for name in mine if not mine[name].equal(theirs[name])] == []
+
+
+def test_moments_of_what_goes_on_are_carried_over(run: Path) -> None:
+    """One Adam step over the boundary: both moments give one and the same gradient only if both were carried."""
+    before, after = state_at(run, ENDS), state_at(run, ENDS + 1)
+    old, new = everything(before), everything(after)
+    carried = [name.removesuffix(".exp_avg") for name in old if name.endswith(".exp_avg") and ".lora_" not in name]
+    assert len(carried) > 8
+    for name in carried:
+        gradient = (new[f"{name}.exp_avg"] - B1 * old[f"{name}.exp_avg"]) / (1 - B1)
+        squared = (new[f"{name}.exp_avg_sq"] - B2 * old[f"{name}.exp_avg_sq"]) / (1 - B2)
+        scale = float(squared.abs().max().clamp(min=1e-12))
+        assert float((gradient.square() - squared).abs().max()) < 2e-3 * scale, name
+        assert old[f"{name}.exp_avg"].any(), f"{name} had no moment to carry"
+    assert before.state["feature_steps"] == {"embedding": ENDS, "lora": 0}
+    assert after.state["feature_steps"] == {"embedding": ENDS + 1, "lora": 1}
+    assert set(after.state["head_steps"].values()) == {ENDS + 1}
+
+
+def test_a_stage_that_reads_otherwise_begins_a_new_epoch(run: Path) -> None:
+    before, after = (state_at(run, step).state["loader"] for step in (ENDS, ENDS + 1))
+    assert (before["stage"], after["stage"]) == (0, 1)
+    assert after["epoch"] == before["epoch"] + (before["step"] > 0)
+    assert after["step"] == 1
+
+
+def test_its_micro_batches_may_change_on_the_way_and_its_batches_not(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    train_run(run.parent / "config.yaml", f"run.dir={copy}", "stages.1.micro_batch_size=2")
+    done = cqwen_forked("train", run.parent / "config.yaml", f"run.dir={copy}", "stages.1.global_batch_size=16")
+    assert done.returncode == 2
+    assert "stages.1.global_batch_size" in done.stderr
+
+
+def test_a_watched_figure_that_there_is_not_is_one_line(tmp_path: Path) -> None:
+    stage = STAGES[0] | {"until": {"max_steps": 9, "metric": "eval/acuracy"}}
+    done = cqwen_forked("train", write_config(tmp_path, stages=[stage]))
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "stages.0.until.metric: found 'eval/acuracy', allowed: a figure of an evaluation: eval/accuracy" in said
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["status"] == "fatal"
