@@ -105,15 +105,18 @@ class Architecture:
         """The whole base model as transformers builds it; a tied head counts once."""
         return self.backbone_parameters + (1 if self.tied else 2) * self.embedding_parameters
 
-    def lora_parameters(self, r: int, target_modules: list[str] | str) -> int:
-        """Adapters of rank r: r (in + out) for each target. Raises `UserError` for a name that no layer has."""
+    def lora_parameters(self, r: int, target_modules: list[str] | str, dora: bool = False) -> int:
+        """Adapters of rank r: r (in + out) for each target, and with DoRA its out magnitudes.
+
+        Raises `UserError` for a name that no layer has.
+        """
         names = list(self.linears) if target_modules == "all-linear" else list(target_modules)
         for name in names:
             if name not in self.linears:
                 allowed = f"names out of {', '.join(self.linears)}, or all-linear"
                 raise UserError("model.lora.target_modules", name, allowed)
         sizes = (self.linears[name] for name in dict.fromkeys(names))
-        return self.layers * sum(r * (columns + rows) for columns, rows, _ in sizes)
+        return self.layers * sum(r * (columns + rows) + dora * rows for columns, rows, _ in sizes)
 
 
 def _size(found: dict[str, Any], key: str, default: int) -> int:

@@ -169,7 +169,7 @@ class Sizes:
         found = {"embedding of numbers": 2 * self.base.hidden}
         if "lora" in self.ever_awake:
             lora = self.config.model.lora
-            found["LoRA"] = self.base.lora_parameters(lora.r, lora.target_modules)
+            found["LoRA"] = self.base.lora_parameters(lora.r, lora.target_modules, lora.dora)
             if lora.dora:
                 found["LoRA"] += self.base.layers * sum(self.base.linears[name][1] for name in self.adapters)
         return found

@@ -40,7 +40,8 @@ def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
     """How many numbers the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
     base = Architecture.of(architecture)
     lora = config.model.lora
-    return 2 * base.hidden + (base.lora_parameters(lora.r, lora.target_modules) if config.trains("lora") else 0)
+    adapters = base.lora_parameters(lora.r, lora.target_modules, lora.dora) if config.trains("lora") else 0
+    return 2 * base.hidden + adapters
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:

@@ -81,3 +81,16 @@ def test_the_number_of_parameters_needs_no_model() -> None:
     found = config().model_dump()
     found["model"]["lora"] = {**found["model"]["lora"], **LORA}
     assert feature_parameters(Config.model_validate(found), model.config.base) == counted
+
+
+def test_magnitudes_of_dora_count() -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from support.tiny import tiny_model
+
+    model = tiny_model(lora={"r": 2, "alpha": 4, "dora": True})
+    assert any(isinstance(module, BaseTunerLayer) for module in model.modules())
+    counted = sum(p.numel() for name, p in model.features.named_parameters() if ".lora_" in name or "num" in name)
+    found = config().model_dump()
+    found["model"]["lora"] = {**found["model"]["lora"], "r": 2, "alpha": 4, "dora": True}
+    found["model"]["lora"]["target_modules"] = "all-linear"
+    assert feature_parameters(Config.model_validate(found), model.config.base) == counted
