@@ -6,6 +6,7 @@ optimizer's last kernels.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -61,11 +62,12 @@ class Work:
     def of(cls, model: Any) -> Work:
         """Of a `CausalQwenModel`."""
         base = model.transformer.config
-        matrices = {name: p for name, p in model.transformer.named_parameters() if "embed_tokens" not in name}
-        adapters = sum(_size(p) for name, p in matrices.items() if ".lora_" in name)
+        matrices = {name: p for name, p in model.transformer.named_parameters() if len(_shape(p)) == 2}
+        adapters = sum(math.prod(_shape(p)) for name, p in matrices.items() if ".lora_" in name)
+        table = sum(math.prod(_shape(p)) for name, p in matrices.items() if "embed_tokens" in name)
         width = getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads
         return cls(
-            backbone=sum(_size(p) for p in matrices.values()) - adapters,
+            backbone=sum(math.prod(_shape(p)) for p in matrices.values()) - adapters - table,
             adapters=adapters,
             layers=base.num_hidden_layers,
             attention=base.num_attention_heads * width,
@@ -84,17 +86,18 @@ class Work:
         """
         backbone = 0.0
         if not cached:
-            length = tokens / max(rows, 1)
-            forward = 2.0 * (self.backbone + self.adapters) + 2.0 * self.layers * self.attention * length
-            backward = forward + 2.0 * self.adapters if gradients else 0.0
-            backbone = tokens * (forward + backward)
+            products = 2.0 * (self.backbone + self.adapters)
+            attention = 2.0 * self.layers * self.attention * tokens / max(rows, 1)
+            # backward: a frozen matrix passes gradients on, an adapter also learns, attention's factors both have one
+            backward = products + 2.0 * self.adapters + 2.0 * attention if gradients else 0.0
+            backbone = tokens * (products + attention + backward)
         heads = 12.0 * self.words * self.vocab + 12.0 * self.hidden * self.causal
         return backbone + kept * heads
 
 
-def _size(parameter: torch.nn.Parameter) -> int:
-    """Elements, also of one that ZeRO-3 has partitioned."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """The whole one, also where ZeRO-3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class Clock:

@@ -165,7 +165,7 @@
 
   // ------------------------------------------------------------------ one evaluation's numbers
   const drawCoverage = (node, n) => {
-    const W = 340, H = 300, box = { left: 46, right: W - 12, top: 8, bottom: H - 34 };
+    const W = 340, H = 300, box = { left: 46, right: W - 22, top: 8, bottom: H - 34 };
     const svg = frame(W, H, "Coverage");
     const x = scale(0, 1, box.left, box.right), y = scale(0, 1, box.bottom, box.top);
     const grid = [0, 0.25, 0.5, 0.75, 1];
@@ -189,7 +189,7 @@
     node.append(svg, legend);
   };
   const drawPit = (node, n) => {
-    const W = 340, H = 300, box = { left: 46, right: W - 12, top: 8, bottom: H - 34 };
+    const W = 340, H = 300, box = { left: 46, right: W - 22, top: 8, bottom: H - 34 };
     const svg = frame(W, H, "PIT");
     const bins = n.pit.length, even = n.count / bins;
     const high = Math.max(...n.pit, even * 1.6) * 1.06;

@@ -1,0 +1,224 @@
+"""What a report draws, in which order, and what is said beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves in one frame. series: (figure, label), those a run does not have are left out; say: what one should see;
+    log: the axis it begins with; at: (value, label) lines to compare with."""
+
+    title: str
+    series: tuple[tuple[str, str], ...]
+    say: str = ""
+    log: bool = False
+    percent: bool = False
+    at: tuple[tuple[float, str], ...] = field(default=())
+
+
+LEARNING = (
+    Chart("Total loss", (("train/total_loss", "training"),), "What the optimizer sees: words plus λ times numbers."),
+    Chart(
+        "Word loss",
+        (("train/cls_loss_mean", "training"), ("eval/cls_loss_mean", "held out")),
+        "One-vs-rest, summed over the vocabulary. A low loss alone does not mean a working model: see accuracy.",
+        log=True,
+    ),
+    Chart(
+        "Words right",
+        (("train/accuracy", "training"), ("eval/accuracy", "held out"), ("eval/base_accuracy", "base model")),
+        "argmax P over every labelled position, beside the base model's own top-1.",
+        percent=True,
+    ),
+    Chart(
+        "Perplexity, held out",
+        (
+            ("eval/perplexity", "softmax of loc_S"),
+            ("eval/perplexity_ovr", "P / ΣP"),
+            ("eval/base_perplexity", "base model"),
+        ),
+        "The first as the base model reads itself, the second as this model decides.",
+        log=True,
+    ),
+    Chart(
+        "Sum of all P",
+        (
+            ("train/prob_sum_mean", "training, mean"),
+            ("dist/ovr_prob_sum_median_standard", "held out, median"),
+            ("dist/ovr_prob_sum_median_causal", "for one individual"),
+        ),
+        "One word comes next, so 1 is calibrated.",
+        log=True,
+        at=((1.0, "calibrated"),),
+    ),
+    Chart(
+        "Right, by how often training has the word",
+        tuple(
+            (f"eval/accuracy_words_{band}", label)
+            for band, label in (
+                ("1_100", "100 most frequent"),
+                ("101_1000", "to 1,000"),
+                ("1001_10000", "to 10,000"),
+                ("10001_up", "rarer"),
+                ("unseen", "unseen"),
+            )
+        ),
+        "Held-out accuracy by the label's rank in the training texts.",
+        percent=True,
+    ),
+    Chart(
+        "Thresholds C, by how often training has the word",
+        tuple(
+            (f"dist/C_words_{band}", label)
+            for band, label in (
+                ("1_100", "100 most frequent"),
+                ("101_1000", "to 1,000"),
+                ("1001_10000", "to 10,000"),
+                ("10001_up", "rarer"),
+                ("unseen", "unseen"),
+            )
+        ),
+        "Expected to fall for frequent words and to rise for rare ones.",
+    ),
+)
+NUMBERS = (
+    Chart(
+        "Number loss",
+        (("train/reg_loss_effective", "training, gated"), ("eval/reg_nll", "held out, ungated")),
+        "Cauchy negative log likelihood in the target's unit.",
+    ),
+    Chart(
+        "Absolute error, held out",
+        (
+            ("eval/reg_mdae", "median"),
+            ("eval/reg_mae", "mean"),
+            ("eval/baseline_mdae", "always the median: median"),
+        ),
+        "A mean far above the median: few extreme errors.",
+        log=True,
+    ),
+    Chart(
+        "Telling <NUM> from words",
+        (("eval/num_precision", "precision"), ("eval/num_recall", "recall"), ("eval/num_f1", "F1")),
+        "Held out.",
+        percent=True,
+    ),
+    Chart(
+        "P of <NUM> where it is right",
+        (("train/p_num_mean", "training, mean"),),
+        "The gate of the regression. Falling towards 0, numbers are being unlearnt.",
+        percent=True,
+    ),
+    Chart(
+        "What 90 % intervals hold",
+        (
+            ("eval/coverage_90", "the Cauchy's own"),
+            ("eval/coverage_90_conformal", "recalibrated"),
+        ),
+        "Held out; the recalibrated ones on numbers that did not calibrate them.",
+        percent=True,
+        at=((0.9, "90 %"),),
+    ),
+    Chart(
+        "CRPS, held out",
+        (("eval/crps", "raw unit"), ("eval/crps_target", "target's unit")),
+        "Smaller is better.",
+        log=True,
+    ),
+)
+INDIVIDUAL = (
+    Chart(
+        "Locations of U",
+        (
+            ("dist/U_loc_mean", "mean"),
+            ("dist/U_loc_median", "median"),
+            ("dist/U_loc_std", "deviation"),
+            ("dist/U_loc_iqr", "quartiles apart"),
+        ),
+        "Mean against median: skew. Deviation against quartiles: tails.",
+    ),
+    Chart(
+        "Scales of U",
+        (
+            ("dist/U_scale_mean", "mean"),
+            ("dist/U_scale_median", "median"),
+            ("dist/U_scale_std", "deviation"),
+            ("dist/U_scale_iqr", "quartiles apart"),
+        ),
+        "How unsure the model is of the individual.",
+        log=True,
+    ),
+    Chart(
+        "KL from the start",
+        (("train/kl", "mean"), ("train/kl_over_eps", "share beyond ε")),
+        "Of U against U before training, in nats a dimension: the guard against forgetting.",
+        log=True,
+    ),
+    Chart(
+        "Drift of U's location", (("train/kl_drift", "in units of its spread"),), "Against its place before training."
+    ),
+)
+OPTIMIZER = (
+    Chart(
+        "Gradient norm", (("train/grad_norm", "before clipping"),), "Over everything that trains, all ranks.", log=True
+    ),
+    Chart("Learning rate", (("train/lr", "of the stage"),), "Groups may have their own."),
+    Chart("λ", (("train/reg_weight", "reg_weight"),), "Weight of the numbers' loss."),
+    Chart("Tokens per second", (("perf/tokens_per_s", "all ranks"),), "Evaluations and checkpoints left out."),
+    Chart("Seconds per step", (("perf/step_s", "whole step"), ("perf/data_wait_s", "waiting for data")), "", log=True),
+    Chart(
+        "Model FLOP/s used",
+        (("perf/mfu", "of the peak"),),
+        "Useful products of one rank over its device's peak.",
+        percent=True,
+    ),
+    Chart(
+        "Peak memory, GiB", (("perf/peak_memory_gib", "rank 0"),), "Of the allocator on a GPU, of the process on a CPU."
+    ),
+)
+SECTIONS = (
+    ("words", "Words", LEARNING),
+    ("numbers", "Numbers", NUMBERS),
+    ("individual", "The individual U", INDIVIDUAL),
+    ("machine", "Optimizer and machine", OPTIMIZER),
+)
+
+# (label, figure, format, whether more is better; None: neither)
+GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (
+    ("Words right", "eval/accuracy", "percent", True),
+    ("… the base model's", "eval/base_accuracy", "percent", None),
+    ("Perplexity (softmax of loc_S)", "eval/perplexity", "number", False),
+    ("… the base model's", "eval/base_perplexity", "number", None),
+    ("<NUM> F1", "eval/num_f1", "percent", True),
+    ("Median absolute error", "eval/reg_mdae", "number", False),
+    ("… always the median's", "eval/baseline_mdae", "number", None),
+    ("Mean absolute error", "eval/reg_mae", "number", False),
+    ("CRPS", "eval/crps", "number", False),
+    ("90 % interval holds, raw", "eval/coverage_90", "percent", None),
+    ("90 % interval holds, recalibrated", "eval/coverage_90_conformal", "percent", None),
+    ("Width of it, recalibrated", "eval/width_90_conformal", "number", False),
+    ("ΣP, median", "dist/ovr_prob_sum_median_standard", "number", None),
+    ("KL from the start", "train/kl", "number", None),
+    ("Tokens per second", "perf/tokens_per_s", "number", True),
+    ("Peak memory, GiB", "perf/peak_memory_gib", "number", False),
+)
+
+# (label, figure, format, figure to compare with, its label)
+TILES: tuple[tuple[str, str, str, str, str], ...] = (
+    ("words right", "eval/accuracy", "percent", "eval/base_accuracy", "base model"),
+    ("perplexity, P / ΣP", "eval/perplexity_ovr", "number", "eval/base_perplexity", "base model"),
+    ("F1, number or word", "eval/num_f1", "percent", "", ""),
+    ("median absolute error", "eval/reg_mdae", "number", "eval/baseline_mdae", "always the median"),
+    ("in recalibrated 90 % intervals", "eval/coverage_90_conformal", "percent", "eval/coverage_90", "raw"),
+    (
+        "sum of all P",
+        "dist/ovr_prob_sum_median_standard",
+        "number",
+        "dist/ovr_prob_sum_median_causal",
+        "one individual",
+    ),
+    ("KL from the start, nats", "train/kl", "number", "", ""),
+    ("tokens per second", "perf/tokens_per_s", "number", "", ""),
+)
