@@ -49,14 +49,21 @@ def is_exported(path: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == CausalQwenConfig.model_type
 
 
-def load_trained(path: str | Path) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
-    """Model (eval mode, CPU) and tokenizer of a run folder, a checkpoint folder or an exported folder.
+def load_trained(
+    path: str | Path, device: str = "cpu", max_memory: dict[int | str, str] | None = None
+) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
+    """Model (eval mode) and tokenizer of a run folder, a checkpoint folder or an exported folder.
 
-    Raises `UserError` where it is none of these, or is damaged.
+    device: "cpu", "cuda", "cuda:1", ... or "auto": the GPU if there is one; an exported folder is then spread over all
+    that there are, and the CPU where they are too small (accelerate's device_map). max_memory: what "auto" may take of
+    each device, such as {0: "20GB", "cpu": "60GB"}. Raises `UserError` where it is none of these, or is damaged.
     """
     path = Path(path)
     if is_exported(path):
-        model = CausalQwenForCausalLM.from_pretrained(path)
+        place = _place(device)
+        spread = device == "auto" and (place != "cpu" or max_memory is not None)
+        device_map = ("auto" if spread else place) if spread or place != "cpu" else None
+        model = CausalQwenForCausalLM.from_pretrained(path, device_map=device_map, max_memory=max_memory)
         model.config.calibration = _intervals(path) or model.config.calibration
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
         return model.eval(), tokenizer
@@ -67,7 +74,19 @@ def load_trained(path: str | Path) -> tuple[CausalQwenForCausalLM, NumericalAwar
     tokenizer = NumericalAwareTokenizer.from_pretrained(
         config.tokenizer_source, model.config.num_token_id, model.config.vocab_size, config.data.numbers
     )
-    return model.eval(), tokenizer
+    return model.to(_place(device)).eval(), tokenizer
+
+
+def _place(device: str) -> str:
+    """A device as torch names it. Raises `UserError` for one that is not there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = Said(str(error).splitlines()[0])
+        raise UserError("--device", device, f"auto, cpu, or a CUDA device that is there ({reason})") from None
+    return device
 
 
 def _intervals(folder: Path) -> dict[str, Any] | None:

@@ -68,6 +68,11 @@ def padded(tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device) -
     return Padded(ids.to(device), values.to(device), mask.to(device))
 
 
+def input_device(model: Any) -> torch.device:
+    """Where a model takes its ids: with its first weights that accelerate has not put aside."""
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+
+
 def continue_text(
     model: Any,
     tokenizer: Tokenizer,
@@ -90,7 +95,7 @@ def continue_text(
     check_digits(digits)
     if on_text is not None and len(prompts) != 1:
         raise UserError("stream", f"{len(prompts)} prompts", "one")
-    batch = padded(tokenizer, prompts, next(model.parameters()).device)
+    batch = padded(tokenizer, prompts, input_device(model))
     width = batch.ids.shape[1]
     if stop:
         options |= {"stop_strings": list(stop), "tokenizer": tokenizer}

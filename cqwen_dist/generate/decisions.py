@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.continuation import Padded, padded
+from cqwen_dist.generate.continuation import Padded, input_device, padded
 from cqwen_dist.generate.generator import at_hand, check_prompt
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer
@@ -131,7 +131,7 @@ def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence
         raise UserError("continuation", "no tokens", "some text")
     # Prompt and continuation are read apart, so that a continuation cannot change how the prompt is cut into words.
     joined = _Joined(tokenizer, prompt)
-    batch = padded(joined, continuations, next(model.parameters()).device)
+    batch = padded(joined, continuations, input_device(model))
     check_prompt(net, batch.ids, batch.values, batch.mask)
     rows, width = batch.ids.shape
     targets = torch.stack([torch.arange(width) >= width - n for n in lengths]).to(batch.ids.device)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.continuation import padded
+from cqwen_dist.generate.continuation import input_device, padded
 from cqwen_dist.generate.decisions import choose, law_at_end
 from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.generate.numbers import Digits, check_digits, number_interval, shown
@@ -74,7 +74,7 @@ def predict_numbers(
     if batch_size < 1:
         raise UserError("--batch-size", batch_size, "1 or more")
     net, intervals = model.model, Intervals.from_dict(model.config.calibration)
-    device = next(model.parameters()).device
+    device = input_device(model)
     for start in range(0, len(prompts), batch_size):
         law = law_at_end(model, padded(tokenizer, prompts[start : start + batch_size], device))
         with at_hand(net.action):

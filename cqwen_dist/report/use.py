@@ -14,6 +14,9 @@ from cqwen_dist.report.console import print_json, quiet_libraries
 
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run, checkpoint or exported folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:N, or auto: GPUs where there are any, an exported folder spread over them.")
+]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number: auto (what its uncertainty leaves).")]
 
 
@@ -37,6 +40,7 @@ def generate(
     digits: DigitsOption = "auto",
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
+    device: DeviceOption = "auto",
     plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")] = (
         None
     ),
@@ -54,7 +58,7 @@ def generate(
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.generate.continuation import continue_text
 
-    model, tokenizer = load_trained(checkpoint)
+    model, tokenizer = load_trained(checkpoint, device)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -151,6 +155,7 @@ def predict(
     reject_below: Annotated[float, typer.Option(help="With --option: none where the best P is below.")] = 0.0,
     digits: DigitsOption = "auto",
     batch_size: Annotated[int, typer.Option(help="Rows at once.")] = 16,
+    device: DeviceOption = "auto",
 ) -> None:
     """Predict the number that comes next for every row of a table, with intervals, as CSV; or choose among texts."""
     chosen_digits = _digits(digits)
@@ -161,7 +166,7 @@ def predict(
     from cqwen_dist.generate.table import predict_table, prompts_of, read_table
 
     prompts_of(template, *read_table(table))  # a mistake is said before the model is read
-    model, tokenizer = load_trained(checkpoint)
+    model, tokenizer = load_trained(checkpoint, device)
     options = {
         "options": option or (),
         "reject_below": reject_below,

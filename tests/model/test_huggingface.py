@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.numerics import assert_close
+from support.numerics import assert_all_close, assert_close, gradients
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_causal_lm, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -17,6 +17,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.initialise import calibrate
 from cqwen_dist.model.lora import adapters_disabled, is_lora
+from cqwen_dist.model.losses import CausalQwenLoss
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 SHAPES = {
@@ -241,6 +242,61 @@ def test_forward_gives_a_documented_output_and_scores_on_demand() -> None:
     assert_close(out.scale_Y, scale_y, 1e-6)
     last = model(batch.input_ids, batch.numeric_values, batch.attention_mask, logits_to_keep=2).logits
     assert_close(last, loc_s[:, -2:], 1e-5)
+
+
+def test_scores_with_their_scales_on_demand() -> None:
+    model = worn(number_dims=2)
+    batch = random_batch()
+    loc_s, scale_s, _, _ = outputs(model)
+    out = model(batch.input_ids, batch.numeric_values, batch.attention_mask, logits_to_keep=3, output_scales=True)
+    assert_close(out.logits, loc_s[:, -3:], 1e-5)
+    assert_close(out.scale_S, scale_s[:, -3:], 1e-5)
+
+
+@pytest.mark.parametrize("numbers", [True, False])
+def test_labels_as_hugging_face_users_give_them_set_the_seeds_loss(numbers: bool) -> None:
+    """Not shifted, -100 ignored; the loss and every gradient of S0 5.3 on materialised scores."""
+    model = worn(number_dims=2, target={"name": "standardise", "median": 5.0, "scale": 20.0})
+    batch = random_batch(numbers=numbers)
+    ids, values, mask = batch.input_ids, batch.numeric_values, batch.attention_mask
+    labels = ids.masked_fill(~mask, -100)
+    labels[1, :3] = -100
+    loss = model(ids, values, mask, labels=labels).loss
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad()
+
+    goals = model.model.target.forward(values[:, 1:])
+    oracle = CausalQwenLoss(VOCAB, NUM)
+    oracle.ovr_loss.threshold = model.model.action.threshold
+    scores = [t[:, :-1] for t in model.model(ids, values, mask)]
+    expected, _ = oracle(*scores, labels[:, 1:], goals, torch.ones_like(labels[:, 1:]))
+    expected.backward()
+    assert_close(loss, expected, 1e-5, "loss")
+    wanted = gradients(model)
+    if not numbers:  # there, what is only connected has no gradient, or a zero one
+        wanted = {name: g for name, g in wanted.items() if float(g.abs().max())}
+    assert_all_close({name: found[name] for name in wanted}, wanted, 2e-4)
+    assert model(ids, values, mask, labels=torch.full_like(ids, -100)).loss == 0.0
+
+
+def test_loading_takes_no_second_copy(tmp_path: Path) -> None:
+    """Tensors are the files' own pages, mapped: loading 40 MiB in shards allocates next to nothing."""
+
+    def allocated() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+    if not Path("/proc/self/status").exists():
+        pytest.skip("what a process has allocated is read from /proc")
+    big = tiny_causal_lm(base={"vocab_size": 60_000, "hidden_size": 96})
+    big.save_pretrained(tmp_path, max_shard_size="10MB")
+    size = sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+    assert size > 40 << 20
+    before = allocated()
+    again = CausalQwenForCausalLM.from_pretrained(tmp_path)
+    assert allocated() - before < 0.3 * size
+    assert torch.equal(again.model.action.cls_weight, big.model.action.cls_weight)
 
 
 def test_input_embeddings_are_the_token_table() -> None:

@@ -105,6 +105,7 @@ def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> No
         ("generate", ["--prompt", "x", "--digits", "99"], "digits: found 99"),
         ("generate", ["--prompt", "x", "--top-p", 0.5], "top_p: found 0.5, allowed: nothing but in mode compatible"),
         ("generate", ["--prompt", "x", "--decode-rule", "best"], "decode_rule: found 'best', allowed: ovr, loc"),
+        ("generate", ["--prompt", "x", "--device", "moon"], "--device: found 'moon'"),
         ("generate", ["--prompt", "x", "--temperature", "-1"], "temperature: found -1.0"),
         ("predict", ["none.csv", "--template", "{a}"], "FILE: found 'none.csv'"),
         ("export", ["out", "--drop-bias"], "--drop-bias"),
