@@ -19,6 +19,9 @@ class NumberPolicy(Section):
     signs: bool = Field(True, description="Take a leading minus into the value where it is a sign; a plus stays text.")
     thousands: bool = Field(True, description="Read 1,234,567 as one number.")
     scientific: bool = Field(True, description="Read 1.5e-3 as one number.")
+    accounting: bool = Field(
+        False, description="Take brackets directly around a numeral with thousands for a minus: (1,234) is -1234."
+    )
     leading_zeros: bool = Field(False, description="Take numerals such as 007 (else they are identifiers: text).")
     dates: bool = Field(False, description="Take the parts of dates and times (else 2024-01-31, 12:30 stay text).")
     identifiers: bool = Field(

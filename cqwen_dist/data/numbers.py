@@ -8,6 +8,10 @@ Numbers
   is no part: "1." is 1. European decimal commas and dots as thousands are not read.
 - [thousands] 1,234,567.5: groups of exactly three behind a first group of one to three without leading zero.
   "1,23" is two numbers, and so is "1234,567". A list without spaces ("100,200") cannot be told apart: one number.
+  Also 1 234 567 with no-break or thin spaces; with plain ones where a group begins with 0, as no number of its own
+  does: 80 000, 5 650 000 (but "5 650" is two numbers). So the list "100 000 200 000" is one number.
+- [accounting, off] (1,234) is -1234: brackets directly around a numeral with thousands, as balance sheets write; not
+  (12), which is as often a remark, nor behind a letter, a digit or a closing bracket. Off, the brackets are text.
 - [scientific] 1.5e-3, 2E10. Overflow is infinite here; `DataConfig.on_nonfinite` says what happens then.
 - [signs] a minus (-, −, －) directly in front is a sign at the start of a line, behind a space, an opening bracket,
   an operator, "=", ":" or a CJK character; it is an operator, thus text, behind a numeral, "%" or a closing bracket,
@@ -83,6 +87,12 @@ _PHONES = "|".join(
         rf"(?<![0-9-])1[3-9][0-9]{{9}}(?<!000){_NO_SUM}",
     )
 )
+# Groups of three behind no-break or thin spaces; behind plain ones where a group begins with 0, as no number does.
+_SPACED = (
+    r"[1-9][0-9]{0,2}(?:(?:[\u00a0\u2009\u202f][0-9]{3})+|(?=(?: [0-9]{3})* 0[0-9]{2}(?![0-9]))(?: [0-9]{3})+)"
+    r"(?![0-9])(?!,[0-9])(?!:[0-9])(?:\.[0-9]+(?![0-9]))?(?!\.[0-9])"
+)
+_SEPARATORS = re.compile("[,\u00a0\u2009\u202f ]")
 _PRODUCT = r"(?<=[0-9][xX])"
 # Letters and digits behind a numeral make it an identifier, save in a product such as 3x4.
 _UNGLUED = rf"(?![0-9])(?!(?![xX][0-9])[{_L}]+[0-9])"
@@ -116,26 +126,38 @@ class NumberSpan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _reader(policy: NumberPolicy) -> re.Pattern[str]:
-    """What may stand at a digit: group `number`, or else text to be passed over."""
+    """What may stand at a digit: group `number`, or text to be passed over: date, phone, identifier or zeros."""
     text = []
     if not policy.dates:
-        text.append(_DATES)
+        text.append(f"(?P<date>{_DATES})")
     if not policy.identifiers:
         guard = rf"(?!{_SCIENTIFIC}{_UNGLUED})" if policy.scientific else ""
-        text += [_PHONES, _IDENTIFIERS.replace("{not_scientific}", guard)]
+        identifiers = _IDENTIFIERS.replace("{not_scientific}", guard)
+        text += [f"(?P<phone>{_PHONES})", f"(?P<identifier>{identifiers})"]
     if not policy.leading_zeros:
-        text.append(r"0[0-9]+(?:\.[0-9]+)?")
+        text.append(r"(?P<zeros>0[0-9]+(?:\.[0-9]+)?)")
     number = _DECIMAL
     if policy.scientific:
         number += rf"(?:[eE][+-]?[0-9]+{r'(?![0-9])' if policy.identifiers else _UNGLUED})?"
     if policy.thousands:
         groups = r"(?<![0-9],)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])(?:\.[0-9]+(?![0-9]))?(?!\.[0-9])"
-        number = f"{groups}{_UNGLUED}|{number}"
+        number = f"(?:{groups}|{_SPACED}){_UNGLUED}|{number}"
     return re.compile("|".join([*text, f"(?P<number>{number})"]))
 
 
 def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[NumberSpan]:
     """The numbers of a text from left to right, as this module's policy says (seed S0 1.1)."""
+    return _scan(text, policy, None)
+
+
+def find_left(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[tuple[int, int, str]]:
+    """What has digits and stays text: (start, end, why): date (or time), phone, identifier (also UUIDs), zeros."""
+    left: list[tuple[int, int, str]] = []
+    _scan(text, policy, left)
+    return left
+
+
+def _scan(text: str, policy: NumberPolicy, left: list[tuple[int, int, str]] | None) -> list[NumberSpan]:
     plain = text if text.isascii() else text.translate(_TO_ASCII)
     reader = _reader(policy)
     blocked = [] if policy.identifiers else [m.span() for m in _UUID.finditer(plain)]
@@ -149,6 +171,8 @@ def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[Numbe
             blocked.pop(0)
         if blocked and blocked[0][0] <= start:
             position = blocked[0][1]
+            if left is not None:
+                left.append((*blocked[0], "identifier"))
             continue
         match = reader.match(plain, start)
         assert match is not None, "every digit begins a number or a text"
@@ -156,8 +180,21 @@ def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[Numbe
         if match.lastgroup == "number":
             if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1):
                 start -= 1
-            spans.append(NumberSpan(start, position, float(plain[start:position].replace(",", ""))))
+            literal = plain[start:position]
+            value = float(_SEPARATORS.sub("", literal))
+            if policy.accounting and "," in literal and _in_brackets(plain, start, position):
+                start, position, value = start - 1, position + 1, -value
+            spans.append(NumberSpan(start, position, value))
+        elif left is not None:
+            left.append((start, position, str(match.lastgroup)))
     return spans
+
+
+def _in_brackets(plain: str, start: int, end: int) -> bool:
+    """Whether brackets stand directly around, and they are no product's or function's."""
+    before = plain[start - 2 : start - 1] if start > 1 else ""
+    around = start > 0 and plain[start - 1] == "(" and plain[end : end + 1] == ")"
+    return around and plain[start] != "-" and not (before.isdecimal() or before in (")", "]") or _LETTER.match(before))
 
 
 def _opens_decimal(text: str, plain: str, dot: int) -> bool:

@@ -20,7 +20,24 @@ _numerals = st.one_of(
     _digits,
 )
 _characters = list(" .,:;/-+*=%$#()[]\n\t_xXeEa年月日号元是价éΩ×−–－．：，'\"")
-_words = ["x", "kg", "st", " -", "--", "e\u0301", "=\u0338", "v1.2.3", "A4", "0x1F", "192.168.0.1", "T12:30", "(555) "]
+_words = [
+    "x",
+    "kg",
+    "st",
+    " -",
+    "--",
+    " 000",
+    "\u00a0000",
+    "(1,234)",
+    "e\u0301",
+    "=\u0338",
+    "v1.2.3",
+    "A4",
+    "0x1F",
+    "192.168.0.1",
+    "T12:30",
+    "(555) ",
+]
 _words += ["+1-", "-123-4567", "<NUM>", "<|endoftext|>"]
 _glue = st.sampled_from([*_characters, *_words, *[""] * 8])
 _pieces = st.lists(st.one_of(_numerals, _glue, st.text(max_size=3)), max_size=12)
