@@ -193,6 +193,7 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
         return path.parent.parent, path
     folder = latest_checkpoint(path)
     if folder is None:
+        refuse_pickles(path)
         raise UserError(
             "checkpoint", str(path), "a run folder with `latest`, or a checkpoint folder with manifest.json"
         )

@@ -53,8 +53,9 @@ class Blow:
     number: int = signal.SIGKILL
 
     @staticmethod
-    def drawn(draw: random.Random) -> Blow:
-        point = draw.choice(list(POINTS))
+    def drawn(draw: random.Random, number: int) -> Blow:
+        """The n-th blow: kinds of points in turn, the rest by chance."""
+        point = list(POINTS)[number % len(POINTS)]
         _, _, calls, most_ms = POINTS[point]
         return Blow(draw.randrange(WORLD), point, draw.randint(1, calls), round(draw.uniform(0, most_ms), 1))
 
@@ -75,21 +76,20 @@ class Ended:
 
 def crash_config(folder: Path, **changes: Any) -> Path:
     """2 stages of 5 steps, LoRA dropout, a save every 2 steps, an evaluation every 3: points on and off each other."""
-    return write_config(
-        folder,
-        model__lora__dropout=0.1,
-        stages__0__steps=5,
-        stages__1__steps=5,
-        train__checkpoint_every=2,
-        train__eval_every=3,
-        train__keep_checkpoints=2,
-        train__micro_batch_size=2,
-        **changes,
-    )
+    settings = {
+        "model__lora__dropout": 0.1,
+        "stages__0__steps": 5,
+        "stages__1__steps": 5,
+        "train__checkpoint_every": 2,
+        "train__eval_every": 3,
+        "train__keep_checkpoints": 2,
+        "train__micro_batch_size": 2,
+    }
+    return write_config(folder, **{**settings, **changes})
 
 
-def command(config: Path, *overrides: str, blow: Blow | None = None) -> Ended:
-    """One start of a run on two ranks, with a blow or without; waits for both to end."""
+def command(config: Path, *overrides: str, blow: Blow | None = None, world: int = WORLD) -> Ended:
+    """One start of a run, with a blow or without; waits for every rank to end."""
     context = fork_server()
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -98,9 +98,9 @@ def command(config: Path, *overrides: str, blow: Blow | None = None) -> Ended:
     began = time.monotonic()
     ranks = [
         context.Process(
-            target=_rank, args=(rank, port, str(config), overrides, blow, dict(os.environ), results), daemon=True
+            target=_rank, args=(rank, world, port, str(config), overrides, blow, dict(os.environ), results), daemon=True
         )
-        for rank in range(WORLD)
+        for rank in range(world)
     ]
     for process in ranks:
         process.start()
@@ -127,6 +127,7 @@ def command(config: Path, *overrides: str, blow: Blow | None = None) -> Ended:
 
 def _rank(
     rank: int,
+    world: int,
     port: int,
     config: str,
     overrides: tuple[str, ...],
@@ -142,7 +143,7 @@ def _rank(
 
     os.environ.clear()
     os.environ.update(environment)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)

@@ -3,9 +3,10 @@
 `make crash` deals 36 blows (CRASHES=100 for more, CRASH_SEED to draw others) and prints each with its seed.
 """
 
-import json
 import os
 import random
+from collections.abc import Iterable
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -27,18 +28,10 @@ def reference(folder: Path, spread: tuple[str, ...]) -> tuple[Path, dict]:
     return config, result_of(folder / "run")
 
 
-def step_of(run: Path) -> int:
-    status = run / "status.json"
-    return json.loads(status.read_text())["step"] if status.is_file() else 0
-
-
-def harass(
-    config: Path, run: Path, spread: tuple[str, ...], draw: random.Random, blows: int
-) -> list[tuple[Blow, Ended]]:
-    """A run that is killed up to `blows` times and gone on with; the blows that fell."""
+def harass(config: Path, run: Path, spread: tuple[str, ...], blows: Iterable[Blow]) -> list[tuple[Blow, Ended]]:
+    """A run that is killed by each of the blows and gone on with; those that fell."""
     fallen = []
-    for _ in range(blows):
-        blow = Blow.drawn(draw)
+    for blow in blows:
         ended = command(config, *spread, f"run.dir={run}", blow=blow)
         if not ended.killed:
             assert ended.codes == [0, 0], ended.said
@@ -54,10 +47,11 @@ def harass(
 def kill_until(blows: int, tmp_path: Path, spread: tuple[str, ...], seed: int) -> int:
     """Runs killed and gone on with, each compared with the one that was left alone, until so many blows have fallen."""
     config, expected = reference(tmp_path, spread)
-    draw, fallen, runs = random.Random(seed), 0, 0
+    draw, drawn, fallen, runs = random.Random(f"{seed} {spread}"), count(), 0, 0
     while fallen < blows:
         run = tmp_path / f"killed-{runs}"
-        dealt = harass(config, run, spread, draw, min(BLOWS_A_RUN, blows - fallen))
+        next_ones = (Blow.drawn(draw, number) for number in islice(drawn, min(BLOWS_A_RUN, blows - fallen)))
+        dealt = harass(config, run, spread, next_ones)
         for blow, ended in dealt:
             fallen += 1
             print(

@@ -1,4 +1,4 @@
-"""The real launcher, real signals: a rank killed, Ctrl-C, and the same command until it is done."""
+"""The real launcher, real signals: told to stop, a rank killed, and the same command until it is done."""
 
 import json
 import signal
@@ -65,22 +65,34 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, train__checkpoint_every=4, model__lora__dropout=0.1, **steps)
 
 
-def test_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(config: Path) -> None:
+def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(config: Path) -> None:
     run = config.parent / "run"
 
-    first = Launched(config)
+    told = Launched(config)
     wait_for("a checkpoint", lambda: step_of(run) >= 4)
-    family = first.family()
-    first.rank(1).send_signal(signal.SIGKILL)
-    assert first.end(family) == 1
+    family = told.family()
+    told.process.send_signal(signal.SIGTERM)
+    assert told.end(family) == 75
+    status = read_status(run)
+    stopped_at = step_of(run)
+    assert (status["status"], status["step"], status["restarts"]) == ("preempted", stopped_at, 0)
+    assert 4 <= stopped_at < 2 * STEPS, "the test was too late to stop it"
+
+    killed = Launched(config)
+    wait_for("a checkpoint", lambda: step_of(run) >= stopped_at + 4)
+    family = killed.family()
+    killed.rank(1).send_signal(signal.SIGKILL)
+    assert killed.end(family) == 1
     killed_at = step_of(run)
-    assert 4 <= killed_at < 2 * STEPS, "the test was too late to interrupt"
+    assert killed_at < 2 * STEPS, "the test was too late to interrupt"
+    assert read_status(run)["status"] == "running", "lost, not fatal"
     assert latest_checkpoint(run) is not None
 
     again = cqwen("launch", config, "--ranks", 2)
     assert (again.returncode, again.stderr) == (0, "")
     assert f"step-{killed_at:08d}" in "".join(again.stdout.split())
-    assert read_status(run)["status"] == "done"
+    status = read_status(run)
+    assert (status["status"], status["restarts"], status["step"]) == ("done", 2, 2 * STEPS)
 
     train_run(config, f"run.dir={config.parent}/reference", world=2)
     reference = config.parent / "reference"
@@ -94,17 +106,52 @@ def test_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(config: Pat
     assert files[0] == files[1], "weights and moments equal to the bit"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_to_the_command_alone_leaves_nobody(config: Path, number: signal.Signals) -> None:
-    """SIGTERM as a batch system sends it, SIGINT as Ctrl-C does."""
-    run = config.parent / number.name
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [(signal.SIGTERM, 0), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))],
+)
+def test_a_signal_to_the_command_alone_leaves_nobody(config: Path, number: signal.Signals, ranks: int) -> None:
+    """SIGTERM and SIGUSR1 as a batch system sends them, SIGINT as Ctrl-C does; also before a rank is there to hear."""
+    run = config.parent / f"{number.name}-{ranks}"
     launched = Launched(config, f"run.dir={run}")
-    wait_for("ranks", lambda: read_status(run)["status"] == "running")
+    if ranks:
+        wait_for("ranks", lambda: read_status(run)["status"] == "running")
+    else:
+        wait_for("the launcher", lambda: launched.family())
     family = launched.family()
-    assert len([p for p in family if "train" in p.cmdline()]) >= 2
     launched.process.send_signal(number)
-    assert launched.end(family) == 1
+    assert launched.end(family) == 75
+    assert read_status(run)["status"] in ("preempted", "unknown")
     assert "stopping the ranks" in (config.parent / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_it_at_once(config: Path) -> None:
+    run = config.parent / "twice"
+    launched = Launched(config, f"run.dir={run}", "stages.0.steps=1000000")
+    wait_for("steps", lambda: read_status(run).get("step", 0) >= 4)
+    family = launched.family()
+    for process in family:
+        if "train" in process.cmdline():
+            process.suspend()  # ranks that will not hear of it
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end(family) == 1
+
+
+def test_two_commands_on_one_folder(config: Path) -> None:
+    """The second is refused in one line, and the first does not notice."""
+    run = config.parent / "shared"
+    first = Launched(config, f"run.dir={run}")
+    wait_for("ranks", lambda: read_status(run)["status"] == "running")
+    second = cqwen("train", config, f"run.dir={run}", "run.resume=last-good")
+    assert (second.returncode, len(second.stderr.splitlines())) == (2, 1), second.stderr
+    assert "run.dir: found process" in second.stderr
+    assert read_status(run)["status"] == "running"
+    family = first.family()
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end(family) == 75
 
 
 def test_a_users_mistake_on_two_ranks_is_one_line_and_no_hang(config: Path) -> None:
