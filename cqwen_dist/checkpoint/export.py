@@ -74,7 +74,7 @@ def load_trained(
     tokenizer = NumericalAwareTokenizer.from_pretrained(
         config.tokenizer_source, model.config.num_token_id, model.config.vocab_size, config.data.numbers
     )
-    return model.to(_place(device)).eval(), tokenizer
+    return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # as transformers wraps it
 
 
 def _place(device: str) -> str:

@@ -139,6 +139,8 @@ def _processors(
     settings["do_sample"] = sampling
     if "eos_token_id" not in settings:
         settings["eos_token_id"] = model.config.base_config.eos_token_id
+    if settings["eos_token_id"] == []:  # none, in our words
+        settings["eos_token_id"] = None
     if not sampling:
         settings.pop("temperature", None)
     try:

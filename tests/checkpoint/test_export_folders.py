@@ -278,6 +278,14 @@ def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, plac
         assert torch.equal(a[1].values, b[1].values)
 
 
+def test_a_model_spread_within_the_memory_it_is_given(tmp_path: Path) -> None:
+    model, folder = folder_of(tmp_path)
+    spread, _ = load_trained(folder, "auto", max_memory={"cpu": "1GB"})
+    same(model, spread)
+    with pytest.raises(UserError, match="--device: found 'moon', allowed: auto, cpu, or a CUDA device"):
+        load_trained(folder, "moon")
+
+
 def test_an_automatic_device_map_keeps_what_must_stay_together(tmp_path: Path) -> None:
     from accelerate import infer_auto_device_map
 

@@ -116,6 +116,8 @@ def test_lengths_copies_and_outputs() -> None:
     assert model.generate(ids, max_length=9).shape == (2, 9)
     assert model.generate(ids, max_length=3).shape == (2, 5)
     assert model.generate(inputs=ids, max_new_tokens=2).shape == (2, 7)
+    for mode in ("standard", "compatible"):
+        assert model.generate(ids, mode=mode, eos_token_id=[], max_new_tokens=2).shape == (2, 7)
     out = model.generate(
         ids, max_new_tokens=3, num_return_sequences=3, mode="causal", seed=1, return_dict_in_generate=True
     )
