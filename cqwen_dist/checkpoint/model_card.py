@@ -72,7 +72,7 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
     if figures:
         lines += ["", "## Measured on held-out texts of its own run", "", "| | |", "|---|---|"]
         lines += [f"| {text} | {figures[key]:.4g} |" for key, text in SHOWN.items() if key in figures]
-    else:
+    elif about.get("figures") is not None:  # unknown where this was exported from a folder that says nothing
         lines += ["", "Its run has measured nothing on held-out texts."]
     if about.get("rounding"):
         changes = ", ".join(f"{key} {value:.2g}" for key, value in about["rounding"].items())
