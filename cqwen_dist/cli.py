@@ -332,24 +332,26 @@ def config_schema() -> None:
 @checkpoint_app.command("list")
 def checkpoint_list(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
     """Checkpoints of a run, oldest first."""
-    from cqwen_dist.checkpoint.manifest import list_checkpoints, read_manifest
+    from cqwen_dist.checkpoint.manifest import describe, list_checkpoints
 
     if not run.is_dir():
         raise UserError("RUN", str(run), "a run's folder")
     for folder in list_checkpoints(run):
-        manifest = read_manifest(folder)
-        assert manifest is not None
-        size = sum(record["size"] for record in manifest["files"].values())
-        typer.echo(f"{folder}  step {manifest['step']}  stage {manifest['stage']}  {size / 2**20:.1f} MiB")
+        typer.echo(describe(folder))
 
 
 @checkpoint_app.command("verify")
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
-    """Compare every file with the manifest's size and checksum."""
-    from cqwen_dist.checkpoint.manifest import resolve_checkpoint
+    """Compare every file with the manifest's size and checksum; of a run, of every checkpoint."""
+    from cqwen_dist.checkpoint.manifest import list_checkpoints, resolve_checkpoint, verify
 
-    _, folder = resolve_checkpoint(path)
-    typer.echo(f"{folder}: good")
+    bad = 0
+    for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]:
+        problems = verify(folder)
+        bad += bool(problems)
+        typer.echo(f"{folder}: {'; '.join(problems) or 'good'}", err=bool(problems))
+    if bad:
+        raise UserError("PATH", Said(f"{bad} damaged"), "whole checkpoints (run.resume=last-good goes on before them)")
 
 
 @bench_app.command("data")

@@ -136,6 +136,19 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     return choose_checkpoint(run_dir)[0]
 
 
+def describe(folder: Path) -> str:
+    """A checkpoint in one line: where, step, stage, size, the loss of its evaluation, whether `latest` names it."""
+    manifest = read_manifest(folder) or {"files": {}}
+    size = sum(record["size"] for record in manifest["files"].values())
+    said = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
+    figures = manifest.get("figures") or {}
+    said += [f"{name} {figures[name]:.5g}" for name in ("eval/cls_loss_mean",) if name in figures]
+    pointer = folder.parent.parent / LATEST
+    if pointer.is_file() and pointer.read_text(encoding="utf-8").strip().endswith(folder.name):
+        said.append("latest")
+    return "  ".join(said)
+
+
 def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None, str]:
     """(the checkpoint that a run goes on from or None, what is to be said about it); reads only.
 

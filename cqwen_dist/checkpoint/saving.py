@@ -84,9 +84,8 @@ class Saver:
         self._side = side_group(timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.newest: str | None = None  # the name of the last checkpoint that is whole, known to rank 0
-        self.stalled_s = 0.0  # how long the last `save` kept the training waiting
-        self.took_s = 0.0  # how long the last one that is whole was under way
+        self.newest: str | None = None  # the name of the last checkpoint that is whole
+        self._figures: dict[str, float] = {}
 
     def save(self, collect: Callable[[], TrainState], about: About) -> None:
         """Copy what `collect` gives and return; the rest happens in the background.
@@ -95,12 +94,17 @@ class Saver:
         """
         began = time.monotonic()
         self.wait()
-        state = _copied(collect())
+        state = self._copied(collect())
         self._thread = threading.Thread(target=self._write, args=(state, about, began), name="save", daemon=True)
         self._thread.start()
         if not self._background:
             self.wait()
-        self.stalled_s = time.monotonic() - began
+        self._figures["perf/save_stall_s"] = time.monotonic() - began
+
+    def take(self) -> dict[str, float]:
+        """What saves cost since the last call, seconds: how long training waited, and how long one was under way."""
+        taken, self._figures = self._figures, {}
+        return taken
 
     def wait(self) -> None:
         """Until the save under way, if any, is whole. Raises what it met."""
@@ -116,10 +120,32 @@ class Saver:
         if self._thread is not None:
             self._thread.join(seconds)
 
+    @torch.no_grad()
+    def _copied(self, state: TrainState) -> TrainState:
+        """What this rank writes, in memory of its own on the host (pinned where it comes from a GPU)."""
+        main, of_rows = self._side.rank() == 0, self._groups.replica.rank() == 0
+
+        def copy(tensors: Tensors, mine: bool) -> Tensors:
+            return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items() if mine}
+
+        copied = TrainState(
+            features=copy(state.features, main),
+            feature_moments=copy(state.feature_moments, main),
+            heads=copy(state.heads, main),
+            head_moments=copy(state.head_moments, main),
+            rows=copy(state.rows, of_rows),
+            row_moments=copy(state.row_moments, of_rows),
+            row_range=state.row_range,
+            state=json.loads(json.dumps(state.state)),
+        )
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return copied
+
     def _write(self, state: TrainState, about: About, began: float) -> None:
         try:
             self.newest = write_checkpoint(self._run_dir, state, about, self._groups, self._side, self._retention).name
-            self.took_s = time.monotonic() - began
+            self._figures["perf/save_s"] = time.monotonic() - began
         except BaseException as error:  # it is raised where the run waits for this
             self._error = error
             self._on_failure(f"the checkpoint of step {about.step} failed")
@@ -291,28 +317,6 @@ def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> N
             manifests[int(manifest["step"])] = manifest.get("figures") or {}
     for step in retention.outdated(manifests, newest_step):
         shutil.rmtree(checkpoint_folder(run_dir, step))
-
-
-@torch.no_grad()
-def _copied(state: TrainState) -> TrainState:
-    """The same in memory of its own on the host, pinned where it comes from a GPU."""
-
-    def copy(tensors: Tensors) -> Tensors:
-        return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
-
-    copied = TrainState(
-        features=copy(state.features),
-        feature_moments=copy(state.feature_moments),
-        heads=copy(state.heads),
-        head_moments=copy(state.head_moments),
-        rows=copy(state.rows),
-        row_moments=copy(state.row_moments),
-        row_range=state.row_range,
-        state=json.loads(json.dumps(state.state)),
-    )
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return copied
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

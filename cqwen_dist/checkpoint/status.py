@@ -85,9 +85,11 @@ class RunStatus:
             self.write()
 
     def write(self, **fields: Any) -> None:
-        """Write it now, with what is given changed."""
+        """Write it now, with what is given changed; a checkpoint of None leaves the one that is known."""
         if not self._main:
             return
+        if fields.get("checkpoint", "") is None:
+            del fields["checkpoint"]
         self._written = time.monotonic()
         self._fields.update(fields, seconds=round(self._worked + self._written - self._began, 1))
         write_status(self._run_dir, **self._fields)

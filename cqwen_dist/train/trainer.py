@@ -227,6 +227,7 @@ class Trainer:
             at_end = step == plan.stop
             if log is not None:
                 record.update(self.noise.take())
+                record.update(self.saver.take())
                 record.update(self.clock.figures(tokens, self.engine.features_awake, cached is not None))
                 log.push(record, self.loaders.current.handed_out())
             if self.progress is not None:
