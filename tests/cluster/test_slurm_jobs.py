@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from support.runs import losses, metrics, train_run
 from support.slurm_cluster import Cluster, wait_for
@@ -160,8 +161,8 @@ def test_launch_over_ssh_to_the_end_and_stopped_in_order(cluster: Cluster, tmp_p
     started = subprocess.Popen(hosts.command(), env=cluster.environment(), stdout=log, stderr=log, cwd=folder)
     run.wait_saved(2 * EVERY)
     began = time.monotonic()
-    # nsenter's child is the command; a signal to it alone, as a batch system sends one
-    subprocess.run(["pkill", "-TERM", "-f", f"cqwen_dist launch {re.escape(str(run.config))}"], check=True)
+    (command,) = psutil.Process(started.pid).children()  # nsenter's child; a signal to it alone
+    command.terminate()
     code = started.wait(60)
     stopped_s = time.monotonic() - began
     said = (folder / "log").read_text()
