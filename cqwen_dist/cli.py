@@ -17,7 +17,7 @@ import typer
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.report import prepared, use
+from cqwen_dist.report import judge, prepared, use
 from cqwen_dist.report.console import print_json as _print_json
 from cqwen_dist.report.console import quiet_libraries as _quiet_libraries
 
@@ -53,36 +53,18 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     from cqwen_dist.parallel.runtime import launched
     from cqwen_dist.train.trainer import train as run
 
+    folder = Path(checked.run.dir)
     try:
         run(checked)
-        if os.environ.get("RANK", "0") == "0":
-            _leave_report(Path(checked.run.dir))
+    except UserError:  # nothing was trained
+        raise
     except Stopped:  # a launcher would take any other code for a failure; the run's status.json says what it was
+        judge.leave_report(folder)
         raise typer.Exit(0 if launched(os.environ) else 75) from None
-
-
-def _leave_report(run: Path) -> None:
-    """report.html in the run's folder. What goes wrong here must not turn a finished run into a failed one."""
-    from cqwen_dist.report.html import REPORT, write_report
-
-    try:
-        write_report([run], run / REPORT)
-    except Exception as error:
-        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
-
-
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, shown side by side.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html in the run, or here for several.")
-    ] = None,
-) -> None:
-    """Curves, calibration, predictions and a diagnosis of runs as one HTML page that needs nothing else."""
-    from cqwen_dist.report.html import REPORT, write_report
-
-    page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
-    typer.echo(f"report: {write_report(runs, page)}")
+    except Exception:
+        judge.leave_report(folder)
+        raise
+    judge.leave_report(folder)
 
 
 @app.command()
@@ -137,39 +119,9 @@ def quickstart(
         _print_json(figures)
 
 
-@app.command("eval")
-def evaluate(
-    checkpoint: Checkpoint,
-    data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's own held-out data.")] = "",
-    base: Annotated[str, typer.Option(help="Base model to compare with; default: the run's own.")] = "",
-    label_set: Annotated[
-        float | None, typer.Option(help="Also predict sets: every word with P above this (0 to 1).")
-    ] = None,
-    reject_below: Annotated[
-        float | None, typer.Option(help="Also say 'I don't know' where no word's P reaches this (0 to 1).")
-    ] = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 8,
-    as_json: AsJson = False,
-) -> None:
-    """Held-out figures of a trained model beside its base model's, by deterministic inference."""
-    for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
-        if value is not None and not 0 < value < 1:
-            raise UserError(key, value, "a probability between 0 and 1")
-    _quiet_libraries()
-    from cqwen_dist.train.evaluate import Decisions
-    from cqwen_dist.train.evaluate_file import evaluate_checkpoint
-
-    figures = evaluate_checkpoint(
-        checkpoint, data or None, micro_batch_size, base=base or None, decisions=Decisions(label_set, reject_below)
-    )
-    if as_json:
-        _print_json(figures)
-    else:
-        _print_figures(figures)
-
-
-for verb in (prepared.prepare, use.generate, use.predict, use.export):
+for verb in (prepared.prepare, judge.report, use.generate, use.predict, use.export):
     app.command()(verb)
+app.command("eval")(judge.evaluate)
 
 
 @app.command()
@@ -506,11 +458,6 @@ def _print_document(document: Any, as_json: bool, table: Callable[[Any], Any]) -
     from rich.console import Console
 
     Console().print(table(document))
-
-
-def _print_figures(figures: dict[str, Any]) -> None:
-    for name, value in figures.items():
-        typer.echo(f"{name:40} {value:.6g}")
 
 
 def main() -> None:

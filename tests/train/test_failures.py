@@ -150,6 +150,7 @@ def test_refused_steps_are_passed_over_named_and_counted(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "step 6, stage lora" in read_status(run)["reason"]
     assert "the run's last" in read_status(run)["reason"]
+    assert "refused-step" in (run / "report.html").read_text(), "a run that fails leaves its report too"
     last = metrics(run)[-1]
     assert (last["step"], last["train/refused"]) == (5, 1.0)
     assert "train/total_loss" not in last
