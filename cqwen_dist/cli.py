@@ -295,15 +295,14 @@ def checkpoint_list(run: Annotated[Path, typer.Argument(metavar="RUN", help="A r
 @checkpoint_app.command("verify")
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
     """Compare every file with the manifest's size and checksum; of a run, of every checkpoint."""
-    from cqwen_dist.checkpoint.manifest import list_checkpoints, resolve_checkpoint, verify
+    from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, resolve_checkpoint, verify
 
-    bad = 0
-    for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]:
-        problems = verify(folder)
-        bad += bool(problems)
-        typer.echo(f"{folder}: {'; '.join(problems) or 'good'}", err=bool(problems))
-    if bad:
-        raise UserError("PATH", Said(f"{bad} damaged"), "whole checkpoints (run.resume=last-good goes on before them)")
+    found = {folder: verify(folder) for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]}
+    for folder, problems in found.items():
+        typer.echo(f"{folder}: {'; '.join(problems) or 'good'}")
+    for folder, problems in found.items():
+        if problems:
+            raise damaged(folder, problems)
 
 
 @bench_app.command("data")

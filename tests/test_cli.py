@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_named_by_its_file(
     }
     said = refused(*commands[verb])
     assert f"{path.parent}: checkpoint: found heads.safetensors: checksum differs from the manifest" in said
-    assert "write checkpoints/step-00000005 into" in said
+    assert "run.resume=last-good goes on from checkpoints/step-00000005" in said
 
 
 def test_a_run_whose_base_model_is_gone(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:

@@ -169,13 +169,25 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     problems = verify(named)
     if not problems:
         return named, ""
-    before = next((folder for folder in reversed(known) if folder.name < named.name and not verify(folder)), None)
+    before = _good_before(named)
     if resume == "last-good" and before is not None:
         return before, f"{named.name} is damaged ({problems[0]}): going on from {before.name}"
+    raise damaged(named, problems)
+
+
+def _good_before(folder: Path) -> Path | None:
+    """The newest whole checkpoint of the run before this one."""
+    known = reversed(list_checkpoints(folder.parent.parent))
+    return next((other for other in known if other.name < folder.name and not verify(other)), None)
+
+
+def damaged(folder: Path, problems: list[str]) -> UserError:
+    """What is wrong with a checkpoint, and the one before it offered."""
+    before = _good_before(folder)
     offer = "no other checkpoint is good"
     if before is not None:
-        offer = f"run.resume=last-good goes on from {before.relative_to(run_dir)}"
-    raise UserError("checkpoint", Said(problems[0]), f"a whole checkpoint ({offer})", str(named))
+        offer = f"run.resume=last-good goes on from {before.relative_to(folder.parent.parent)}"
+    return UserError("checkpoint", Said(problems[0]), f"a whole checkpoint ({offer})", str(folder))
 
 
 def finish_renames(run_dir: Path) -> None:
