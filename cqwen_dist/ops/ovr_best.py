@@ -22,6 +22,7 @@ from cqwen_dist.ops.ovr_inputs import rows_in_use
 from cqwen_dist.ops.products import product
 
 BLOCK_BYTES = 1 << 20  # of |W|'s rows made at once: they stay in a core's own cache
+TOGETHER = 32  # tokens looked at together: some eight fp32 [32, v] are alive at once
 FEW = 16  # candidates may be one word in so many; gathering more costs as much as reading all
 SLACK = 1e-4  # relative, on every term of the bounds: beyond what fp32 sums of a few thousand terms round
 
@@ -90,8 +91,11 @@ def best_word(
     """argmax P [N] int64 over the words in use, as `ovr_heads.ovr_topk(..., 1)` finds it: equal z by the larger loc_S.
 
     loc_u, scale_u [N, C], weight [v, C], bias [v] or None, threshold [] or [v], sizes: `row_sizes(weight)`, or None:
-    every scale is computed. A few tokens at a time: this holds some [N, v] in fp32.
+    every scale is computed.
     """
+    if loc_u.shape[0] > TOGETHER:
+        parts = zip(loc_u.split(TOGETHER), scale_u.split(TOGETHER), strict=True)
+        return torch.cat([best_word(*part, weight, bias, threshold, sizes, used_rows=used_rows) for part in parts])
     rows = rows_in_use(weight.shape[0], 0, used_rows)
     loc = product(loc_u, weight[:rows])
     if bias is not None:

@@ -25,11 +25,11 @@ def law(tokens: int, width: int, spread: float, seed: int = 1) -> tuple[torch.Te
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize("threshold", [-30.0, 0.0, 30.0])
-@pytest.mark.parametrize("tokens", [1, 2, 7])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens: int) -> None:
     """Whether every P is below 1/2 (a larger scale helps), above (it hurts), or mixed."""
     weight, bias, c = head(1003, 37)
-    for seed in range(20):
+    for seed in range(10):
         loc, scale = law(tokens, 37, spread, seed)
         for used in (1003, 400):
             plain = ovr_topk(loc, scale, weight, bias, c + threshold, used_rows=used)[1][:, 0]
