@@ -71,9 +71,10 @@ def scale_scores(scale_u: Tensor, weight: Tensor, rows: int) -> Tensor:
     out = scale_u.new_empty(scale_u.shape[0], rows, dtype=real)
     scale_u = scale_u.to(real)
     for part, block in abs_blocks(weight, rows):
-        torch.mm(scale_u, block.T, out=out[:, part]) if out.shape[0] > 1 else torch.mv(
-            block, scale_u[0], out=out[0, part]
-        )
+        if len(scale_u) == 1:  # twice as fast as a product with a matrix of one row
+            torch.mv(block, scale_u[0], out=out[0, part])
+        else:
+            torch.mm(scale_u, block.T, out=out[:, part])
     return out
 
 
