@@ -98,7 +98,7 @@ def _order_statistics(parts: Parts, gather: Gather) -> tuple[int, list[tuple[flo
 
     own = kll_doubles_sketch(_SKETCH_SIZE)
     for part in parts():
-        own.update(part)
+        own.update(np.array(part))  # it takes no array that is read-only
     merged = kll_doubles_sketch(_SKETCH_SIZE)
     for data in gather(own.serialize()):
         merged.merge(kll_doubles_sketch.deserialize(data))

@@ -1,0 +1,338 @@
+"""Prepared data: the same samples as in memory, made once, whole or not at all."""
+
+import gzip
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from support.ranks import run_ranks
+
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data import load
+from cqwen_dist.data import prepare as preparing
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.diabetes import diabetes_texts
+from cqwen_dist.data.load import Datasets, load_datasets, open_prepared
+from cqwen_dist.data.loader import Loader
+from cqwen_dist.data.prepare import prepare, read_manifest
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> NumericalAwareTokenizer:
+    return NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 400))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """300 texts: plain, long, without numbers, twice."""
+    texts = [
+        *diabetes_texts("train")[:280],
+        "no number",
+        " ".join(diabetes_texts("test")[:9]),
+        *diabetes_texts("train")[:18],
+    ]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts)), encoding="utf-8"
+    )
+    return str(path)
+
+
+def _samples(dataset: TextDataset | None) -> list[Any]:
+    assert dataset is not None
+    return [
+        [[None if a is None else a.tolist() for a in document] for document in dataset[i]] for i in range(len(dataset))
+    ]
+
+
+def _both(corpus: str, folder: Path, tokenizer: NumericalAwareTokenizer, **config: Any) -> tuple[Datasets, Datasets]:
+    plain = DataConfig(train=corpus, **config)
+    return load_datasets(plain, tokenizer), load_datasets(
+        plain.model_copy(update={"cache_dir": str(folder)}), tokenizer
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"sequence_length": 64},
+        {"sequence_length": 200, "pack": True, "eval_fraction": 0.1},
+        {
+            "sequence_length": 100,
+            "eval": "bundled:diabetes/test",
+            "numeric_targets": "last",
+            "prompt_template": "{n}: ",
+        },
+        {"sequence_length": 512, "deduplicate": True, "min_tokens": 20, "max_tokens": 300, "limit": 290},
+    ],
+)
+def test_prepared_samples_are_those_in_memory(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, config: dict[str, Any]
+) -> None:
+    memory, mapped = _both(corpus, tmp_path / "cache", tokenizer, **config)
+    assert _samples(mapped.train) == _samples(memory.train)
+    assert mapped.train.report == memory.train.report
+    assert mapped.reading == memory.reading
+    assert (mapped.eval is None) == (memory.eval is None)
+    if mapped.eval is not None and memory.eval is not None:
+        assert _samples(mapped.eval) == _samples(memory.eval)
+        assert mapped.eval.report.targets == memory.eval.report.targets
+        assert mapped.eval.digest() != mapped.train.digest()
+    assert mapped.train.statistics() == memory.train.statistics()
+    assert mapped.train.word_counts(401).tolist() == memory.train.word_counts(401).tolist()
+    assert mapped.train.lengths().tolist() == [
+        sum(len(d.ids) for d in mapped.train[i]) for i in range(len(mapped.train))
+    ]
+    longer, other = memory.train.with_length(150), mapped.train.with_length(150)
+    assert _samples(other) == _samples(longer)
+    assert other.digest() != mapped.train.digest()
+    again = load_datasets(DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"), **config), tokenizer)
+    assert again.train.digest() == mapped.train.digest()
+
+
+def test_the_key_is_of_contents_and_of_what_decides_tokens(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
+    config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
+    first = prepare(config, tokenizer)
+    stamp = (first / "train.arrow").stat().st_mtime_ns
+    cut = {"sequence_length": 7, "pack": True, "workers": 1, "prefetch": 0, "group_by_length": True}
+    assert prepare(config.model_copy(update=cut), tokenizer) == first
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(Path(corpus).read_bytes())
+    assert prepare(config.model_copy(update={"train": str(moved)}), tokenizer) == first
+    assert (first / "train.arrow").stat().st_mtime_ns == stamp
+    others = {first}
+    moved.write_bytes(Path(corpus).read_bytes() + b'{"text": "more"}\n')
+    others.add(prepare(config.model_copy(update={"train": str(moved)}), tokenizer))
+    others.add(prepare(config.model_copy(update={"numeric_targets": "last"}), tokenizer))
+    others.add(prepare(config, NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 300))))
+    assert len(others) == 4
+    assert set(json.loads((first / "manifest.json").read_text())["files"]) == {"train.arrow"}
+
+
+def test_float64_values_are_stored_exactly_and_datasets_opens_the_file(
+    tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
+    values = [0.1, 1 / 3, 1e300, 5e-324, -2.5, 9007199254740993.0, 123456.789, -0.0, 1e22]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": " , ".join(repr(v) for v in values)}) + "\n")
+    folder = prepare(DataConfig(train=str(path), cache_dir=str(tmp_path / "cache")), tokenizer)
+    table = datasets.Dataset.from_file(str(folder / "train.arrow"))
+    assert [repr(v) for v in table[0]["numbers"]] == [repr(v) for v in values]
+    assert table[0]["ids"].count(tokenizer.num_token_id) == len(values)
+
+
+def test_several_workers_write_the_same(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cqwen_dist.data.dataset.CHUNK", 40)
+    monkeypatch.setattr(preparing, "_WORTH", 2)
+    folders = [
+        prepare(DataConfig(train=corpus, cache_dir=str(tmp_path / str(n)), workers=n, on_nonfinite="skip"), tokenizer)
+        for n in (1, 2)
+    ]
+    one, two = (read_manifest(folder) for folder in folders)
+    assert one["content"] == two["content"]
+    assert one["reports"] == two["reports"]
+    assert (folders[0] / "train.arrow").read_bytes() == (folders[1] / "train.arrow").read_bytes()
+
+
+_SCRIPT = """
+import sys
+from cqwen_dist.config import DataConfig
+from cqwen_dist.data.prepare import prepare
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+tokenizer = NumericalAwareTokenizer.from_pretrained(sys.argv[2])
+print(prepare(DataConfig(train=sys.argv[1], cache_dir=sys.argv[3]), tokenizer))
+"""
+
+
+def test_two_processes_make_one_folder(corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = [sys.executable, "-c", _SCRIPT, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache")]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = {process.communicate(timeout=200)[0] for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(said) == 1
+    whole = [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.name != "contents"]
+    assert [str(path) for path in whole] == [said.pop().strip()]
+
+
+def test_what_a_killed_process_left_is_swept_and_a_damaged_folder_is_told(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
+    config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
+    folder = prepare(config, tokenizer)
+    left = folder.with_name(f".{folder.name}.99999.partial")
+    left.mkdir()
+    (left / "train.arrow").write_bytes(b"half")
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    assert prepare(config, tokenizer) == folder
+    assert not left.exists()
+    data = (folder / "train.arrow").read_bytes()
+    (folder / "train.arrow").write_bytes(data[:-5])
+    with pytest.raises(UserError, match=r"prepared data: found 'train.arrow of another size', allowed: a whole folder"):
+        open_prepared(prepare(config, tokenizer), config, tokenizer)
+
+
+def test_a_cache_that_cannot_be_written_is_told(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data\.cache_dir: found .*file/cache', allowed: a folder to write to"):
+        prepare(DataConfig(train=corpus, cache_dir=str(tmp_path / "file" / "cache")), tokenizer)
+
+
+def _bad(folder: Path) -> dict[str, tuple[Path, dict[str, Any], str]]:
+    """Bad input by name: the file, the config, what is told."""
+    good = "".join(f'{{"text": "good {i}"}}\n' for i in range(50)).encode()
+    cut = gzip.compress(good * 50)
+    files = {
+        "truncated gzip": ("a.jsonl.gz", cut[: len(cut) // 2], {}, "broken gzip: found no whole file"),
+        "no gzip": ("b.jsonl.gz", good, {}, "broken gzip"),
+        "wrong encoding": ("c.jsonl", good + '{"text": "é"}\n'.encode("latin-1") + good, {}, ":51: not UTF-8"),
+        "wrong encoding of a table": ("d.csv", "text\ngood\né\ngood\n".encode("latin-1"), {}, ":3: not UTF-8"),
+        "a line of 50 MB": ("e.jsonl", good + b'{"text": "' + b"x" * 50_000_000 + b'"}\n' + good, {}, "text too long"),
+        "mixed schemas": ("f.jsonl", good + b'{"content": "other"}\n', {}, ":51: missing field: found ['content']"),
+        "a missing column": ("g.csv", b"txt\na\n", {}, "missing field: found ['txt']"),
+        "a row of other cells": ("h.csv", b"text,n\na,1\nb\n", {}, ":3: wrong number of cells: found 1, allowed: 2"),
+        "a quote without end": ("i.csv", b'text\ngood\n"a', {}, "broken CSV"),
+        "no Parquet": ("j.parquet", b"PAR1 not", {}, "broken Parquet"),
+        "beyond float64": ("k.jsonl", good + b'{"text": "a 1e400"}\n', {}, ":51: number: found '1e400'"),
+    }
+    found = {}
+    for name, (file, data, config, told) in files.items():
+        (folder / file).write_bytes(data)
+        found[name] = (folder / file, config, told)
+    return found
+
+
+BAD = (
+    "truncated gzip", "no gzip", "wrong encoding", "wrong encoding of a table", "a line of 50 MB", "mixed schemas",
+    "a missing column", "a row of other cells", "a quote without end", "no Parquet", "beyond float64",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_an_error_or_a_counted_skip_and_leaves_no_cache(
+    name: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
+    path, extra, told = _bad(tmp_path)[name]
+    cache = tmp_path / "cache"
+    config = DataConfig(train=str(path), cache_dir=str(cache), **extra)
+    with pytest.raises(UserError) as error:
+        load_datasets(config, tokenizer)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    assert [path for path in cache.iterdir() if path.is_dir() and path.name != "contents"] == []
+    skipping = config.model_copy(update={"on_bad_line": "skip", "on_nonfinite": "skip"})
+    if name in ("a missing column", "no Parquet", "no gzip"):  # then nothing is left
+        with pytest.raises(UserError, match=r"data\.train: found no usable text"):
+            load_datasets(skipping, tokenizer)
+        return
+    found = load_datasets(skipping, tokenizer)
+    assert found.train.report.texts >= 1
+    assert found.lines()[0].startswith("skipped: 1 x ") or found.train.report.overflows == 1
+
+
+def test_empty_files_no_numbers_and_equal_numbers(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    config = DataConfig(train=str(path), cache_dir=str(tmp_path / "cache"))
+    for ending in (".jsonl", ".csv", ".txt", ".jsonl.gz"):
+        empty = tmp_path / f"empty{ending}"
+        empty.write_bytes(gzip.compress(b"") if ending.endswith("gz") else b"")
+        with pytest.raises(UserError, match=r"data\.train: found no usable text"):
+            load_datasets(config.model_copy(update={"train": str(empty)}), tokenizer)
+    path.write_text('{"text": "no number"}\n{"text": "none"}\n')
+    none = load_datasets(config, tokenizer).train
+    assert (none.report.numbers, none.statistics().count, none.statistics().scale) == (0, 0, 1.0)
+    path.write_text('{"text": "a 7 b 7"}\n' * 9)
+    equal = load_datasets(config, tokenizer).train.statistics()
+    assert (equal.median, equal.scale, equal.count) == (7.0, 1.0, 18)
+
+
+@pytest.mark.parametrize("shape", [{}, {"pack": True}, {"group_by_length": True}])
+def test_an_epoch_on_two_then_three_then_one_ranks_is_exactly_the_data(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, shape: dict[str, Any]
+) -> None:
+    config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"), sequence_length=120, **shape)
+    dataset = load_datasets(config, tokenizer).train
+    loaders, seen, state = [], [], {"epoch": 0, "step": 0}
+    for world, until in ((2, 5), (3, 11), (1, None)):
+        loaders = [
+            Loader(dataset, rank=r, world=world, global_batch_size=14, micro_batch_size=3, seed=3, prefetch=2)
+            for r in range(world)
+        ]
+        steps = loaders[0].steps_per_epoch
+        for loader in loaders:
+            loader.load_state_dict(state)
+        batches = [iter(loader) for loader in loaders]
+        for _ in range(state["step"], until or steps):
+            shares = [next(own) for own in batches]
+            assert len({len(own) for own in shares}) == 1  # no rank waits for another
+            for own in shares:
+                for batch in own:
+                    seen += [
+                        tuple(row[mask].tolist())
+                        for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
+                    ]
+        state = loaders[0].state_dict()
+        assert all(loader.state_dict() == state for loader in loaders)
+        for own in batches:
+            own.close()  # type: ignore[attr-defined]
+    assert state == {"epoch": 1, "step": 0}
+    expected = [tuple(i for d in dataset[k] for i in d.ids.tolist()) for k in range(len(dataset))]
+    assert sorted(row for row in seen if row) == sorted(expected)
+
+
+def test_grouped_by_length_pads_less(corpus: str, tokenizer: NumericalAwareTokenizer) -> None:
+    widths = []
+    for grouped in (False, True):
+        data = load_datasets(DataConfig(train=corpus, group_by_length=grouped, deduplicate=True), tokenizer).train
+        loader = Loader(data, rank=0, world=1, global_batch_size=8, micro_batch_size=8, seed=0)
+        steps = [batch for batches in islice(loader, loader.steps_per_epoch) for batch in batches]
+        widths.append(sum(batch.input_ids.numel() for batch in steps))
+        assert [f.name for f in fields(steps[0])]
+    assert widths[1] < widths[0]
+
+
+def _load(corpus: str, tokenizer: str, cache: str) -> tuple[str, Any, int]:
+    import torch.distributed as dist
+
+    from cqwen_dist.data import dataset
+    from cqwen_dist.parallel.collectives import gather_objects, main_rank_first
+
+    dataset._EXACT = 10  # so that the statistics are streamed, a share by each rank
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = DataConfig(train=corpus, cache_dir=f"{cache}-{rank % 2}")  # rank 1 has a disk of its own
+    found = load_datasets(config, NumericalAwareTokenizer.from_pretrained(tokenizer), main_rank_first)
+    return found.train.digest(), found.train.statistics(rank, world, gather_objects), found.train.report.targets
+
+
+def test_ranks_share_a_folder_where_they_share_a_disk_and_their_statistics(
+    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
+) -> None:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    found = run_ranks(_load, 3, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache"))
+    assert found[0] == found[1] == found[2]
+    whole = load_datasets(DataConfig(train=corpus), tokenizer).train
+    assert found[0][1] == whole.statistics()
+
+
+def test_large_files_are_prepared_and_small_ones_are_not(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not load.is_prepared(DataConfig(train=corpus, eval="bundled:diabetes/test"))
+    monkeypatch.setattr(load, "IN_MEMORY", 100)
+    assert load.is_prepared(DataConfig(train=corpus))
+    assert load.is_prepared(DataConfig(train="hf:openai/gsm8k/main"))
+    assert not np.any([load.is_prepared(DataConfig(train="bundled:diabetes"))])
