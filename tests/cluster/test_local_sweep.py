@@ -1,0 +1,43 @@
+"""launch/sweep.sh: the points of a sweep one after the other, here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.runs import command_environment, write_config
+
+from cqwen_dist.cluster.batch import sweep_point
+from cqwen_dist.config import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_starts_side_by_side(tmp_path: Path) -> None:
+    """C and gamma_0 are what the points say, and a second call finds both done."""
+    config = write_config(tmp_path, stages=[{"name": "heads", "train": ["heads"], "steps": 1}])
+    points = tmp_path / "points"
+    points.write_text("# starts\nmodel.threshold_init=7.5\n\nmodel.gamma_init=0.25 loss.reg_weight=10\n")
+    command = [ROOT / "launch" / "sweep.sh", "1", config, points]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for word in ("run 1 of 2", "already done"):
+        done = subprocess.run(
+            command, env={**command_environment(), "PATH": path}, cwd=ROOT, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert word in done.stdout
+    starts = [json.loads((tmp_path / "run" / n / "start.json").read_text())["eval"] for n in "01"]
+    assert abs(starts[1]["dist/U_scale_mean"] - 0.125) < 1e-3  # half of gamma_0 is noise
+    assert starts[0]["eval/cls_loss_mean"] != starts[1]["eval/cls_loss_mean"]
+
+
+def test_the_points_that_are_shipped_are_sound() -> None:
+    points, config = ROOT / "configs" / "sensitivity.points", ROOT / "configs" / "quickstart.yaml"
+    count = sum(1 for line in points.read_text().splitlines() if line.strip() and not line.startswith("#"))
+    names = [load_config(*_split(sweep_point(n, config, points, []))).run.name for n in range(count)]
+    assert len(set(names)) == count == 9
+
+
+def _split(words: list[str]) -> tuple[Path, list[str]]:
+    return Path(words[0]), words[1:]
