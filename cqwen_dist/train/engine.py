@@ -141,6 +141,8 @@ class Engine:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
+        # times 1, or NaN where the loss is infinite: its gradient may be finite, and the step must be refused
+        loss = loss * (1.0 + 0.0 * loss.detach())
         if self.features_awake:
             self.engine.set_gradient_accumulation_boundary(last)
             with naming("DeepSpeed's backward"):

@@ -73,7 +73,8 @@ class Stepper:
         sums = torch.zeros(5, device=self.device)
         looking = self.constraint.due(step)
         moved = torch.zeros(4, device=self.device)
-        right = None
+        right = torch.zeros(2, device=self.device)
+        counting = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             there, keep = batch.to(self.device), keep.to(self.device)
@@ -92,10 +93,11 @@ class Stepper:
             num_label = (there.labels.flatten()[keep] == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
             sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
-            if last and (step % ACCURACY_EVERY == 0 or step == plan.stop - 1):
+            if last and counting:
                 right = self._accuracy(z, there, keep)
         norm = self.engine.step()
-        cls_sum, reg_sum, prob_sum, p_num, num_labels = sum_over(sums)
+        sums, moved, (hits, seen) = sum_over(torch.cat([sums, moved, right])).split([5, 4, 2])  # the step's one
+        cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
         figures = {
@@ -109,11 +111,10 @@ class Stepper:
             "train/reg_weight": reg_weight,
         }
         if looking:
-            figures |= self.constraint.after_step(sum_over(moved), counts.kept_by_all)
+            figures |= self.constraint.after_step(moved, counts.kept_by_all)
             if "train/constraint_loss" in figures:
                 figures["train/total_loss"] = figures["train/total_loss"] + figures["train/constraint_loss"]
-        if right is not None:
-            hits, seen = sum_over(right)
+        if counting:
             figures["train/accuracy"] = hits / seen.clamp(min=1)
         return figures, counts.tokens
 

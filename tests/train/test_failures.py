@@ -127,6 +127,39 @@ def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path,
         assert 0 < norm < float("inf")
 
 
+def infinite_loss(path: str, stage: int) -> tuple[str, list[str]]:
+    """A step whose loss is infinite on the last rank, with a finite gradient."""
+    from cqwen_dist.train.engine import NonFiniteStep
+    from cqwen_dist.train.run_folder import open_run
+    from cqwen_dist.train.trainer import Trainer
+
+    runtime = as_rank()
+    if runtime.is_main:
+        open_run(load_config(path))
+    dist.barrier()
+    trainer = Trainer(load_config(path), runtime)
+    trainer._start_or_resume()
+    plan = trainer.schedule.plans[stage]
+    trainer._enter_stage(plan, fresh=True)
+    trainer.engine.set_lr(plan, plan.start)
+    batch = next(trainer.loaders.enter(plan))
+    if runtime.rank == runtime.world_size - 1:
+        whole = trainer.stepper._loss
+        trainer.stepper._loss = lambda *a: replace(terms := whole(*a), loss=terms.loss + torch.inf)
+    before = everything(trainer)
+    with pytest.raises(NonFiniteStep) as refused:
+        trainer.stepper(batch, plan, plan.start)
+    after = everything(trainer)
+    return str(refused.value), [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_infinite_loss_is_refused_though_its_gradient_is_finite(tmp_path: Path, stage: int) -> None:
+    for said, changed in run_ranks(infinite_loss, 2, str(write_config(tmp_path)), stage):
+        assert "all features are finite" in said
+        assert changed == []
+
+
 def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_stage(tmp_path: Path) -> None:
     config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30}, train__max_refused_steps=1)
     done = cqwen_forked("train", config)
