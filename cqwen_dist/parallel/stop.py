@@ -47,6 +47,8 @@ class StopFlag:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if self.reason is not None:  # `cqwen launch` goes on telling it to its ranks until they have ended
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.runs import command_environment, cqwen, losses, metrics, train_run, write_config
+from support.runs import command_environment, cqwen, cqwen_forked, losses, metrics, train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.checkpoint.status import read_status
@@ -143,9 +143,10 @@ def test_a_second_ctrl_c_ends_it_at_once(config: Path) -> None:
 def test_two_commands_on_one_folder(config: Path) -> None:
     """The second is refused in one line, and the first does not notice."""
     run = config.parent / "shared"
-    first = Launched(config, f"run.dir={run}")
+    long = (f"run.dir={run}", "stages.0.steps=1000000")
+    first = Launched(config, *long)
     wait_for("ranks", lambda: read_status(run)["status"] == "running")
-    second = cqwen("train", config, f"run.dir={run}", "run.resume=last-good")
+    second = cqwen_forked("train", config, *long)
     assert (second.returncode, len(second.stderr.splitlines())) == (2, 1), second.stderr
     assert "run.dir: found process" in second.stderr
     assert read_status(run)["status"] == "running"
