@@ -17,7 +17,8 @@ class ActionNetwork(nn.Module):
     A bias shifts a location and never enters a scale (S2 3.4). The thresholds C live here because they, like
     W_cls and b_cls, are rows of the vocabulary: this module may hold all V of them or a rank's range
     [vocab_start, vocab_start + rows). word_size: how many of the C dimensions words see (default all; the rest are
-    number dimensions). Weights are fp32 masters.
+    number dimensions). values: R, where a position has several values or one of several types of value (S4 4.7): then
+    W_reg is [R, C] and Y [..., R]; default: one, W_reg [C]. Weights are fp32 masters.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class ActionNetwork(nn.Module):
         vocab_start: int = 0,
         rows: int | None = None,
         scalar_threshold: bool = False,
+        values: int | None = None,
     ) -> None:
         super().__init__()
         rows = vocab_size if rows is None else rows
@@ -38,15 +40,17 @@ class ActionNetwork(nn.Module):
         self.cls_weight = nn.Parameter(torch.empty(rows, self.word_size))
         self.cls_bias = nn.Parameter(torch.zeros(rows))
         self.threshold = nn.Parameter(torch.zeros(()) if scalar_threshold else torch.zeros(rows))
-        self.reg_weight = nn.Parameter(torch.empty(causal_hidden_size))
-        self.reg_bias = nn.Parameter(torch.zeros(()))
+        shape = () if values is None else (values,)
+        self.reg_weight = nn.Parameter(torch.empty(*shape, causal_hidden_size))
+        self.reg_bias = nn.Parameter(torch.zeros(shape))
         self.b_noise = nn.Parameter(torch.full((causal_hidden_size,), 0.1))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
         """Xavier for both weights (S3 4 step 4); the classifier's is overwritten by the base's head."""
-        nn.init.xavier_uniform_(self.reg_weight.unsqueeze(0))
+        for row in self.reg_weight.view(-1, 1, self.reg_weight.shape[-1]):
+            nn.init.xavier_uniform_(row)
         with torch.random.fork_rng(devices=[]):  # what is drawn later must not depend on how many rows are here
             nn.init.normal_(self.cls_weight, std=self.cls_weight.shape[1] ** -0.5)
 
@@ -68,7 +72,10 @@ class ActionNetwork(nn.Module):
         return Cauchy(u.loc[..., : self.word_size], u.scale[..., : self.word_size])
 
     def value(self, u_prime: Cauchy) -> Cauchy:
-        """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`)."""
+        """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`).
+
+        With `values` R: [..., R], each exact by itself; they share U', so they are dependent.
+        """
         return u_prime.affine(self.reg_weight, self.reg_bias)
 
     def scores(self, u_prime: Cauchy) -> Cauchy:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.regression import GATES, cauchy_nll
+from cqwen_dist.ops.regression import GATES, cauchy_nll, number_nll
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr
 
 
@@ -62,6 +62,9 @@ class CausalQwenLoss(nn.Module):
     Two departures from S2's letter: P_NUM enters the gate without gradient (with alpha = 0 and a gradient the loss
     pays for not predicting <NUM>) unless gate_grad is "full"; and positions whose label is ignored are in neither
     denominator. The soft gate, which counts text positions too, divides by all that are valid.
+
+    Several values a position (S4 4.7.1): loc_Y, scale_Y and numeric_values [B,T,R], with value_weights [R]. A value of
+    one of several types (S4 4.7.2): loc_Y, scale_Y [B,T,R], and forward is given types and p_type.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class CausalQwenLoss(nn.Module):
         *,
         gate: str = "alpha",
         gate_grad: str = "stop",
+        value_weights: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.value_weights = value_weights
         self.num_token_id, self.alpha, self.reg_weight = num_token_id, alpha, reg_weight
         self.gate, self.gate_grad = gate, gate_grad
         self.ovr_loss = OvrClassificationLoss(vocab_size, C_ovr, learnable_threshold)
@@ -91,15 +96,29 @@ class CausalQwenLoss(nn.Module):
         labels: Tensor,
         numeric_values: Tensor,
         attention_mask: Tensor,
+        *,
+        types: Tensor | None = None,
+        p_type: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """loc_S, scale_S [B,T,V]; the rest [B,T]; numeric_values are the labels' values. -> (scalar, figures)."""
+        """loc_S, scale_S [B,T,V]; the rest [B,T]; numeric_values are the labels' values. -> (scalar, figures).
+
+        types [B,T] int64 (-1: of none), p_type [B,T,R]: the type of each label's value, and P of every type; the
+        latter gives gradient as P_NUM does (gate_grad).
+        """
         cls_loss, valid = self.ovr_loss(loc_S, scale_S, labels)
         cls_mask = valid & attention_mask.bool()
         num_mask = (labels == self.num_token_id) & attention_mask.bool()
         p_num = self.ovr_loss.prob_of(loc_S, scale_S, self.num_token_id)
         if self.gate_grad == "stop":
             p_num = p_num.detach()
+            p_type = None if p_type is None else p_type.detach()
+        if loc_Y.ndim > numeric_values.ndim:  # one value under the law of each type
+            numeric_values = numeric_values.unsqueeze(-1).expand_as(loc_Y)
         nll = self.reg_loss(loc_Y, scale_Y, numeric_values)
+        if nll.ndim == 3:
+            flat = [None if t is None else t.flatten(0, 1) for t in (nll, p_type, types)]
+            assert flat[0] is not None
+            nll = number_nll(flat[0], self.value_weights, flat[1], flat[2]).view(labels.shape)
         gated = GATES[self.gate](num_mask, p_num, self.alpha) * nll * cls_mask
         cls_mean = (cls_loss * cls_mask).sum() / cls_mask.sum().clamp(min=1)
         reg_effective = gated.sum() / (cls_mask if self.gate == "soft" else num_mask).sum().clamp(min=1)
@@ -139,6 +158,9 @@ def fused_loss(
     gate: str = "alpha",
     gate_grad: str = "stop",
     class_weights: Tensor | None = None,
+    value_weights: Tensor | None = None,
+    types: Tensor | None = None,
+    p_type: Tensor | None = None,
     **ovr_options: Any,
 ) -> LossTerms:
     """The loss of N kept tokens, no [N,V] ever formed.
@@ -147,7 +169,8 @@ def fused_loss(
     (0's where text); num_mask [N] bool, positions whose value is learnt. token_weight, number_weight: reciprocals of
     the global counts, times whatever the engine divides by. N may be 0. class_weights [rows]: of this rank's words.
     gemm_dtype: of the products and of tokens on the wire; the rows stay fp32. ovr_options: `vocab_parallel_ovr`'s.
-    Collective over `group`, forward and backward.
+    With an action of R values a position: targets [N,R] and value_weights [R] or [N,R], or targets [N], types [N] and
+    p_type [N,R] (`ops.regression.number_nll`). Collective over `group`, forward and backward.
     """
     u_prime = action.add_noise(u)
     words = action.word_part(u_prime)
@@ -170,7 +193,11 @@ def fused_loss(
     assert out.p_num is not None
     p_num = out.p_num.detach() if gate_grad == "stop" else out.p_num
     y = action.value(u_prime)
+    if y.loc.ndim > targets.ndim:  # one value under the law of each type
+        targets = targets.unsqueeze(-1).expand_as(y.loc)
     nll = cauchy_nll(y.loc, y.scale, targets)  # finite everywhere, so a gate of 0 drops value and gradient
+    p_type = p_type.detach() if p_type is not None and gate_grad == "stop" else p_type
+    nll = number_nll(nll, value_weights, p_type, types)
     reg_sum = (GATES[gate](num_mask, p_num, alpha) * nll).sum()  # 0, and connected, where there is no number
     return LossTerms(
         loss=out.loss + number_weight * reg_sum,

@@ -1,12 +1,15 @@
-"""The regression loss of numbers and the gates that decide how much of it counts.
+"""The regression loss of numbers: what one position's NLL is, and the gates that decide how much of it counts.
 
-The loss of one position is gate_i * NLL_i; masks, sums and denominators are the caller's.
+The loss of one position is gate_i * NLL_i; masks, sums and denominators are the caller's. Both factors are strategies:
+a gate out of `GATES`, and for the NLL one value, several values (`several_values`) or a value of one of several types
+(`by_type`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
@@ -20,6 +23,44 @@ def cauchy_nll(loc: Tensor, scale: Tensor, value: Tensor) -> Tensor:
     loc, scale (> 0), value: one shape, fp32 or fp64. Finite, with finite gradients, for every finite value.
     """
     return Cauchy(loc, scale).nll(value)
+
+
+def several_values(nll: Tensor, weights: Tensor) -> Tensor:
+    """sum_i w_i NLL_i (S4 4.7.1): a position has several values, such as the low and the high end of a price.
+
+    nll [N,R]; weights [R], or [N,R] where positions have values of their own (0: this one has none). -> [N]
+    """
+    return (nll * weights).sum(-1)
+
+
+def by_type(nll: Tensor, p_type: Tensor, types: Tensor) -> Tensor:
+    """P_t NLL_t of the true type t (S4 4.7.2): whether there is a number, then of which type, then its value.
+
+    nll [N,T]: of the value under each type's own law; p_type [N,T]: P of each type, detached by the caller unless the
+    literal gradient is wanted (it pays for not predicting the type, as the gate's does); types [N] int64, -1: of no
+    type, which counts nothing. -> [N]
+    """
+    true = torch.nn.functional.one_hot(types.clamp(min=0), nll.shape[-1]).to(nll.dtype)
+    true = true * (types >= 0).unsqueeze(-1)
+    return (true * p_type * nll).sum(-1)
+
+
+def number_nll(
+    nll: Tensor, value_weights: Tensor | None = None, p_type: Tensor | None = None, types: Tensor | None = None
+) -> Tensor:
+    """One NLL a position, [N], out of what a model has: [N] as it is; [N,R] by `several_values` or `by_type`.
+
+    Raises ValueError where nll has more than one value a position and nothing says what to make of them, or both do.
+    """
+    if nll.ndim == 1 and value_weights is None and types is None:
+        return nll
+    if nll.ndim != 2 or (value_weights is None) == (types is None) or (types is None) != (p_type is None):
+        raise ValueError("several values [N,R] need either value_weights, or p_type and types; a single one neither")
+    if value_weights is not None:
+        return several_values(nll, value_weights)
+    assert p_type is not None
+    assert types is not None
+    return by_type(nll, p_type, types)
 
 
 def gate_alpha(num_mask: Tensor, p_num: Tensor, alpha: float) -> Tensor:
