@@ -30,6 +30,7 @@ BINARIES = {
     "ip": "iproute2",
     "nsenter": "util-linux",
     "unshare": "util-linux",
+    "setpriv": "util-linux",
 }
 SBIN = "/usr/sbin:/sbin:/usr/bin:/bin"
 HEAD = "10.77.0.1"
@@ -154,7 +155,13 @@ class Cluster:
         self._write_files()
         munge = self.folder / "munge"
         options = {"key-file": "key", "socket": "sock", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        self._do("munged", *(f"--{option}={munge / name}" for option, name in options.items()))
+        command = [
+            "/usr/sbin/munged",
+            "--foreground",
+            *(f"--{option}={munge / name}" for option, name in options.items()),
+        ]
+        self.outers["munged"] = self._child(command, "munged.log")
+        wait_for("munged's socket", lambda: (munge / "sock").exists(), 20, every=0.01)
         for name in self._hosts():
             self._do("ip", "netns", "add", self._namespace(name))
             self._link(name, "link", "set", "lo", "up")
@@ -178,9 +185,6 @@ class Cluster:
         for process in self.outers.values():
             process.kill()
             process.wait()
-        pid = self.folder / "munge" / "pid"
-        if pid.is_file():
-            os.kill(int(pid.read_text()), signal.SIGTERM)
         for name in self._hosts():
             subprocess.run(["ip", "netns", "del", self._namespace(name)], capture_output=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -209,13 +213,10 @@ class Cluster:
 
     def start(self, name: str) -> None:
         """Power on."""
-        log = (self.folder / "log" / f"{name}.init.log").open("ab")
         command = ["nsenter", f"--net=/run/netns/{self._namespace(name)}"]
         command += ["unshare", "--pid", "--fork", "--kill-child=KILL", "--mount", "--uts"]
         command += ["bash", str(self.folder / "init"), name, self.address(name)]
-        self.outers[name] = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        self.outers[name] = self._child(command, f"{name}.init.log")
         children = Path(f"/proc/{self.outers[name].pid}/task/{self.outers[name].pid}/children")
         wait_for(f"the first process of {name}", lambda: children.read_text().split(), every=0.01)
         self.inits[name] = int(children.read_text().split()[0])
@@ -276,6 +277,14 @@ class Cluster:
         return self.job(job)
 
     # ------------------------------------------------------------------------------------ small parts
+
+    def _child(self, command: list[str], log: str) -> subprocess.Popen[bytes]:
+        """A process that ends with this one, however this one ends; and hosts end with it."""
+        with (self.folder / "log" / log).open("ab") as file:
+            return subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+            )  # fmt: skip
 
     def _hosts(self) -> list[str]:
         return ["head", *(f"node{i + 1}" for i in range(self.size))]
