@@ -129,29 +129,35 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each; 0: one CPU rank a machine.")] = 1,
     gpu_memory_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
+    gpu: Annotated[str, typer.Option(help="Whose rates: h200, h100 (default), a100, l40s, cpu.")] = "",
+    interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
+    calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,
+    sequences: Annotated[int | None, typer.Option(help="Texts in an epoch; default: counted where cheap.")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False,
+    scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Write the config (with --search: of the best layout).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Memory of one rank, by part, before anything is started."""
+    """Before anything is started: does it fit, what does it cost, which layout is best. No torch, no weights."""
     from cqwen_dist.config import load_config
-    from cqwen_dist.plan import plan as make
-    from cqwen_dist.plan import read_architecture, render
+    from cqwen_dist.plan.command import run
 
-    checked = load_config(config, overrides or [])
-    result = make(
-        checked,
+    planned = run(
+        load_config(config, overrides or []),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         gpu_memory_gib=gpu_memory_gib,
-        architecture=read_architecture(checked),
+        gpu=gpu,
+        interconnect=interconnect,
+        calibration=calibrate,
+        sequences=sequences,
+        searching=search,
+        scale=scale,
+        write=write,
     )
-    if as_json:
-        _print_json(result.to_dict())
-    else:
-        from rich.console import Console
-
-        Console().print(render(result))
+    _print_document(planned.to_dict() if as_json else planned, as_json, lambda found: found.show())
 
 
 @app.command()
@@ -355,7 +361,6 @@ def bench_step(
     rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 10,
     peers: Annotated[bool, typer.Option(help="Also HF + PEFT with a trained softmax head, and with Liger.")] = True,
     profile: Annotated[Path | None, typer.Option(help="Folder for a profiler trace and a table.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="The backbone's layers by torch.compile.")] = False,
     gpu: Annotated[str, typer.Option(help="Whose peak MFU is of: h200, h100, ...; default: this one's.")] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -366,7 +371,7 @@ def bench_step(
     _quiet_libraries()
     from cqwen_dist.bench.step import measure, table
 
-    result = measure(checked, rounds=rounds, peers=peers, profile=profile, compiled=compiled, gpu=gpu)
+    result = measure(checked, rounds=rounds, peers=peers, profile=profile, gpu=gpu)
     if result is not None:
         _print_document(result, as_json, table)
 

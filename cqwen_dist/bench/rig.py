@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
+from cqwen_dist.model.backbone import compile_layers
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
@@ -102,11 +103,8 @@ def build_rig(
     architecture: dict[str, Any],
     runtime: Runtime,
     groups: Groups | None = None,
-    compiled: bool = False,
 ) -> Rig:
     """A model of `architecture` with random weights, its engine and its stepper. Collective over the world.
-
-    compiled: each layer of the backbone by torch.compile.
 
     Raises `UserError` where the config and the number of ranks do not fit.
     """
@@ -132,9 +130,8 @@ def build_rig(
     if config.model.gradient_checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     engine = Engine(model, config, runtime, groups)
-    if compiled:
-        for layer in model.transformer.layers:  # type: ignore[union-attr]
-            layer.compile(dynamic=False)
+    if config.model.compile_layers:
+        compile_layers(model.transformer)
     constraint = Constraint(model, config.loss.constraint, engine.forward)
     used = vocab if config.loss.negatives == "used" else None
     stepper = Stepper(engine, config, dtype, used, constraint, np.ones(vocab, dtype=np.int64))

@@ -41,9 +41,7 @@ PEERS = {"hf+peft": False, "hf+peft+liger": True}
 WARM_UP = 3
 
 
-def measure(
-    config: Config, *, rounds: int, peers: bool, profile: Path | None, compiled: bool, gpu: str
-) -> dict[str, Any] | None:
+def measure(config: Config, *, rounds: int, peers: bool, profile: Path | None, gpu: str) -> dict[str, Any] | None:
     """`run` in a process group of its own (or the launcher's); None on other ranks than the first."""
     architecture = read_architecture(config)
     with distributed(config.parallel.timeout_min * 60) as runtime:
@@ -51,7 +49,7 @@ def measure(
             shown = torch.cuda.get_device_name().lower()
             gpu = gpu or next((name for name in MACHINES if name in shown), "h100")
         known = machine(gpu or "cpu", "ib400")
-        options = {"rounds": rounds, "peers": peers, "profile": profile, "compiled": compiled}
+        options = {"rounds": rounds, "peers": peers, "profile": profile}
         result = run(config, architecture, runtime, known, **options)  # type: ignore[arg-type]
         return result if runtime.is_main else None
 
@@ -65,7 +63,6 @@ def run(
     rounds: int = 10,
     peers: bool = True,
     profile: Path | None = None,
-    compiled: bool = False,
 ) -> dict[str, Any]:
     """Measure every stage of the config. Collective over the world; returns a JSON-ready document on every rank.
 
@@ -81,7 +78,7 @@ def run(
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
     with traffic.watching():
-        rig = build_rig(config, architecture, runtime, compiled=compiled)
+        rig = build_rig(config, architecture, runtime)
         for index, s in enumerate(sizes):
             stage_plan = rig.enter(index)
             row = _stage(rig, stage_plan, s, traffic, machine, rounds, before)
@@ -104,7 +101,7 @@ def run(
         "micro_batch_size": config.train.micro_batch_size,
         "sequence_length": config.data.sequence_length,
         "rounds": rounds,
-        "compiled": compiled,
+        "compiled": config.model.compile_layers,
         "rows": rows,
         "profiles": profiles,
         "calibration": {"machine": machine.name, "factors": _factors(rows, sizes, machine, runtime.world_size)},

@@ -25,6 +25,7 @@ RESUMABLE = (
     "run.",
     "parallel.",
     "deepspeed.",
+    "model.compile_layers",
     "train.micro_batch_size",
     "train.checkpoint_every",
     "train.eval_every",

@@ -94,6 +94,11 @@ class ModelConfig(Section):
     )
     num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
     gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
+    compile_layers: bool = Field(
+        False,
+        description="The backbone's layers by torch.compile: a minute more at the start, then faster and smaller on a "
+        "GPU, most so where a micro-batch is small.",
+    )
     trust_remote_code: bool = Field(False, description="Let transformers run code from the model's folder.")
     quantize: Literal["none", "nf4"] = Field(
         "none", description="nf4: the frozen backbone in 4 bits by bitsandbytes (a GPU only; not yet measured on one)."
@@ -280,6 +285,9 @@ class Config(Section):
 
     def _check_adapters(self) -> None:
         """Combinations of adapters and a partitioned or quantized base that cannot work."""
+        if self.parallel.zero_stage == 3 and self.model.compile_layers:
+            allowed = "false under parallel.zero_stage 3 (it gathers weights inside the layers), or 1, 2"
+            raise refused("model.compile_layers", True, allowed)
         if self.parallel.zero_stage == 3 and self.model.lora.dora and self.trains("lora"):
             allowed = "false under parallel.zero_stage 3 (DoRA reads whole weights outside their own layers), or 1, 2"
             raise refused("model.lora.dora", True, allowed)

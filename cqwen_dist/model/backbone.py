@@ -102,3 +102,10 @@ def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = tor
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError("model.architecture", architecture, f"a config that builds ({reason})") from None
+
+
+def compile_layers(transformer: nn.Module) -> None:
+    """Compile every layer in place, each by itself: their code is one, so it is compiled once, and DeepSpeed's and
+    PEFT's parts around the layers stay as they are."""
+    for layer in transformer.get_submodule("layers").children():
+        layer.compile()

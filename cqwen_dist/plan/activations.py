@@ -24,6 +24,9 @@ def layer_saved(s: Sizes) -> int:
     if masked(s):
         each += w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
         each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as numbers, one row a token
+    elif s.kind == "cuda" and w == FP32 and q != kv:
+        # no fused kernel takes fp32 with fewer key heads: the plain formula keeps its scores, one row a token and head
+        each += w * 4 * q + a.heads * s.length * w
     else:
         each += w * (2 * q + 2 * kv) + a.heads * FP32
     if a.model_type == "qwen3":

@@ -39,7 +39,8 @@ def _memory(plan: Plan) -> Table:
     table.add_column("GiB", justify="right")
     table.add_column("how")
     for part in plan.parts:
-        table.add_row(part.name, f"{part.bytes / GIB:.3f}", part.how + (" (host)" if part.place == "host" else ""))
+        how = Text(part.how + (" (host)" if part.place == "host" else ""))  # brackets are meant
+        table.add_row(part.name, f"{part.bytes / GIB:.3f}", how)
     table.add_section()
     table.add_row("all", f"{plan.device_gib:.3f}", f"host: {plan.host_gib:.3f} GiB" if plan.host_gib else "")
     return table

@@ -29,6 +29,7 @@ from cqwen_dist.train.groups import feature_members, head_members
 from cqwen_dist.train.optim import HeadOptimizer
 from cqwen_dist.train.partitioned import join_deepspeed
 from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.train.zero_speed import quicken
 
 
 class NonFiniteStep(RuntimeError):
@@ -106,6 +107,7 @@ class Engine:
             return clip(gradients, self._norm)
 
         engine.optimizer.unscale_and_clip_grads = clip_jointly
+        quicken(engine.optimizer)
         return engine
 
     # ---------------------------------------------------------------------------------------- stages

@@ -18,7 +18,7 @@ from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.backbone import compile_layers, load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import calibrate, override_start
 from cqwen_dist.parallel.collectives import Stopped, gather_objects, main_rank_first, main_rank_says
@@ -132,6 +132,8 @@ class Trainer:
         )
         if config.model.gradient_checkpointing:
             model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        if config.model.compile_layers:
+            compile_layers(model.transformer)
         self.engine = Engine(model, config, runtime, self.groups)
         self.model = model
         self.gemm_dtype = dtype

@@ -1,0 +1,185 @@
+"""Operations against torch's counter and by hand; time and layouts in what they must do, not in their figures."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.plan import Architecture, plan
+from cqwen_dist.plan.cost import stage_cost, steps_of
+from cqwen_dist.plan.flops import backbone_forward, cache_ratio, flops, softmax_head_ratio
+from cqwen_dist.plan.known import known_architecture
+from cqwen_dist.plan.machine import MACHINES, machine
+from cqwen_dist.plan.scaling import scaling
+from cqwen_dist.plan.search import crossover_tokens, layouts, search, with_layout
+from cqwen_dist.plan.sizes import Sizes, stage_sizes
+
+ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
+HEADS = {"name": "heads", "train": ["heads"], "steps": 100}
+
+
+def config(name: str = "Qwen/Qwen2.5-7B", **sections: Any) -> Config:
+    sections = {
+        "train": {"precision": "bf16", "global_batch_size": 64, "micro_batch_size": 4},
+        "stages": [HEADS, ALL],
+        **sections,
+    }
+    return Config.model_validate(
+        {"model": {"name_or_path": name}, "data": {"train": "unused", "sequence_length": 1024}, **sections}
+    )
+
+
+def sizes(settings: Config, world: int = 1, architecture: dict[str, Any] | None = None) -> list[Sizes]:
+    found = architecture or known_architecture(str(settings.model.name_or_path))
+    assert found is not None
+    return stage_sizes(settings, Architecture.of(found), world=world, kind="cuda")
+
+
+def options(settings: Config, nodes: int = 1, gpus: int = 8, gib: float = 80.0) -> dict[str, Any]:
+    found = known_architecture(str(settings.model.name_or_path))
+    return {"nodes": nodes, "gpus_per_node": gpus, "gpu_memory_gib": gib, "architecture": found}
+
+
+def test_operations_are_those_that_torch_counts():
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModel
+
+    found = {
+        "model_type": "qwen2",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "attn_implementation": "eager",
+    }
+    model = AutoModel.from_config(AutoConfig.for_model(**found)).requires_grad_(False)
+    settings = config(data={"train": "unused", "sequence_length": 32}, stages=[{**ALL, "train": ["embedding"]}])
+    (s,) = sizes(settings, architecture={k: v for k, v in found.items() if k != "attn_implementation"})
+    embedded = torch.randn(2, 32, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        out = model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    assert forward / 64 == pytest.approx(backbone_forward(s, causal=False), rel=0.02)
+    # without the scores' second computation, which only the fused kernel does
+    whole = counter.get_total_flops() - forward
+    attention = 4 * 2 * 64 * 32
+    assert whole / 64 == pytest.approx(
+        2 * (backbone_forward(s, causal=False) - attention) / 2 + 2 * attention, rel=0.02
+    )
+
+
+def test_operations_of_the_heads_by_hand():
+    for s in sizes(config()):
+        each = flops(s)
+        assert each.word_head == 12 * 3584 * 152_064  # six products
+        assert each.abduction == 2 * 2 * 3592 * 3584 * (3 if s.graph else 2)
+
+
+def test_the_ratios_that_operations_predict():
+    """Backbone alone, as the goals are stated: adapters and attention are left out of neither side here."""
+    half, seven = (sizes(config(f"Qwen/Qwen2.5-{name}")) for name in ("0.5B", "7B"))
+    assert softmax_head_ratio(half[1]) == pytest.approx(0.73, abs=0.03)
+    assert cache_ratio(half[0]) == pytest.approx(1.44, abs=0.05)
+    assert cache_ratio(seven[0]) == pytest.approx(3.0, abs=0.05)
+
+
+def test_time_goes_where_it_must():
+    """More of a thing takes longer; nothing takes less than its operations at the peak."""
+    base = stage_cost(sizes(config())[1], MACHINES["h100"], 8)
+    assert 0 < base.mfu < 1
+    saved = config(model={"name_or_path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": True})
+    assert stage_cost(sizes(saved)[1], MACHINES["h100"], 8).time.seconds > base.time.seconds
+    assert stage_cost(sizes(config())[1], MACHINES["a100"], 8).time.seconds > base.time.seconds
+    apart = config(parallel={"vocab_group_size": 16})
+    inside, outside = (stage_cost(sizes(apart, 16)[1], MACHINES["h100"], per_node) for per_node in (16, 8))
+    assert outside.time.communication > 4 * inside.time.communication
+    cached = config(train={"precision": "bf16", "feature_cache": {"mode": "require"}})
+    assert stage_cost(sizes(cached)[0], MACHINES["h100"], 8).time.backbone_forward == 0
+
+
+def test_hours_follow_the_schedule():
+    s = sizes(config(stages=[{**ALL, "steps": None, "epochs": 2.0}]))[0]
+    assert (steps_of(s, None), steps_of(s, 6400)) == (None, 200)
+    unknown = plan(s.config, **options(s.config))
+    assert (unknown.hours, unknown.gpu_hours) == (None, None)
+    known = plan(s.config, **options(s.config), sequences=6400)
+    assert known.hours is not None
+    assert known.gpu_hours == pytest.approx(8 * known.hours)
+
+
+def test_calibration_scales_each_part(tmp_path):
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"calibration": {"machine": "h100", "factors": {"heads": 2.0}}}))
+    s = sizes(config())[1]
+    stated = stage_cost(s, machine("h100", "ib400"), 8).time
+    measured = stage_cost(s, machine("h100", "ib400", file), 8).time
+    assert measured.heads == pytest.approx(2 * stated.heads)
+    assert measured.backbone_forward == stated.backbone_forward
+    file.write_text("{}")
+    for arguments, key in (
+        (("h100", "ib400", file), "--calibrate"),
+        (("h1", "ib400"), "--gpu"),
+        (("h100", "x"), "--int"),
+    ):
+        with pytest.raises(UserError, match=f"^{key}"):
+            machine(*arguments)
+
+
+def test_the_search_finds_what_fits_and_changes_nothing_else():
+    settings = config("Qwen/Qwen2.5-72B", parallel={"zero_stage": 1, "vocab_group_size": 1})
+    assert not plan(settings, **options(settings)).fits
+    found = search(settings, **options(settings))
+    assert found
+    assert all(choice.plan.fits and choice.layout.zero_stage == 3 for choice in found)
+    rates = [choice.plan.slowest.tokens_per_s for choice in found]
+    assert rates[0] >= 0.98 * max(rates)
+    best = with_layout(settings, found[0].layout)
+    changed = {
+        key for key in ("model", "data", "loss", "stages", "train") if getattr(best, key) != getattr(settings, key)
+    }
+    assert changed <= {"model", "train"}
+    assert best.train.global_batch_size == settings.train.global_batch_size
+    assert not search(settings, **options(settings, gib=8.0))
+
+
+def test_the_search_tries_every_layout_that_is_allowed():
+    tried = list(layouts(config(), 8, 8))
+    assert {layout.micro_batch_size for layout in tried} == {1, 2, 4, 8}
+    assert {layout.vocab_group_size for layout in tried} == {1, 2, 4, 8}
+    assert {layout.zero_stage for layout in tried} == {1, 2, 3}
+    assert len(tried) == len(set(tried)) == 4 * 4 * 3 * 2 * 2
+
+
+def test_where_sharding_the_head_says_less():
+    """Where the bytes of both are equal, by the plan's own count."""
+    tokens = crossover_tokens(3584, 152_064, ranks=8, replicas=4)
+    sent = {}
+    for group in (1, 8):
+        for factor in (0.5, 2):
+            length = int(tokens * factor)
+            own = config(
+                data={"train": "unused", "sequence_length": length},
+                stages=[{**HEADS, "train": ["classifier"]}],
+                train={"precision": "bf16", "global_batch_size": 32, "micro_batch_size": 1},
+                parallel={"vocab_group_size": group},
+            )
+            sent[group, factor] = plan(own, **options(own, nodes=4)).head_bytes_sent
+    assert sent[8, 0.5] < sent[1, 0.5]
+    assert sent[8, 2] > sent[1, 2]
+
+
+def test_scaling_ends_at_1024_and_begins_at_one():
+    settings = config()
+    points = scaling(settings, gpu_memory_gib=80.0, architecture=known_architecture("Qwen/Qwen2.5-7B") or {})
+    assert {point.ranks for point in points} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024}
+    one = [point for point in points if point.ranks == 1]
+    assert all(point.efficiency == pytest.approx(1) and point.communication == 0 for point in one)
+    last = {(p.zero_stage, p.vocab_group_size): p.efficiency for p in points if p.ranks == 1024}
+    assert last[1, 8] > last[1, 1]  # the rows' gradients stay in the node
