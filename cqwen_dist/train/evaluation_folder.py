@@ -54,8 +54,9 @@ class EvaluationFolder:
         if not len(found.labels) or start.loc.shape != found.probe.loc.shape:
             return []
         kl = found.probe.kl(start).mean(1)
-        spread = start.loc.std(0).clamp(min=1e-12) if len(start.loc) > 1 else torch.ones(start.loc.shape[1])
-        shift = ((found.probe.loc - start.loc) / spread).square().mean(1).sqrt()
+        # pooled over dimensions: number dimensions have none of their own before training
+        spread = start.loc.var(0).mean().sqrt().clamp(min=1e-12) if len(start.loc) > 1 else torch.ones(())
+        shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
         widened = (found.probe.scale.log() - start.scale.log()).median(1).values
         rows = zip(found.labels.tolist(), kl.tolist(), shift.tolist(), widened.exp().tolist(), strict=True)
         return [{"word": self._word(i), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows]

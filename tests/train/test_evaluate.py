@@ -162,6 +162,7 @@ def test_what_a_report_draws_is_kept_of_the_start_and_of_each_stages_last_evalua
     assert [token["word"] for token in lora["tokens"]] == [token["word"] for token in start["tokens"]]
     assert "<NUM>" in {token["word"] for token in lora["tokens"]}
     assert min(token["kl"] for token in lora["tokens"]) > 0
+    assert 0 < min(token["shift"] for token in lora["tokens"]) < max(token["shift"] for token in lora["tokens"]) < 10
 
 
 def test_the_factors_of_the_intervals_are_in_the_checkpoint_and_come_back(one_rank: Path) -> None:

@@ -267,12 +267,12 @@
     data.runs.forEach((run) => {
       const found = run.evaluations.filter((e) => e.step > 0 && (e.tokens || []).length);
       if (!found.length) return;
-      const top = Math.max(0.02, ...found.flatMap((e) => e.tokens.map((t) => t.kl)));
-      const group = make("div", { class: "group" }, make("h3", {}, `${many ? `${run.name}: ` : ""}how far U has moved, token by token`), make("p", { class: "quiet" }, `The first held-out tokens; the deeper the colour, the larger KL against U before training (deepest: ${show(top)} nats a dimension). Point at a token for its figures.`));
+      const top = Math.max(0.02, ...found.flatMap((e) => e.tokens.map((t) => t.shift)));
+      const group = make("div", { class: "group" }, make("h3", {}, `${many ? `${run.name}: ` : ""}how far U has moved, token by token`), make("p", { class: "quiet" }, `The first held-out tokens; the deeper the colour, the farther the location of U is from where it was before training (deepest: ${show(top)} of its spread over these tokens). Point at a token for its figures, KL among them.`));
       for (const e of found) {
         const line = make("div", { class: "heat" }, make("b", {}, `${e.stage}, step ${show(e.step)}`));
         for (const t of e.tokens) {
-          const share = Math.sqrt(Math.min(1, Math.max(0, t.kl) / top));
+          const share = Math.min(1, t.shift / top);
           const span = make("span", { style: `background:color-mix(in srgb, var(--c1) ${(70 * share).toFixed(0)}%, transparent)`, title: `KL ${show(t.kl)} nats a dimension; location moved by ${show(t.shift)} spreads; scales × ${show(t.scale)}` }, t.word.replace(/\n/g, "⏎"));
           line.append(span, "\u200b");
         }
