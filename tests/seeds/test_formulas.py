@@ -102,7 +102,7 @@ def test_predictions_of_s4_3_5_3():
     u, w = (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in ((6, 8), (V, 8)))
     s = torch.rand(6, 8, generator=make, dtype=torch.float64) + 0.1
     P = 0.5 + torch.atan((u @ w.T - 0.3) / (s @ w.abs().T)) / math.pi
-    values, ids = ovr_topk(u, s, w, None, 0.3, V, rank_by="ovr")
+    _, ids = ovr_topk(u, s, w, None, 0.3, V, rank_by="ovr")
     assert torch.equal(ids[:, 0], P.argmax(-1))
     above = [set(row[p > 0.5].tolist()) for row, p in zip(ids, P.gather(1, ids), strict=True)]
     assert above == [set((p > 0.5).nonzero()[:, 0].tolist()) for p in P]

@@ -13,8 +13,8 @@ from support.slurm_cluster import Cluster, wait_for
 
 from cqwen_dist.checkpoint.status import read_status
 
-STEPS = 150  # of each of the two stages
-EVERY = 20  # steps between checkpoints
+STEPS = 60  # of each of the two stages
+EVERY = 10  # steps between checkpoints
 
 
 class SlurmRun:
