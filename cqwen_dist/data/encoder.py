@@ -7,6 +7,7 @@ out as if encoded alone, in one call instead of one a piece (1.7 times as fast).
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import unicodedata
@@ -61,7 +62,7 @@ class NumberEncoder:
             pieces.append(found[0])
             numbers.append(found[1])
             overflows.append(found[2])
-        left = [sum(len(_NUMERAL.findall(piece)) for piece in own) for own in pieces]
+        left = [len(_NUMERAL.findall(_MARK.join(own))) for own in pieces]
         ids = self._in_bulk(pieces) if len(texts) > _FEW else [self._one(own) for own in pieces]
         return [Reading(*row) for row in zip(ids, numbers, overflows, left, strict=True)]
 
@@ -86,7 +87,10 @@ class NumberEncoder:
 
     def _in_bulk(self, texts: list[list[str]]) -> list[list[int]]:
         if self._marked is None:
-            copy = Tokenizer.from_str(self.to_json())
+            plan = json.loads(self.to_json())
+            if plan["normalizer"] == {"type": "NFC"}:  # as all texts are by now, and so are their parts
+                plan["normalizer"] = None
+            copy = Tokenizer.from_str(json.dumps(plan))
             copy.add_special_tokens([AddedToken(_MARK, special=True, normalized=False)])
             self._marked = copy, copy.get_vocab(with_added_tokens=True)[_MARK]
         tokenizer, mark = self._marked

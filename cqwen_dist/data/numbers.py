@@ -181,7 +181,7 @@ def _scan(text: str, policy: NumberPolicy, left: list[tuple[int, int, str]] | No
             if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1):
                 start -= 1
             literal = plain[start:position]
-            value = float(_SEPARATORS.sub("", literal))
+            value = float(literal if literal.isdecimal() else _SEPARATORS.sub("", literal))
             if policy.accounting and "," in literal and _in_brackets(plain, start, position):
                 start, position, value = start - 1, position + 1, -value
             spans.append(NumberSpan(start, position, value))
