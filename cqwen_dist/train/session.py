@@ -15,7 +15,7 @@ from cqwen_dist.checkpoint.lock import run_lock
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.checkpoint.status import end_status
+from cqwen_dist.checkpoint.status import RunStatus, end_status
 from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.config.errors import Said
 from cqwen_dist.parallel.collectives import CollectiveError, Stopped, main_rank_first
@@ -54,7 +54,7 @@ class Place:
 
 
 @contextmanager
-def open_session(config: Config, runtime: Runtime) -> Iterator[None]:
+def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
     """Open the run's folder and hold it; inside, the run is made and trains. Collective over the world.
 
     How it ends stands in status.json: `preempted` for `Stopped`, `fatal` for what another try would meet again;
@@ -69,7 +69,7 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[None]:
         main_rank_first(hold)
         held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s))
         try:
-            yield
+            yield RunStatus(folder, runtime.is_main)
         except Stopped as stopped:
             if runtime.is_main:
                 end_status(folder, "preempted", f"told to stop: {stopped}")

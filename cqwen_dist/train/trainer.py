@@ -62,19 +62,19 @@ def train(config: Config) -> dict[str, Any]:
 
 def train_on(config: Config, runtime: Runtime) -> dict[str, Any]:
     """`train` in a process group that is up."""
-    with open_session(config, runtime):
+    with open_session(config, runtime) as status:
         with runtime.stop.interruptible():  # nothing is lost yet
-            trainer = Trainer(config, runtime)
+            trainer = Trainer(config, runtime, status)
         return trainer.run()
 
 
 class Trainer:
     """A run on one rank. Building it reads the data and loads the model; `run` trains."""
 
-    def __init__(self, config: Config, runtime: Runtime) -> None:
+    def __init__(self, config: Config, runtime: Runtime, status: RunStatus | None = None) -> None:
         self.config, self.runtime = config, runtime
         self.folder = Path(config.run.dir)
-        self.status = RunStatus(self.folder, runtime.is_main)
+        self.status = status or RunStatus(self.folder, runtime.is_main)
         self.place = Place()
         self.saved_step = 0
         seed_everything(config.train.seed)
@@ -117,7 +117,7 @@ class Trainer:
             used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
             vocab_start=start,
             rows=stop - start,
-            w_num_scale=config.model.w_num_scale,
+            w_num_scale=config.w_num_scale,
             b_noise_init=config.model.b_noise_init,
             num_row_init=config.model.num_row_init,
             num_bias_init=config.model.num_bias_init,

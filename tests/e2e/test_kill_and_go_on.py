@@ -41,7 +41,7 @@ class Launched:
                 return process
         raise AssertionError(f"no rank {number} among {self.family()}")
 
-    def end(self, family: list[psutil.Process], timeout: float = 60.0) -> int:
+    def end(self, family: list[psutil.Process], timeout: float = 180.0) -> int:
         """The exit code; nobody of the family may be left."""
         code = self.process.wait(timeout)
         alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -140,6 +140,7 @@ def test_a_second_ctrl_c_ends_it_at_once(config: Path) -> None:
     assert launched.end(family) == 1
 
 
+@pytest.mark.slow
 def test_two_commands_on_one_folder(config: Path) -> None:
     """The second is refused in one line, and the first does not notice."""
     run = config.parent / "shared"
