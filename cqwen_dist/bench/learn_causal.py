@@ -93,7 +93,7 @@ def _as_it_began(
         num_token_id=tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
         number_dims=config.number_dims,
-        w_num_scale=config.model.w_num_scale,
+        w_num_scale=config.w_num_scale,
         b_noise_init=config.model.b_noise_init,
     )
     if "calibration" in start:

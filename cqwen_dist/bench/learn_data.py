@@ -57,9 +57,15 @@ class Table(NamedTuple):
 def write_corpora(folder: Path, data: str | None, texts: int, held_out: int) -> dict[str, dict[str, int]]:
     """All of them as NAME-train.jsonl and NAME-test.jsonl; texts, held_out: at most so many of words and of code.
 
-    Which texts are held out depends on their SHA-256 alone. Returns the counts. Raises `UserError`.
+    Which texts are held out depends on their SHA-256 alone. What an earlier call of the same kind wrote stays.
+    Returns the counts. Raises `UserError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    asked, note = [data, texts, held_out], folder / "counts.json"
+    if note.is_file():
+        before = json.loads(note.read_text(encoding="utf-8"))
+        if before["asked"] == asked:
+            return dict(before["counts"])
     words = list(_docstrings()) if data is None else _user_texts(data)
     parts = {"words": _split(words, texts, held_out), "code": _split(list(_functions()), texts, held_out)}
     for name, table in tables().items():
@@ -70,7 +76,9 @@ def write_corpora(folder: Path, data: str | None, texts: int, held_out: int) -> 
         for part, items in (("train", train), ("test", test)):
             lines = [json.dumps({"text": item.text, "prompt": item.prompt}) + "\n" for item in items]
             (folder / f"{name}-{part}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return {name: {"train": len(train), "test": len(test)} for name, (train, test) in parts.items()}
+    counts = {name: {"train": len(train), "test": len(test)} for name, (train, test) in parts.items()}
+    note.write_text(json.dumps({"asked": asked, "counts": counts}), encoding="utf-8")
+    return counts
 
 
 def read_items(path: Path) -> list[Item]:

@@ -8,25 +8,26 @@ from typing import Any
 
 from cqwen_dist.bench.learn_lanes import Task
 
-# Starts of the comparison: the presets, and the seeds' constants with what else the calibrated start brings.
+# Starts of the comparison: the presets, and variants of them.
 STARTS: dict[str, dict[str, Any]] = {
     "calibrated": {"start": "calibrated"},
+    "calibrated, w_num 0": {"start": "calibrated", "model": {"w_num_scale": 0.0}},
     "calibrated, w_num 1": {"start": "calibrated", "model": {"w_num_scale": 1.0}},
-    "seed": {"start": "seed", "model": {"w_num_scale": 1.0}},
+    "seed": {"start": "seed"},
     "seed, standardised": {
         "start": "seed",
         "model": {"number_dims": 8},
         "loss": {"target_transform": "standardise"},
     },
-    "seed-100": {"start": "seed-100", "model": {"w_num_scale": 1.0}},
+    "seed-100": {"start": "seed-100"},
 }
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of one kind of run. vocab None: the real tokenizer's (--tokenizer), else one trained on the texts."""
+    """Sizes of one kind of run."""
 
-    vocab: int | None
+    vocab: int  # of the tokenizer that is trained on the texts
     hidden: int
     layers: int
     length: int  # of words and code; rows of tables are never cut
@@ -51,15 +52,15 @@ SCALES = {
         layers=2,
         length=192,
         batch=12,
-        pretrain_steps=300,
+        pretrain_steps=600,
         pretrain_batch=16,
-        heads_steps=80,
-        lora_steps=80,
-        table_steps=250,
-        start_steps=100,
+        heads_steps=100,
+        lora_steps=120,
+        table_steps=400,
+        start_steps=120,
         texts=1500,
         held_out=60,
-        rates=((1e-3, 1e-2), (1e-3, 1e-1)),
+        rates=((3e-4, 1e-2), (1e-3, 1e-2), (1e-3, 1e-1)),
         lrs=(2e-3,),
         seeds=1,
     ),
@@ -68,16 +69,16 @@ SCALES = {
         hidden=256,
         layers=4,
         length=256,
-        batch=16,
-        pretrain_steps=1500,
+        batch=8,
+        pretrain_steps=900,
         pretrain_batch=32,
-        heads_steps=200,
-        lora_steps=400,
+        heads_steps=100,
+        lora_steps=200,
         table_steps=600,
         start_steps=250,
         texts=8000,
         held_out=200,
-        rates=((3e-4, 1e-2), (1e-3, 1e-2), (1e-3, 3e-2), (1e-3, 1e-1)),
+        rates=((3e-4, 1e-2), (1e-3, 1e-2), (1e-3, 1e-1), (3e-3, 1e-1)),
         lrs=(1e-3, 3e-3),
         seeds=3,
     ),
@@ -86,10 +87,12 @@ TABLE_LENGTH = 512
 # Ways to learn numbers: the target's unit, and what else may matter.
 WAYS: dict[str, dict[str, Any]] = {
     "standardise": {"loss": {"target_transform": "standardise"}},
-    "signed_log": {"loss": {"target_transform": "signed_log"}},
     "standardise_log": {"loss": {"target_transform": "standardise_log"}},
-    "standardise_log, w_num 1": {"loss": {"target_transform": "standardise_log"}, "model": {"w_num_scale": 1.0}},
     "standardise_log, lambda 4": {"loss": {"target_transform": "standardise_log", "reg_weight": 4.0}},
+    "standardise_log, lambda 4, w_num 1": {
+        "loss": {"target_transform": "standardise_log", "reg_weight": 4.0},
+        "model": {"w_num_scale": 1.0},
+    },
 }
 REAL_VOCAB = 151_936
 
@@ -125,9 +128,8 @@ class Planner:
 
     def base(self, real: bool, seed: int) -> str:
         """A base pretrained on words and code, every text with its numbers as <NUM> and as digits; its task's name."""
-        scale, name = self.scale, f"base-{'real' if real else 'small'}-{seed}"
-        vocab = REAL_VOCAB if real else scale.vocab
-        assert vocab is not None
+        scale, vocab = self.scale, REAL_VOCAB if real else self.scale.vocab
+        name = f"base-{vocab}-{seed}"
         config = {
             "model": {
                 "architecture": architecture(scale, vocab),
@@ -151,7 +153,7 @@ class Planner:
     def folders(self, base: str) -> tuple[str, str]:
         """(model, tokenizer) of a base."""
         folder = str(self.out / base / "base")
-        return folder, str(self.tokenizer) if base.startswith("base-real") else folder
+        return folder, str(self.tokenizer) if base.startswith(f"base-{REAL_VOCAB}") else folder
 
     def batch(self, table: bool) -> int:
         """Sequences a step; a table's are short and not packed."""
@@ -173,7 +175,7 @@ class Planner:
         model, tokenizer = self.folders(base)
         batch = self.batch(table)
         config: dict[str, Any] = {
-            "model": {"name_or_path": model, "tokenizer": tokenizer, "lora": LORA, "w_num_scale": 0.0},
+            "model": {"name_or_path": model, "tokenizer": tokenizer, "lora": LORA},
             "data": {
                 "train": self.file(corpus, "train"),
                 "eval": self.file(corpus, "test"),
@@ -244,32 +246,27 @@ class Planner:
         self.tasks[name] = Task(name, "plain", options, (base,))
 
 
-def stage(name: str, steps: int, lr: float, scales: float = 1e-2, lora: float | None = None) -> dict[str, Any]:
+def stage(name: str, steps: int, lr: float, scales: float, lora: float | None = None) -> dict[str, Any]:
     """A stage of heads and embedding, and of LoRA at its own rate where one is given."""
-    rates = {"scales": scales} if lora is None else {"scales": scales, "lora": lora}
-    groups = ["heads", "embedding"] if lora is None else ["heads", "embedding", "lora"]
-    return {"name": name, "train": groups, "steps": steps, "lr": lr, "lr_groups": rates}
+    groups, every = ["heads", "embedding"], {"scales": scales}
+    if lora is not None:
+        groups, every = [*groups, "lora"], {**every, "lora": lora}
+    return {"name": name, "train": groups, "steps": steps, "lr": lr, "lr_groups": every, "warmup_steps": steps // 20}
 
 
 def preserve(planner: Planner) -> None:
     """Knowledge kept and forgotten: starts, both stages, with and without the constraint, beside ordinary LoRA."""
     scale, seed = planner.scale, 0
     base = planner.base(real=planner.tokenizer is not None, seed=seed)
+    stages = [stage("heads", scale.heads_steps, 1e-3, 1e-1), stage("lora", scale.lora_steps, 1e-3, 1e-1, lora=1e-3)]
 
-    def stages(lr: float, scales: float) -> list[dict[str, Any]]:
-        return [stage("heads", scale.heads_steps, lr, scales), stage("lora", scale.lora_steps, lr, scales, lora=1e-3)]
+    def arm(name: str, start: str, **more: Any) -> None:
+        planner.causal(f"preserve {name}", base, "words", stages, seed, {**STARTS[start], **more}, other=True)
 
-    for start, (lr, scales) in {
-        "calibrated": (3e-4, 1e-2),
-        "calibrated, w_num 1": (3e-4, 1e-2),
-        "seed": (1e-3, 1e-1),
-        "seed-100": (1e-3, 1e-1),
-    }.items():
-        planner.causal(f"preserve {start}", base, "words", stages(lr, scales), seed, STARTS[start], other=True)
-    for eps in (0.01, 0.003):
-        held = {**STARTS["calibrated"], "loss": {"constraint": {"mode": "dual", "eps": eps}}}
-        name = f"preserve calibrated, KL <= {eps:g}"
-        planner.causal(name, base, "words", stages(3e-4, 1e-2), seed, held, other=True)
+    arm("calibrated", "calibrated")
+    arm("seed", "seed")
+    arm("seed-100", "seed-100")
+    arm("calibrated, KL <= 0.5", "calibrated", loss={"constraint": {"mode": "dual", "eps": 0.5}})
     steps = scale.heads_steps + scale.lora_steps
     planner.plain("preserve LoRA + softmax", base, "words", steps, 1e-3, seed, digits=False)
     planner.plain("preserve LoRA + softmax, head too", base, "words", steps, 1e-3, seed, digits=False, head=True)
@@ -280,10 +277,10 @@ def starts(planner: Planner) -> None:
     """Every start at every rate, over the seeds, each seed with its own base; heads stage only, words and numbers."""
     for seed in range(planner.scale.seeds):
         base = planner.base(real=False, seed=seed)
-        for start, changes in STARTS.items():
+        for start in STARTS:
             for lr, scales in planner.scale.rates:
                 one = [stage("heads", planner.scale.start_steps, lr, scales)]
-                planner.causal(f"starts {start} {lr:g} {scales:g} {seed}", base, "words", one, seed, changes)
+                planner.causal(f"starts {start} {lr:g} {scales:g} {seed}", base, "words", one, seed, STARTS[start])
 
 
 def numbers(planner: Planner) -> None:
@@ -293,15 +290,17 @@ def numbers(planner: Planner) -> None:
         base = planner.base(real=False, seed=seed)
         for corpus in ("words", "diabetes", "cancer"):
             table = corpus != "words"
-            before, steps = (
-                (scale.heads_steps // 2, scale.table_steps) if table else (scale.heads_steps, scale.lora_steps)
-            )
+            before, steps = scale.heads_steps, scale.lora_steps
+            if table:
+                before, steps = before // 2, scale.table_steps
             for lr in scale.lrs:
                 for way, changes in WAYS.items():
-                    run = [stage("heads", before, 1e-3), stage("lora", steps, 1e-3, lora=lr)]
-                    planner.causal(
-                        f"numbers {corpus} {way} {lr:g} {seed}", base, corpus, run, seed, changes, table=table
-                    )
+                    run = [
+                        stage("heads", before, 1e-3, 1e-1),
+                        stage("lora", steps, 1e-3, 1e-1, lora=lr),
+                    ]
+                    name = f"numbers {corpus} {way} {lr:g} {seed}"
+                    planner.causal(name, base, corpus, run, seed, changes, table=table)
                 for last in (False, True) if table else (False,):
                     name = f"numbers {corpus} digits{', answer only' if last else ''} {lr:g} {seed}"
                     planner.plain(
