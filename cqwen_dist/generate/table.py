@@ -1,4 +1,4 @@
-"""A table in, predictions out: each row becomes a prompt, and the number that would come next goes into new columns."""
+"""A table in, predictions out: each row becomes a prompt, and the number that comes next goes into new columns."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.continuation import input_device, padded
-from cqwen_dist.generate.decisions import choose, law_at_end
-from cqwen_dist.generate.generator import at_hand
-from cqwen_dist.generate.numbers import Digits, check_digits, number_interval, shown
+from cqwen_dist.generate.decisions import choose
+from cqwen_dist.generate.numbers import Digits, check_digits
 from cqwen_dist.generate.streaming import Tokenizer
-from cqwen_dist.intervals import LEVELS, Intervals
-from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import ovr_prob_at
+from cqwen_dist.intervals import LEVELS
 
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
@@ -56,7 +51,6 @@ def prompts_of(template: str, columns: Sequence[str], rows: Sequence[dict[str, s
     return ["".join(text + (row[name] if name is not None else "") for text, name in parts) for row in rows]
 
 
-@torch.no_grad()
 def predict_numbers(
     model: Any,
     tokenizer: Tokenizer,
@@ -64,32 +58,42 @@ def predict_numbers(
     *,
     batch_size: int = 16,
     digits: Digits = "auto",
-) -> Iterator[dict[str, float]]:
-    """The number behind each prompt as `NUMBER_COLUMNS`: loc_Y, its intervals (recalibrated where the model holds the
-    factors) and P(<NUM>), the probability that a number comes there at all. model: a `CausalQwenForCausalLM`.
+    within: int = 8,
+) -> Iterator[dict[str, float | str]]:
+    """The first number that the model writes behind each prompt (mode standard) as `NUMBER_COLUMNS`: loc_Y, its
+    intervals (recalibrated where the model holds the factors) and P(<NUM>) there. A model may write words first, and be
+    it a blank: so many tokens at most, `within`. Where it writes no number the cells are empty, but for the largest
+    P(<NUM>) that was seen. model: a `CausalQwenForCausalLM`.
 
     digits: of the predicted value ("auto": what its 50 % interval leaves). Raises `UserError`.
     """
     check_digits(digits)
-    if batch_size < 1:
-        raise UserError("--batch-size", batch_size, "1 or more")
-    net, intervals = model.model, Intervals.from_dict(model.config.calibration)
-    device = input_device(model)
+    for name, value in (("--batch-size", batch_size), ("--within", within)):
+        if value < 1:
+            raise UserError(name, value, "1 or more")
     for start in range(0, len(prompts), batch_size):
-        law = law_at_end(model, padded(tokenizer, prompts[start : start + batch_size], device))
-        with at_hand(net.action):
-            action = net.action
-            y, seen = action.value(law), action.word_part(law)
-            num = torch.tensor([model.config.num_token_id], device=seen.loc.device)
-            head = (action.cls_weight, action.cls_bias, action.threshold)
-            p_num = ovr_prob_at(seen.loc, seen.scale, *head, num)[:, 0]
-        y = Cauchy(y.loc.double(), y.scale.double())
-        values = net.target.inverse(y.loc).tolist()
-        ends = {level: number_interval(y, net.target, intervals, level) for level in LEVELS}
-        for row, value in enumerate(values):
-            half = float(ends[0.5][1][row] - ends[0.5][0][row]) / 2
-            spans = [float(end[row]) for level in LEVELS for end in ends[level]]
-            told = [shown(value, half, digits), *(float(f"{x:.6g}") for x in (*spans, float(p_num[row])))]
+        batch = padded(tokenizer, prompts[start : start + batch_size], input_device(model))
+        width = batch.ids.shape[1]
+        _, numbers = model.generate(
+            batch.ids,
+            batch.values,
+            mode="standard",
+            return_numbers=True,
+            attention_mask=batch.mask,
+            max_new_tokens=within,
+            eos_token_id=[] if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            watch=[lambda ids, numbers: numbers.generated[:, -1]],
+        )
+        for row in range(len(batch.ids)):
+            at = int(numbers.generated[row].int().argmax())
+            record = numbers.record(row, at, digits)
+            if record is None:
+                seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
+                yield {**dict.fromkeys(NUMBER_COLUMNS, ""), "p_num": float(f"{seen:.6g}")}
+                continue
+            spans = [end for level in LEVELS for end in record.intervals[f"{level:g}"]]
+            told = [record.written, *(float(f"{x:.6g}") for x in (*spans, record.p_num))]
             yield dict(zip(NUMBER_COLUMNS, told, strict=True))
 
 
@@ -104,6 +108,7 @@ def predict_table(
     reject_below: float = 0.0,
     batch_size: int = 16,
     digits: Digits = "auto",
+    within: int = 8,
 ) -> int:
     """Write the table with its new columns as CSV; returns its rows.
 
@@ -123,7 +128,7 @@ def predict_table(
         chosen = choose(model, tokenizer, prompts, options, reject_below)
         found = ({CHOICE: c.option or "", **{f"p {o}": f"{p:.6g}" for o, p in c.p.items()}} for c in chosen)
     else:
-        found = predict_numbers(model, tokenizer, prompts, batch_size=batch_size, digits=digits)
+        found = predict_numbers(model, tokenizer, prompts, batch_size=batch_size, digits=digits, within=within)
     for row, new in zip(rows, found, strict=True):
         writer.writerow({**row, **new})
     return len(rows)

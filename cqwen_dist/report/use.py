@@ -154,6 +154,7 @@ def predict(
     ] = None,
     reject_below: Annotated[float, typer.Option(help="With --option: none where the best P is below.")] = 0.0,
     digits: DigitsOption = "auto",
+    within: Annotated[int, typer.Option(help="Tokens in which the number has to come: 1 is directly behind.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Rows at once.")] = 16,
     device: DeviceOption = "auto",
 ) -> None:
@@ -172,6 +173,7 @@ def predict(
         "reject_below": reject_below,
         "batch_size": batch_size,
         "digits": chosen_digits,
+        "within": within,
     }
     if out is None:
         predict_table(model, tokenizer, table, template, sys.stdout, **options)
