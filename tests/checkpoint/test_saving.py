@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,72 @@ def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path, name: str) -
     (folder / name).write_bytes(b"\0\0")
     with pytest.raises(UserError, match="files that can be read"):
         load_checkpoint(folder, (0, 7))
+
+
+def save_from_gpu(run: str) -> None:
+    groups = build_groups(1)
+    state = state_of(0, 7, 5.0)
+    for part in (state.features, state.feature_moments, state.heads, state.head_moments, state.rows, state.row_moments):
+        part.update({name: tensor.cuda() for name, tensor in part.items()})
+    saver = Saver(Path(run), groups, Retention())
+    saver.save(lambda: state, About(1, "heads"))
+    for tensor in (*state.rows.values(), *state.heads.values()):
+        tensor.zero_()  # the next step, while the copy is written
+    saver.wait()
+
+
+@pytest.mark.gpu
+def test_what_is_on_a_gpu_is_saved_as_it_was(tmp_path: Path) -> None:
+    run_ranks(save_from_gpu, 1, str(tmp_path))
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None
+    assert_is(load_checkpoint(folder, (0, 7)), state_of(0, 7, 5.0))
+
+
+def save_and_step(run: str) -> dict[str, float]:
+    groups = build_groups(1)
+    state = state_of(0, 7, 5.0)
+    saver = Saver(Path(run), groups, Retention())
+    saver.save(lambda: state, About(1, "heads"))
+    for tensor in (*state.rows.values(), *state.heads.values(), *state.features.values()):
+        tensor.zero_()
+    saver.wait()
+    return saver.take()
+
+
+def test_the_next_step_does_not_reach_what_is_being_saved(tmp_path: Path) -> None:
+    cost = run_ranks(save_and_step, 1, str(tmp_path))[0]
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None
+    assert_is(load_checkpoint(folder, (0, 7)), state_of(0, 7, 5.0))
+    assert cost["perf/save_stall_s"] <= cost["perf/save_s"]
+
+
+def fail_to_save(run: str) -> list[str]:
+    """Rank 1 cannot write its rows; what each method then says."""
+    groups = build_groups(2)
+    start, stop = vocab_range(ROWS, groups.vocab_rank, 2)
+    said: list[str] = []
+    saver = Saver(Path(run), groups, Retention(), on_failure=said.append)
+    saver.save(lambda: state_of(start, stop), About(1, "heads"))
+    saver.wait()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    saver.save(lambda: state_of(start, stop), About(2, "heads"))
+    try:
+        saver.wait()
+    except UserError as error:
+        said.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    saver.save(lambda: state_of(start, stop), About(3, "heads"))
+    saver.wait()
+    return said
+
+
+def test_a_disk_that_refuses_one_rank_is_told_on_all_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    for failure, error in run_ranks(fail_to_save, 2, str(tmp_path)):
+        assert failure == "the checkpoint of step 2 failed"
+        assert error.startswith("run.dir: found ")
+        assert "File too large" in error
+        assert "a disk that takes a checkpoint; then the same command goes on from the one before" in error
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]

@@ -1,0 +1,51 @@
+"""Which checkpoints stay."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cqwen_dist.checkpoint.retention import Retention
+
+LOSS = "eval/cls_loss_mean"
+
+
+def figures(*losses: float | None) -> dict[int, dict[str, float]]:
+    """Checkpoints of steps 10, 20, ...; None: not evaluated at that step."""
+    return {10 * n: {} if loss is None else {LOSS: loss} for n, loss in enumerate(losses, 1)}
+
+
+def kept(rule: Retention, found: dict[int, dict[str, float]]) -> list[int]:
+    newest = max(found)
+    return sorted(set(found) - set(rule.outdated(found, newest)))
+
+
+def test_the_newest_the_best_and_every_nth() -> None:
+    found = figures(3.0, 1.0, None, 2.0, 2.5, 2.6)
+    assert kept(Retention(newest=2), found) == [50, 60]
+    assert kept(Retention(newest=1, best=2), found) == [20, 40, 60]
+    assert kept(Retention(newest=1, best=1, higher=True), found) == [10, 60]
+    assert kept(Retention(newest=1, every=30), found) == [30, 60]
+    assert kept(Retention(newest=2, best=1, every=40), found) == [20, 40, 50, 60]
+
+
+def test_of_equals_the_later_and_nan_is_never_best() -> None:
+    assert Retention(best=2).best_of(figures(1.0, math.nan, 1.0, 5.0)) == [30, 10]
+
+
+def test_what_lies_beyond_is_of_another_time() -> None:
+    """A run set back to step 20 writes step 30: 40 and 50, of before, neither count nor go."""
+    assert Retention(newest=1).outdated(figures(1, 1, 1, 1, 1), 30) == [10, 20]
+
+
+@given(
+    st.dictionaries(st.integers(1, 50), st.one_of(st.none(), st.floats()), min_size=1),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 9),
+)
+def test_the_one_just_written_never_goes(found: dict[int, float | None], newest: int, best: int, every: int) -> None:
+    known = {step: {} if loss is None else {LOSS: loss} for step, loss in found.items()}
+    rule = Retention(newest=newest, best=best, every=every)
+    for step in known:
+        assert step not in rule.outdated(known, step)

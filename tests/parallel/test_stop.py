@@ -1,0 +1,101 @@
+"""The flag that signals set."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from cqwen_dist.parallel.collectives import Stopped, main_rank_first
+from cqwen_dist.parallel.runtime import launched
+from cqwen_dist.parallel.stop import SIGNALS, StopFlag
+
+
+def tell(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_remembered_and_nothing_else(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    flag = StopFlag()
+    with flag.installed():
+        tell(number)
+        assert flag.reason == number.name
+    assert signal.getsignal(number) in (before, signal.SIG_IGN)
+    signal.signal(number, before)
+
+
+def test_one_that_came_while_it_was_blocked_is_not_lost() -> None:
+    """As `cqwen launch` starts its ranks, which import for seconds before they can listen."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    before = signal.getsignal(signal.SIGUSR1)
+    tell(signal.SIGUSR1)
+    flag = StopFlag()
+    with flag.installed():
+        assert flag.reason == "SIGUSR1"
+        with pytest.raises(Stopped, match="SIGUSR1"), flag.interruptible():
+            raise AssertionError("it goes no further")
+    signal.signal(signal.SIGUSR1, before)
+
+
+def wait() -> None:
+    tell(signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_where_it_may_it_interrupts_a_wait() -> None:
+    flag = StopFlag()
+    with flag.installed(), pytest.raises(Stopped, match="SIGTERM"), flag.interruptible():
+        wait()
+
+
+def test_a_second_ctrl_c_is_what_it_always_was() -> None:
+    flag = StopFlag()
+    with flag.installed():
+        tell(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            tell(signal.SIGINT)
+
+
+def agree(told: int) -> list[str]:
+    """What each way of agreeing says, one rank having been told."""
+    flag, heard = StopFlag(), []
+    flag.agreed(torch.device("cpu"))
+    if dist.get_rank() == told:
+        flag.reason = "SIGTERM"
+
+    def stop() -> None:
+        raise Stopped("SIGUSR1")
+
+    for way in (lambda: flag.agreed(torch.device("cpu")), lambda: main_rank_first(stop)):
+        try:
+            way()
+        except Stopped as stopped:
+            heard.append(str(stopped))
+    return heard
+
+
+def test_all_ranks_hear_what_one_was_told() -> None:
+    assert run_ranks(agree, 3, 1) == [
+        ["another rank was told to stop", "SIGUSR1"],
+        ["SIGTERM", "SIGUSR1"],
+        ["another rank was told to stop", "SIGUSR1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer"),
+    [
+        ({}, False),
+        ({"RANK": "0"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, True),
+    ],
+)
+def test_whether_a_launcher_reads_the_exit_code(environment: dict[str, str], answer: bool) -> None:
+    """Under one a stopped rank ends with 0, as it would take 75 for a failure and kill the others."""
+    assert launched(environment) is answer
