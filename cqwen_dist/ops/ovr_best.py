@@ -103,7 +103,7 @@ def best_word(
         loc = loc + bias[:rows].to(loc.dtype)
     gap = (threshold[:rows] if threshold.ndim else threshold).to(loc.dtype) - loc
     words = None if sizes is None else _candidates(gap, scale_u.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
-    if words is None or words.numel() * FEW > rows:
+    if words is None or not 0 < words.numel() * FEW <= rows:  # none: nothing compares with nan
         return _first(_strength(gap, scale_scores(scale_u, weight, rows)), loc)
     scale = product(scale_u.to(weight.dtype), weight[words].abs())
     return words[_first(_strength(gap[:, words], scale), loc[:, words])]

@@ -65,6 +65,12 @@ def test_without_scale_equal_strength_is_told_apart_by_loc() -> None:
         assert best_word(one, zero, weight, None, torch.tensor(9.0), sizes).tolist() == [1, 1]
 
 
+def test_nan_is_no_crash() -> None:
+    weight, bias, c = head(64, 5)
+    loc = torch.full((2, 5), float("nan"))
+    assert best_word(loc, loc, weight, bias, c, row_sizes(weight)).shape == (2,)
+
+
 def test_scales_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ovr_best, "BLOCK_BYTES", 64 * 37 * 4)
     weight, _, _ = head(1003, 37)
