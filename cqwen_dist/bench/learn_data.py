@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.errors import Said
 from cqwen_dist.data.diabetes import diabetes_table, diabetes_texts
 from cqwen_dist.data.sources import ReadReport, read_texts
 
@@ -72,7 +73,8 @@ def write_corpora(folder: Path, data: str | None, texts: int, held_out: int) -> 
         parts[name] = table.train, table.test
     for name, (train, test) in parts.items():
         if len(train) < 8 or len(test) < 8:
-            raise UserError("--data", f"{len(train)} texts to train on, {len(test)} held out", "8 or more of each")
+            found = Said(f"{len(train)} texts to train on, {len(test)} held out")
+            raise UserError("--data", found, "8 or more of each")
         for part, items in (("train", train), ("test", test)):
             lines = [json.dumps({"text": item.text, "prompt": item.prompt}) + "\n" for item in items]
             (folder / f"{name}-{part}.jsonl").write_text("".join(lines), encoding="utf-8")
