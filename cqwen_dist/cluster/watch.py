@@ -36,7 +36,10 @@ def look(run_or_job: str) -> dict[str, Any]:
     starts = [entry for entry in history if entry["event"] == "start"]
     if job is None and starts:
         job = job_of(starts[-1]["job"])
-    document = {**read_status(folder), "run": str(folder), "job": _of_interest(job), "history": history}
+    status = read_status(folder)
+    if status["status"] == "unknown" and starts:
+        status = {"status": "starting"}
+    document = {**status, "run": str(folder), "job": _of_interest(job), "history": history}
     if document["status"] == "running" and "updated" in document:
         document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
     return document
