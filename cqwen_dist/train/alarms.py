@@ -53,6 +53,7 @@ class Alarms:
 
     TRAP_LOOKS = 3  # looks at train/accuracy in a row
     DEAD_STEPS = 20  # steps in a row without a gradient
+    UNLEARNT_STEPS = 100  # steps with <NUM> labels, in a row, at which P_NUM stays near 0
     HISTORY = 64  # losses that a spike is measured against
     LEAST_HISTORY = 20
     SPIKE = 10.0  # robust deviations
@@ -60,12 +61,13 @@ class Alarms:
     def __init__(self, words: int | None, factor: float = 1.0, base_accuracy: float | None = None) -> None:
         self.uniform = None if words is None else 1.0 + math.log(words)
         self.factor = factor
-        self.poor = 0.02 if base_accuracy is None else 0.2 * base_accuracy
+        self.poor = max(0.02, 0.2 * (base_accuracy or 0.0))
         self._stage: str | None = None
         self._told: set[str] = set()
         self._trapped = self._dead = 0
         self._p_num: float | None = None
-        self._best_p_num = 0.0
+        self._best_p_num = self._accuracy = 0.0
+        self._unlearnt = 0
         self._losses: deque[float] = deque(maxlen=self.HISTORY)
 
     @classmethod
@@ -116,9 +118,14 @@ class Alarms:
             return "p-num-collapse" in self._told, ""
         self._p_num = p_num if self._p_num is None else 0.9 * self._p_num + 0.1 * p_num
         self._best_p_num = max(self._best_p_num, self._p_num)
-        return self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05, (
-            f"P of <NUM> where <NUM> is right fell to {self._p_num:.2g} from {self._best_p_num:.2g}: numbers are being "
-            "unlearnt. `loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
+        self._accuracy = record.get("train/accuracy", self._accuracy)
+        # it may be kept from ever rising, too: words are learnt, and <NUM> is not
+        self._unlearnt = self._unlearnt + 1 if self._p_num < 0.02 and self._accuracy > max(0.1, self.poor) else 0
+        fell = self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05
+        how = f"fell from {self._best_p_num:.2g}" if fell else f"has not risen in {self._unlearnt} steps"
+        return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
+            f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}: numbers are being unlearnt. "
+            "`loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
         )
 
     def _dead_noise(self, record: Mapping[str, Any]) -> tuple[bool, str]:

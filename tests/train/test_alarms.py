@@ -56,6 +56,14 @@ def test_p_num_that_collapses_is_told_and_steps_without_numbers_do_not_count() -
     assert run(Alarms(V), [record(step, p_num_mean=0.0) for step in range(1, 300)]) == [], "data without numbers"
 
 
+def test_p_num_that_never_rises_while_words_are_learnt_is_told() -> None:
+    """As seen with gate_grad: full: P_NUM 0.004 from the twentieth step on, accuracy 0.7 all the same."""
+    held = [record(step, p_num_mean=0.004, accuracy=0.7) for step in range(1, 150)]
+    assert [(a.kind, a.step) for a in run(Alarms(V, base_accuracy=0.4), held)] == [("p-num-collapse", 100)]
+    young = [record(step, p_num_mean=0.004, accuracy=0.01) for step in range(1, 150)]
+    assert run(Alarms(V, base_accuracy=0.4), young) == [], "nothing is learnt yet"
+
+
 def test_noise_without_gradient_is_told_where_its_group_trains() -> None:
     assert [(a.kind, a.step) for a in run(Alarms(V), [record(s, b_noise_grad=0.0) for s in range(1, 50)])] == [
         ("b-noise-without-gradient", 20)
