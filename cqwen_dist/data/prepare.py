@@ -92,12 +92,11 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
 
 def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path) -> dict[str, Any]:
     """All that the tokens depend on, as plain values. Contents of files are read once and remembered under `root`."""
-    backend = hashlib.sha256(tokenizer.encoder.to_json().encode())
-    backend.update(Chat(tokenizer.tokenizer).template.encode() if config.messages_field else b"")
     policy = tokenizer.encoder.policy
     return {
         "format": FORMAT,
-        "tokenizer": backend.hexdigest(),
+        "tokenizer": tokenizer.encoder.fingerprint(),
+        "chat": Chat(tokenizer.tokenizer).template if config.messages_field else None,
         "num_token_id": tokenizer.num_token_id,
         "end": tokenizer.eos_token_id,
         "policy": None if policy is None else policy.model_dump(),

@@ -12,9 +12,11 @@ import torch
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import tokenise
+from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.sources import ReadReport, read_split, read_texts
+from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.ovr import ovr_topk
 from cqwen_dist.ops.ovr_scores import ovr_scores
@@ -63,13 +65,16 @@ def evaluate_checkpoint(
         baseline = start["statistics"]["median"] if start["statistics"]["count"] else None
         if data is not None:
             known = _factors(((_json(folder / STATE) or {}).get("figures") or {}).get(CALIBRATION))
-    report = ReadReport()
-    texts = list(read_texts(data, config, report, "--data")) if data is not None else read_split(config, report)[1]
-    if not texts:
-        raise UserError("--data", "no texts", "held-out texts (the run held none out)")
     model, tokenizer = load_trained(path)
+    if data is None:
+        dataset = load_datasets(config, tokenizer).eval
+    else:
+        dataset = tokenise(
+            read_texts(data, config, ReadReport(), "--data", Chat(tokenizer.tokenizer)), tokenizer, config
+        )
+    if dataset is None or not len(dataset):
+        raise UserError("--data", "no texts", "held-out texts (the run held none out)")
     with distributed() as runtime:
-        dataset = tokenise(texts, tokenizer, config)
         inner = model.model.to(runtime.device)
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(

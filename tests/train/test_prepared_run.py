@@ -1,0 +1,50 @@
+"""A run on prepared data, mapped and made ahead of time, is the run on data in memory, figure by figure."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.runs import cqwen_forked, metrics, train_run, write_config
+
+
+def _figures(run: Path) -> list[dict[str, float]]:
+    return [{k: v for k, v in record.items() if k.startswith(("train/", "eval/"))} for record in metrics(run)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_prepared_data_trains_to_the_same_figures(one_rank: Path, two_ranks: Path, tmp_path: Path, world: int) -> None:
+    known = one_rank if world == 1 else two_ranks
+    shutil.copy(known.parent / "texts.jsonl", tmp_path / "texts.jsonl")
+    config = write_config(
+        tmp_path,
+        train__micro_batch_size=12 if world == 1 else 6,
+        train__checkpoint_every=1,
+        train__keep_checkpoints=9,
+        data__cache_dir=str(tmp_path / "cache"),
+        data__prefetch=3,
+    )
+    train_run(config, world=world)
+    assert _figures(tmp_path / "run") == _figures(known)
+
+
+def test_prepare_says_what_is_in_the_data_and_a_run_finds_it(tmp_path: Path) -> None:
+    config = write_config(tmp_path, data__cache_dir=str(tmp_path / "cache"), data__pack=True)
+    done = cqwen_forked("prepare", config, "--json", "--workers", 1)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    folder = Path(found["folder"])
+    assert {"summary.json", "summary.svg", "train.arrow"} <= {path.name for path in folder.iterdir()}
+    train = found["train"]
+    assert train["texts"] == 32
+    assert sum(count for _, count in train["text_lengths"]) == 32
+    assert sum(count for _, count in train["number_sizes"]) == train["numbers"] > 0
+    assert 0 < train["tokens_per_sequence"] <= 1
+    stamp = (folder / "train.arrow").stat().st_mtime_ns
+    train_run(config)
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.name != "contents"] == [folder]
+    assert (folder / "train.arrow").stat().st_mtime_ns == stamp
+    wrong = cqwen_forked("prepare", config, "data.train=nowhere.jsonl")
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("\n") == 1
+    assert "data.train: found no file nowhere.jsonl" in wrong.stderr
