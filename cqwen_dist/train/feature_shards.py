@@ -111,10 +111,31 @@ def build_shards(
     """
     who = gather_objects(os.getpid())[0]  # another run may be making the same
     beside = folder.with_name(f".{folder.name}.{who}.partial")
+    try:
+        files = _write_shards(beside, batches, samples, features, runtime, tell)
+        if runtime.is_main:
+            write_atomically(beside / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+            sync_folder(folder.parent)
+        barrier()
+    finally:
+        if runtime.is_main:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_shards(
+    beside: Path,
+    batches: Iterator[Batch],
+    samples: range,
+    features: Callable[[Batch, Tensor], Tensor],
+    runtime: Runtime,
+    tell: Callable[[int], None],
+) -> dict[str, Any]:
+    """Every rank its own two files; size and checksum of all ranks' by name."""
     trouble = ""
     if runtime.is_main:
         try:
-            shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
         except OSError as error:
             trouble = str(error)
@@ -158,13 +179,7 @@ def build_shards(
         f"z-{name}": {"size": size, "sha256": digest.hexdigest()},
         f"n-{name}": file_record(beside / f"n-{name}"),
     }
-    files = {name: record for part in gather_objects(records) for name, record in part.items()}
-    if runtime.is_main:
-        write_atomically(beside / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
-        sync_folder(folder.parent)
-    barrier()
+    return {name: record for part in gather_objects(records) for name, record in part.items()}
 
 
 def free_bytes(folder: Path) -> int:
