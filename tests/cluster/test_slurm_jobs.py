@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 from support.runs import losses, metrics, train_run
-from support.slurm_cluster import Cluster, wait_for
+from support.slurm_cluster import Cluster
 from support.slurm_runs import EVERY, STEPS, SlurmRun
 
 from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.cluster.rank import Order
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -145,10 +146,17 @@ class Hosts:
         words = ["launch", self.run.config, "--hostfile", self.file, *more]
         return self.cluster.on("node1", sys.executable, "-m", "cqwen_dist", *words)
 
-    def left(self) -> list[str]:
-        """Processes of the launch that are still there."""
-        listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout.splitlines()
-        return [line for line in listed if "cqwen_dist.cluster.rank" in line and "grep" not in line]
+    def left(self, kind: str = "") -> list[psutil.Process]:
+        """Processes of the launch that are still there, those with `kind` in their command line."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = process.cmdline()
+                if "cqwen_dist.cluster.rank" in words and Order.decode(words[-1]).folder == str(self.run.folder):
+                    found += [process] if kind in " ".join(words) else []
+            except (psutil.Error, ValueError):
+                continue
+        return found
 
 
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
@@ -198,8 +206,8 @@ def test_launch_over_ssh_tells_of_a_rank_that_was_killed(cluster: Cluster, tmp_p
     words = hosts.command("train.micro_batch_size=3", "--no-preflight")
     started = subprocess.Popen(words, env=cluster.environment(), stdout=log, stderr=log, cwd=tmp_path)
     run.wait_saved(EVERY)
-    wait_for("ranks", lambda: len(hosts.left()) >= 4, 20)
-    victim = next(line for line in hosts.left() if "--module" not in line)
-    subprocess.run(["kill", "-KILL", victim.split()[0]], check=True)
+    ranks = hosts.left("-m cqwen_dist.cluster.rank")
+    assert len(ranks) == 4
+    ranks[-1].kill()
     assert started.wait(120) == 1
     assert hosts.left() == []
