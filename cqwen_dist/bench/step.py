@@ -33,7 +33,7 @@ from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import backbone_forward, cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.machine import MACHINES, Machine, machine
 from cqwen_dist.plan.make import tensor_bytes
-from cqwen_dist.plan.memory import GIB, kept, moments
+from cqwen_dist.plan.memory import GIB, WORKSPACE, kept, moments
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 from cqwen_dist.train.stages import StagePlan
 
@@ -140,6 +140,7 @@ def _stage(
     by_part = {name: statistics.median(values) for name, values in parts.items()}
     tensors = tuple(kept(s))
     planned = tensor_bytes(tensors) + max(moment.bytes for moment in moments(s))
+    planned += WORKSPACE * (device.type == "cuda")
     row = _row(s.stage.name, times, s, machine)
     row |= {
         "parts_s": by_part,

@@ -20,7 +20,9 @@ def layer_saved(s: Sizes) -> int:
     a, w, n = s.base, s.width, s.tokens
     h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
     trained = "lora" in s.awake
-    each = 2 * (FP32 * h + FP32)  # both norms: their input in fp32, and 1 / rms
+    compiled = s.config.model.compile_layers
+    # both norms: their input in fp32 (compiled: as it came), and 1 / rms
+    each = 2 * ((w if compiled else FP32) * h + FP32)
     if masked(s):
         each += w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
         each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as numbers, one row a token
@@ -31,7 +33,7 @@ def layer_saved(s: Sizes) -> int:
         each += w * (2 * q + 2 * kv) + a.heads * FP32
     if a.model_type == "qwen3":
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
-    each += w * 3 * i  # gate, act(gate), up
+    each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code makes again
     return n * (each + _adapters_saved(s, trained))
 
 

@@ -17,10 +17,12 @@ from cqwen_dist.plan.machine import Machine
 from cqwen_dist.plan.memory import FASTEST
 from cqwen_dist.plan.sizes import FP32, Sizes
 
-LAUNCH = 14e-6  # s a kernel started from Python by transformers' and PEFT's modules (measured beside an H200)
-# Of a layer's forward; of an adapter; backward takes twice as long to start. And of a layer that is compiled.
+# Measured beside an H200 (docs/planner.md): s to start a kernel from transformers' and PEFT's Python; what a trained
+# tensor costs DeepSpeed in a step. Kernels of a layer's forward, of an adapter there, of a layer that is compiled;
+# backward takes twice as long to start, compiled once. What compiling leaves of the elementwise passes.
+LAUNCH, TENSOR = 16e-6, 20e-6
 KERNELS, ADAPTER_KERNELS, COMPILED_KERNELS = 60, 6, 60
-HEAD_KERNELS, TILE_KERNELS = 200, {"triton": 12, "chunked": 30, "reference": 40}
+COMPILED_PASSES = 0.4
 PASSES = {"triton": 16, "chunked": 160, "reference": 200}  # bytes read and written for a (token, word), beside products
 ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the norm
 
@@ -122,27 +124,26 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     """Seconds of one micro-batch on one rank: forward, backward, heads, and what launching adds."""
     each, n = flops(s), s.tokens
     rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
-    passes = layer_bytes(s)
+    compiled = s.config.model.compile_layers
+    passes = layer_bytes(s) * (COMPILED_PASSES if compiled else 1)
     forward = n * (each.backbone_forward / rate + (0 if s.cached else passes / memory))
     backward = n * ((each.backbone_backward + each.recomputed) / rate)
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
     impl = s.config.loss.impl if s.config.loss.impl != "auto" else FASTEST[s.kind]
     words = s.base.vocab * PASSES[impl] + 15 * s.causal * FP32
-    heads = n * ((each.word_head + each.abduction) / rate + words / memory)
-    found = {
+    heads = n * ((each.word_head + each.abduction) / (m.peak(s.width) * m.head_efficiency) + words / memory)
+    exposed = 0.0
+    if s.kind == "cuda":
+        layer = COMPILED_KERNELS if compiled else KERNELS + ADAPTER_KERNELS * len(s.adapters)
+        start = LAUNCH * s.base.layers * layer
+        exposed += max(0.0, start - forward) * (not s.cached)
+        exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
+    return {
         "backbone_forward": forward * m.factor("backbone_forward"),
         "backbone_backward": backward * m.factor("backbone_backward"),
         "heads": heads * m.factor("heads"),
+        "exposed_launches": 0.0 if m.calibrated else exposed,
     }
-    floor = 0.0
-    if s.kind == "cuda":
-        layer = KERNELS + ADAPTER_KERNELS * len(s.adapters)
-        if s.config.model.compile_layers:
-            layer = COMPILED_KERNELS
-        runs = (not s.cached) + s.graph * (2 + s.checkpointing)
-        floor = LAUNCH * (s.base.layers * layer * runs + HEAD_KERNELS)
-    found["exposed_launches"] = max(0.0, floor - sum(found.values()))
-    return found
 
 
 def layer_bytes(s: Sizes) -> float:
@@ -163,10 +164,11 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
     """AdamW of the heads and of this rank's share of the features, the norm and the clip among it."""
     heads = sum(s.row_tensors(s.awake)) + s.whole_head(s.awake)
     features = s.trained_features * s.graph / s.over(1)
+    tensors = 2 * s.base.layers * len(s.adapters) * s.graph * TENSOR * (s.kind == "cuda")
     if s.config.parallel.offload == "optimizer":
         host = features * (ADAMW + 2 * s.width) / m.host
-        return (ADAMW * heads / (m.memory * m.memory_efficiency)) * m.factor("optimizer") + host
-    return ADAMW * (heads + features) / (m.memory * m.memory_efficiency) * m.factor("optimizer")
+        return (ADAMW * heads / (m.memory * m.memory_efficiency) + tensors) * m.factor("optimizer") + host
+    return (ADAMW * (heads + features) / (m.memory * m.memory_efficiency) + tensors) * m.factor("optimizer")
 
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:

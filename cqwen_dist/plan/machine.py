@@ -25,6 +25,7 @@ class Machine:
     latency_inside: float = 10e-6  # s of a collective, for each of its rounds
     latency_between: float = 20e-6
     efficiency: float = 0.70  # of the peak, in large products
+    head_efficiency: float = 0.58  # in the word head's, whose sums are fp32
     memory_efficiency: float = 0.75  # of the bandwidth, in elementwise passes
     host: float = 20 * GB  # bytes/s to host memory, and of AdamW there
     calibrated: str = ""  # where measured rates came from

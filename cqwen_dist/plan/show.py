@@ -128,6 +128,6 @@ def head_lines(plan: Plan, command: str) -> list[str]:
         )
     rates = "measured" if plan.machine.calibrated else "stated"
     if plan.hours is not None and plan.gpu_hours is not None:
-        lines.append(f"{plan.hours:.1f} hours, {plan.gpu_hours:.0f} GPU-hours at the {rates} rates")
+        lines.append(f"{plan.hours:.1f} hours, {plan.gpu_hours:.3g} GPU-hours at the {rates} rates")
     lines.append(f"checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB")
     return lines

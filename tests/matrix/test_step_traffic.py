@@ -1,0 +1,122 @@
+"""All that ranks say in a step, DeepSpeed's features among it, is `plan.comm.step_messages` of the config, exactly."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from cqwen_dist.bench.parts import Traffic
+from cqwen_dist.config import Config
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.plan import Architecture
+from cqwen_dist.plan.comm import step_messages
+from cqwen_dist.plan.sizes import stage_sizes
+
+SIZES: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+# Everything may stay gathered; nothing may.
+WINDOW = {"stage3_param_persistence_threshold": 0}
+NO_WINDOW = {
+    **WINDOW,
+    "stage3_max_live_parameters": 1,
+    "stage3_max_reuse_distance": 1,
+    "stage3_prefetch_bucket_size": 0,
+}
+OPERATIONS = {
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+TINY = 200  # bytes: the counts of a step, norms, flags; every other message of these cases is larger
+
+
+def config_of(zero: int, group: int, precision: str, accumulation: int, world: int, extra: dict[str, Any]) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"architecture": SIZES},
+            "data": {"train": "unused", "sequence_length": 16},
+            "loss": {"constraint": {"mode": "off"}},
+            "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 10}],
+            "parallel": {"zero_stage": zero, "vocab_group_size": group},
+            "train": {
+                "micro_batch_size": 2,
+                "global_batch_size": 2 * accumulation * world,
+                "precision": precision,
+            },
+            "deepspeed": {"zero_optimization": extra} if extra else {},
+        }
+    )
+
+
+def said(cases: list[tuple[int, int, str, int, dict[str, Any]]]) -> list[tuple[Counter[Any], Counter[Any], int, int]]:
+    """(counted, planned) bytes by operation and group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    runtime = Runtime(rank, world, rank, torch.device("cpu"), 60.0)
+    traffic = Traffic(runtime.device)
+    with traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
+        return [_of_one(traffic, runtime, *case) for case in cases]
+
+
+def _of_one(
+    traffic: Traffic, runtime: Runtime, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]
+) -> tuple[Counter[Any], Counter[Any], int, int]:
+    from cqwen_dist.bench.rig import build_rig
+
+    config = config_of(zero, group, precision, accumulation, runtime.world_size, extra)
+    rig = build_rig(config, SIZES, runtime)
+    plan = rig.enter(0)
+    batches = rig.batches(plan)
+    rig.step(batches, plan)
+    rig.step(batches, plan)
+    traffic.on = True
+    rig.step(batches, plan)
+    traffic.on = False
+    counted: Counter[Any] = Counter()
+    for operation, name, ranks, size in traffic.take()[0]:
+        if size > TINY and ranks > 1:
+            counted[OPERATIONS[operation], name if name in ("vocabulary", "replica") else "world"] += size
+    (s,) = stage_sizes(config, Architecture.of(SIZES), world=runtime.world_size, kind="cpu")
+    planned: Counter[Any] = Counter()
+    for message in step_messages(s):
+        if message.bytes > TINY:
+            planned[message.operation, message.group] += message.bytes
+    return counted, planned, zero, group
+
+
+CASES = {
+    2: [
+        (1, 2, "fp32", 2, {}),
+        (2, 1, "bf16", 2, {}),
+        (3, 2, "fp32", 2, WINDOW),
+        (3, 1, "fp32", 1, NO_WINDOW),
+        (3, 2, "bf16", 1, {}),
+    ],
+    4: [(1, 4, "bf16", 1, {}), (2, 2, "fp32", 2, {}), (3, 2, "fp32", 1, WINDOW)],
+}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_counted_bytes_are_the_planned(world: int) -> None:
+    for results in run_ranks(said, world, CASES[world], timeout=200):
+        for counted, planned, zero, group in results:
+            assert counted == planned, f"ZeRO-{zero}, group {group}"
+
+
+def test_one_rank_says_nothing() -> None:
+    (s,) = stage_sizes(config_of(3, 1, "bf16", 1, 1, {}), Architecture.of(SIZES), world=1, kind="cpu")
+    assert step_messages(s) == []
