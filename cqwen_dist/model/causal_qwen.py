@@ -30,7 +30,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, translate
-from cqwen_dist.model import initialise
+from cqwen_dist.model import calibration, initialise
 from cqwen_dist.model.abduction import ABDUCTIONS, AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base
@@ -147,7 +147,7 @@ class CausalQwenModel(nn.Module):
     ) -> CausalQwenModel:
         """A base model turned causal; the base object is used up (its transformer moves in).
 
-        start: "seed" or "seed-100", or "calibrated" (the seed's constants until `initialise.calibrate` is run).
+        start: "seed" or "seed-100", or "calibrated" (the seed's constants until `calibration.calibrate` is run).
         head: the output head's weight where `base` has none (`train.partitioned`). num_row_init, num_bias_init: of
         <NUM>'s row. reg_gain: of W_reg's Xavier start. shape: further fields of `CausalQwenConfig`.
         """
@@ -295,7 +295,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if start == "calibrated":
             if calibration_batches is None:
                 raise UserError("calibration_batches", "no batches", "batches of text for the calibrated start")
-            initialise.calibrate(model, calibration_batches)
+            calibration.calibrate(model, calibration_batches)
         causal = cls(model.config, model)
         if base.generation_config is not None:
             causal.generation_config = base.generation_config

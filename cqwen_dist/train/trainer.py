@@ -19,8 +19,9 @@ from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.model.backbone import compile_layers, load_base
+from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.initialise import calibrate, override_start
+from cqwen_dist.model.initialise import override_start
 from cqwen_dist.parallel.collectives import Stopped, gather_objects, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 from cqwen_dist.config import UserError
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.initialise import calibrate
+from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.lora import adapters_disabled, is_lora
 from cqwen_dist.model.losses import CausalQwenLoss
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.initialise import calibrate
+from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.losses import fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import NegativeSampling, linear_ovr, ovr_prob_at, ovr_topk
