@@ -196,15 +196,15 @@ def test_refused_steps_are_passed_over_named_and_counted(tmp_path: Path) -> None
     assert alarm["text"] in " ".join(done.stdout.split("\n"))
 
 
-def test_a_failing_disk_is_a_failure_with_a_reason(tmp_path: Path) -> None:
+def test_a_failing_disk_is_one_line_with_a_reason(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     done = cqwen_forked("train", config)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert read_status(tmp_path / "run")["status"] == "fatal"
     assert "checkpoints" in read_status(tmp_path / "run")["reason"]
-    assert len(metrics(tmp_path / "run")) == 2, "steps before the first checkpoint"
+    assert len(metrics(tmp_path / "run")) >= 2, "steps before the first checkpoint; it is written while others follow"
 
 
 def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
