@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,3 +235,9 @@ def test_an_unknown_mode_lists_the_modes() -> None:
     ):
         find_mode("greedy")
     assert NUM < VOCAB
+
+
+def test_the_page_names_every_mode() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(\w+)`", page, re.MULTILINE)
+    assert sorted(named) == sorted(MODES), "docs/generation.md lists the modes that there are"
