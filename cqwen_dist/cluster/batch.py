@@ -107,7 +107,7 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
     elif said == "preempted" or asked == "USR1":
         how, reason = "preempted", str(status.get("reason") or asked) if said == "preempted" else asked
     else:
-        how, reason = "lost", _missing(logs) or f"exit code {code}"
+        how, reason = "lost", _missing(logs) or str(status.get("reason") or f"exit code {code}")
     _record(run_dir, {"event": "end", "how": how, "reason": reason, "code": code, "step": _latest_step(run_dir)})
     if how == "done":
         return "done", reason
@@ -122,12 +122,11 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
 
 
 def guilty_log(logs: Path) -> Path | None:
-    """The log of the rank that failed first by itself; else of one that ended without a word."""
-    failed = sorted((r for r in _endings(logs) if r["how"] in ("failed", "wrong input")), key=lambda r: r["time"])
-    if failed:
-        return logs / f"rank-{failed[0]['rank']}.log"
-    silent = _silent(logs)
-    return logs / f"rank-{silent[0]}.log" if silent else None
+    """The log of the rank that failed first by itself; else of one that ended without a word; else of the first."""
+    endings = sorted(_endings(logs), key=lambda r: r["time"])
+    failed = [r["rank"] for r in endings if r["how"] in ("failed", "wrong input")]
+    ranks = [*failed, *_silent(logs), *(r["rank"] for r in endings)]
+    return logs / f"rank-{ranks[0]}.log" if ranks else None
 
 
 def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) -> list[str]:
@@ -252,9 +251,7 @@ def _end(run_dir: Path, logs: Path, given: argparse.Namespace) -> None:
     how = read_history(run_dir)[-1]["how"]
     _say(f"{how}{f': {reason}' if reason else ''}; latest checkpoint: step {_latest_step(run_dir)}; {verdict}")
     if how in ("fatal", "lost"):
-        log = guilty_log(logs)
-        if log is None and (logs / "preflight.log").is_file():
-            log = logs / "preflight.log"
+        log = logs / "preflight.log" if given.phase == "preflight" else guilty_log(logs)
         if log is not None:
             _say(f"--- the last lines of {log}")
             _say("\n".join(_tail(log)))

@@ -91,6 +91,17 @@ def test_a_rank_that_failed_by_itself_is_fatal_whatever_the_status_says(starts: 
     assert log.read_text() == "ValueError: mine\n"
 
 
+def test_where_all_ranks_lost_each_other_the_first_to_notice_is_shown(starts: Starts) -> None:
+    """A link that was cut: nobody is guilty."""
+    starts.start()
+    starts.rank_ends(0, "lost the others", at=2.0)
+    starts.rank_ends(1, "lost the others", at=1.0)
+    assert starts.end() == ("requeue 10", "lost")
+    log = guilty_log(starts.run / "slurm" / "latest")
+    assert log is not None
+    assert log.name == "rank-1.log"
+
+
 def test_a_users_mistake_is_told_in_its_own_words(starts: Starts) -> None:
     starts.start()
     starts.rank_ends(0, "wrong input", log="hello\nerror: data.train: found no such file\n", message="exit code 2")

@@ -71,7 +71,7 @@ def _both(corpus: str, folder: Path, tokenizer: NumericalAwareTokenizer, **confi
             "numeric_targets": "last",
             "prompt_template": "{n}: ",
         },
-        {"sequence_length": 512, "deduplicate": True, "min_tokens": 20, "max_tokens": 300, "limit": 290},
+        {"deduplicate": True, "eval_fraction": 0.2, "min_tokens": 20, "max_tokens": 300, "limit": 290},
     ],
 )
 def test_prepared_samples_are_those_in_memory(

@@ -24,7 +24,7 @@ class SlurmRun:
         self.cluster, self.folder, self.run = cluster, folder, folder / "run"
         steps = {f"stages__{i}__steps": STEPS for i in (0, 1)}
         usual = {"train__checkpoint_every": EVERY, "train__keep_checkpoints": 2, "model__lora__dropout": 0.1}
-        self.config = write_config(folder, **{**steps, **usual, "parallel__timeout_min": 0.25, **overrides})
+        self.config = write_config(folder, **{**steps, **usual, "parallel__timeout_min": 0.6, **overrides})
 
     def cqwen(self, *words: object, timeout: float = 100.0) -> Any:
         """A command of a person at the head."""
