@@ -122,9 +122,11 @@ class Alarms:
         # it may be kept from ever rising, too: words are learnt, and <NUM> is not
         self._unlearnt = self._unlearnt + 1 if self._p_num < 0.02 and self._accuracy > max(0.1, self.poor) else 0
         fell = self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05
-        how = f"fell from {self._best_p_num:.2g}" if fell else f"has not risen in {self._unlearnt} steps"
+        how = f"fell from {self._best_p_num:.2g}: numbers are being unlearnt"
+        if not fell:
+            how = f"has not risen in {self._unlearnt} steps while words are learnt: numbers are not"
         return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
-            f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}: numbers are being unlearnt. "
+            f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}. "
             "`loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
         )
 

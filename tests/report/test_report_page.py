@@ -1,5 +1,6 @@
 """The report of real (tiny) runs: complete, self-contained, and drawn by a real browser."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -79,6 +80,47 @@ def test_runs_stand_side_by_side(both: Path, tmp_path: Path, one_rank: Path, two
     assert re.search(
         r"<code>train\.micro_batch_size</code></th>\s*<td><code>12</code></td>\s*<td><code>6</code>", both.read_text()
     )
+
+
+USE = """<script>
+const named = (f) => f.querySelector("figcaption").textContent === "Word loss";
+const figure = [...document.querySelectorAll("figure")].find(named);
+const ticks = () => [...figure.querySelectorAll("svg text")].map((t) => t.textContent).join(" ");
+const before = ticks();
+figure.querySelector("button").click();
+const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width * 0.6, clientY: box.top + 50 }));
+const lines = document.querySelectorAll("figure .line").length;
+document.querySelector("#shown input").click();
+const select = document.querySelector("#evaluations select");
+select.value = "0";
+select.dispatchEvent(new Event("change"));
+document.getElementById("smooth").click();
+document.body.dataset.seen = JSON.stringify({
+  switched: before !== ticks(),
+  tip: figure.querySelector(".tip").innerText,
+  lines,
+  left: document.querySelectorAll("figure .line").length,
+  chosen: select.selectedOptions[0].textContent,
+  drawn: document.querySelectorAll("#evaluations figure svg").length,
+});
+</script></body>"""
+
+
+def test_axes_switch_curves_tell_their_values_and_runs_can_be_hidden(both: Path, tmp_path: Path) -> None:
+    page = tmp_path / "used.html"
+    page.write_text(both.read_text(encoding="utf-8").replace("</body>", USE), encoding="utf-8")
+    seen = look(page, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr, seen.stderr[-2000:]
+    found = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', seen.stdout)[1]))
+    assert found["switched"], "another axis has other ticks"
+    rows = found["tip"].split("\n")
+    assert rows[0].startswith("step ")
+    assert len(rows) == 1 + 4, "training and held out of two runs"
+    assert all(re.search(r": [\d.]+$", row) for row in rows[1:])
+    assert 0 < found["left"] < found["lines"], "one run's curves are gone"
+    assert found["chosen"] == "before training"
+    assert found["drawn"] == 6, "three drawings a run"
 
 
 def test_it_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:
