@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cqwen_dist.bench.learn_data import read_items
-from cqwen_dist.bench.learn_measure import number_figures, pieces, right_words, tell, to_tell
+from cqwen_dist.bench.learn_measure import errors, intervals, numbers_to_tell, pieces, right_words, tell, to_tell
 from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import list_checkpoints, read_manifest
 from cqwen_dist.config import Config
@@ -72,8 +73,10 @@ def causal_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
             last = {key: value for key, value in (drift[-1] if drift else {}).items() if key.startswith("train/kl")}
             look(manifest["stage"], model, tokenizer, {**evaluations[manifest["step"]], **last})
     if options.get("numbers"):
-        told = tell(model, to_tell(read_items(Path(options["numbers"])), tokenizer))
-        result["numbers"] = number_figures(told, options["median"])
+        items = read_items(Path(options["numbers"]))
+        told = tell(model, to_tell(items, tokenizer))
+        repeated = np.array([again for *_, again in numbers_to_tell(items, tokenizer.policy)])
+        result["numbers"] = {**errors(told.truth, told.told, options["median"], repeated), **intervals(told)}
         result["told"] = {"truth": told.truth.tolist(), "told": told.told.tolist()}
     if not options.get("keep"):
         shutil.rmtree(run, ignore_errors=True)

@@ -12,10 +12,11 @@ import torch
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.bench.learn_data import Item
-from cqwen_dist.config import DataConfig
+from cqwen_dist.config import DataConfig, NumberPolicy
 from cqwen_dist.data.collate import Document, collate
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import EvalLoader
+from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
@@ -57,6 +58,20 @@ def to_tell(items: list[Item], tokenizer: NumericalAwareTokenizer) -> list[Batch
         )
         for at in range(0, len(documents), ROWS)
     ]
+
+
+def numbers_to_tell(items: list[Item], policy: NumberPolicy) -> list[tuple[int, int, float, bool]]:
+    """(text, place in it, value, whether an equal number stands before it) of every number behind a prompt."""
+    found = []
+    for text, item in enumerate(items):
+        seen: set[float] = set()
+        for start, _, value in find_numbers(item.text, policy):
+            if math.isinf(value):
+                continue  # stays text
+            if start >= len(item.prompt) and start > 0:  # nothing tells a number that opens a text
+                found.append((text, start, value, value in seen))
+            seen.add(value)
+    return found
 
 
 def pieces(path: Path, tokenizer: NumericalAwareTokenizer, config: DataConfig) -> list[Batch]:
@@ -108,24 +123,34 @@ def tell(model: CausalQwenModel, batches: list[Batch]) -> Told:
     return Told(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def number_figures(told: Told, median: float) -> dict[str, Any]:
-    """Errors in the raw unit beside always the median, and the LEVEL interval's coverage, raw and split-conformal.
+def errors(truth: np.ndarray, told: np.ndarray, median: float, repeated: np.ndarray) -> dict[str, float]:
+    """Errors [M] in the raw unit beside always the median's; of numbers that repeat an earlier one, and of new ones."""
+    error = np.abs(told - truth)
+    figures = {
+        "numbers": len(error),
+        "mdae": float(np.median(error)),
+        "mae": float(np.mean(error)),
+        "relative": float(np.median(error / np.maximum(np.abs(truth), 1e-9))),
+        "exact": float(np.mean(np.round(told, 2) == np.round(truth, 2))),
+        "median_mdae": float(np.median(np.abs(median - truth))),
+    }
+    for name, part in (("repeated", error[repeated]), ("new", error[~repeated])):
+        if len(part):
+            figures[f"mdae_{name}"] = float(np.median(part))
+    return figures
+
+
+def intervals(told: Told) -> dict[str, Any]:
+    """The LEVEL interval's coverage, raw and split-conformal.
 
     Half of the texts give the conformal factor; the coverage of both kinds of interval is that of the other half,
     beside the central 99 % interval of a binomial law of LEVEL and as many numbers.
     """
-    error, beside = np.abs(told.told - told.truth), np.abs(median - told.truth)
     calibrates = for_calibration(told.texts)
     scores = told.scores[~calibrates]
     factor = interval_factors(told.scores[calibrates], (LEVEL,)).levels.get(f"{LEVEL:g}", math.nan)
     low, high = binomial_interval(len(scores), LEVEL)
     return {
-        "numbers": len(error),
-        "mdae": float(np.median(error)),
-        "mae": float(np.mean(error)),
-        "relative": float(np.median(error / np.maximum(np.abs(told.truth), 1e-9))),
-        "exact": float(np.mean(np.round(told.told, 2) == np.round(told.truth, 2))),
-        "median_mdae": float(np.median(beside)),
         "coverage_raw": float(np.mean(scores <= half_width(LEVEL))),
         "coverage_conformal": float(np.mean(scores <= half_width(LEVEL) * factor)),
         "factor": factor,

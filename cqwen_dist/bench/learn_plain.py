@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.bench.learn_data import Item, read_items
-from cqwen_dist.bench.learn_measure import pieces
+from cqwen_dist.bench.learn_measure import errors, numbers_to_tell, pieces
 from cqwen_dist.config import DataConfig
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import Loader
@@ -121,14 +121,10 @@ def _numbers(
 ) -> dict[str, Any]:
     """Errors of the numbers behind the prompts, decoded greedily; what does not read as a number is the median."""
     device = next(model.parameters()).device
-    truth, prefixes = [], []
-    for item in items:
-        for start, _, value in find_numbers(item.text, tokenizer.policy):
-            if start >= len(item.prompt):
-                truth.append(value)
-                prefixes.append(tokenizer.encode(item.text[:start])[0])
+    asked = numbers_to_tell(items, tokenizer.policy)
+    prefixes = [tokenizer.encode(items[text].text[:start])[0] for text, start, *_ in asked]
     median = float(options["median"])
-    told, unread = np.full(len(truth), np.nan), 0
+    told, unread = np.full(len(asked), np.nan), 0
     order = sorted(range(len(prefixes)), key=lambda i: len(prefixes[i]))
     for at in range(0, len(order), DECODED):
         some = order[at : at + DECODED]
@@ -153,14 +149,6 @@ def _numbers(
                 told[i] = found[0]
             else:
                 told[i], unread = median, unread + 1
-    true = np.array(truth)
-    error = np.abs(told - true)
-    return {
-        "numbers": len(true),
-        "mdae": float(np.median(error)),
-        "mae": float(np.mean(error)),
-        "relative": float(np.median(error / np.maximum(np.abs(true), 1e-9))),
-        "exact": float(np.mean(error == 0)),
-        "median_mdae": float(np.median(np.abs(true - median))),
-        "unread": unread,
-    }
+    truth = np.array([value for _, _, value, _ in asked])
+    figures = errors(truth, told, median, np.array([again for *_, again in asked]))
+    return {**figures, "unread": unread}

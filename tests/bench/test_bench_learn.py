@@ -14,7 +14,7 @@ from support.runs import write_texts
 from cqwen_dist.bench import learn, learn_data
 from cqwen_dist.bench.learn_data import Item, read_items, tables, write_corpora
 from cqwen_dist.bench.learn_lanes import Task, run_tasks
-from cqwen_dist.bench.learn_measure import Told, binomial_interval, number_figures, to_tell
+from cqwen_dist.bench.learn_measure import Told, binomial_interval, errors, intervals, numbers_to_tell, to_tell
 from cqwen_dist.bench.learn_plan import EXPERIMENTS, SCALES, Planner, Scale, with_seeds
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
@@ -92,15 +92,20 @@ def test_only_numbers_behind_the_prompt_are_told() -> None:
     (batch,) = to_tell(items, tokenizer)
     told = [batch.numeric_labels[row][batch.numeric_mask[row]].tolist() for row in range(3)]
     assert told == [[5.0, 6.0], [], [8.0]]  # a number that opens a text has nothing before it
+    assert numbers_to_tell(items, tokenizer.policy) == [(0, 13, 5.0, False), (0, 21, 6.0, False), (2, 5, 8.0, False)]
+    again = numbers_to_tell([Item("Is 4 more? 4 is. 9", "Is 4 more? ")], tokenizer.policy)
+    assert again == [(0, 11, 4.0, True), (0, 17, 9.0, False)]
 
 
 def test_number_figures_by_hand() -> None:
     texts = np.arange(2000) % 50
     truth = np.arange(2000.0)
     scores = np.random.default_rng(0).uniform(0, 2, 2000)  # far inside a Cauchy's own interval
-    figures = number_figures(Told(texts, truth, truth + 2.0, scores), median=0.0)
-    assert (figures["numbers"], figures["mdae"], figures["mae"]) == (2000, 2.0, 2.0)
-    assert figures["median_mdae"] == 999.5
+    repeated = truth >= 500
+    found = errors(truth, np.where(repeated, truth + 2.0, truth), 0.0, repeated)
+    assert (found["numbers"], found["mdae"], found["mae"], found["exact"]) == (2000, 2.0, 1.5, 0.25)
+    assert (found["mdae_repeated"], found["mdae_new"], found["median_mdae"]) == (2.0, 0.0, 999.5)
+    figures = intervals(Told(texts, truth, truth, scores))
     assert figures["coverage_raw"] == 1.0
     assert figures["coverage_conformal"] == pytest.approx(0.9, abs=0.03)
     assert figures["factor"] * half_width(0.9) == pytest.approx(1.8, abs=0.06)  # 0.9 of the way to 2
