@@ -1,7 +1,7 @@
 """KL(U || U at the start) against forgetting (seed S3 2.3): watched, or held.
 
-    U at the start = the abduction as it was, of the features as they were (adapters off, w_num and <NUM>'s row as
-                     they began), in every stage
+    U at the start = the abduction as it was, of the base's features (adapters off, w_num and <NUM>'s row as they
+                     began), in every stage; a run that begins with trained adapters has a KL from its first step on
     KL of a token  = the mean over the C dimensions of the closed form of two Cauchys (`ops.cauchy.Cauchy.kl`)
 
 What it costs. While no feature group has ever been awake z itself is what it was, and the start's U is two products
@@ -33,7 +33,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import ConstraintConfig, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.lora import adapters_disabled
+from cqwen_dist.model.lora import adapters_disabled, is_lora_b
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
 
@@ -60,6 +60,7 @@ class Constraint:
         self.model, self.config, self._features = model, config, features
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether any of embedding and lora has ever been awake
+        self._adapted = False  # whether the run began with adapters that were trained before
         self._abduction = _frozen_copy(model)
         self._embedding: tuple[Tensor, Tensor] | None = None
         self.unit: Tensor | float | None = None
@@ -78,6 +79,7 @@ class Constraint:
         """
         self._abduction = _frozen_copy(self.model)
         self._embedding = self._own(features["embedding.w_num"]), self._own(features["embedding.num_row"])
+        self._adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
         size = self.model.config.causal_hidden_size
         kept = []
         for batch in batches:
@@ -101,6 +103,7 @@ class Constraint:
         assert self._embedding is not None
         tensors = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
         tensors |= {"w_num": self._embedding[0], "num_row": self._embedding[1], "spread": self.spread}
+        tensors["adapted"] = torch.tensor(self._adapted)
         beside = path.with_name(f".{path.name}.partial")
         save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, beside)
         beside.replace(path)
@@ -115,6 +118,7 @@ class Constraint:
             )
             self._embedding = self._own(tensors["w_num"]), self._own(tensors["num_row"])
             self.spread = self._own(tensors["spread"])
+            self._adapted = bool(tensors["adapted"])
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
             raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
@@ -143,6 +147,11 @@ class Constraint:
         assert self._embedding is not None
         with adapters_disabled(self.model.transformer), self.model.features.embedding.using(*self._embedding):
             yield
+
+    @property
+    def second_pass(self) -> bool:
+        """Whether z of the start is another than z, and must be computed."""
+        return self.features_moved or self._adapted
 
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:

@@ -78,9 +78,7 @@ class Stepper:
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             there, keep = batch.to(self.device), keep.to(self.device)
-            z_start = (
-                self.constraint.start_features(there, keep) if looking and self.constraint.features_moved else None
-            )
+            z_start = self.constraint.start_features(there, keep) if looking and self.constraint.second_pass else None
             z = self.engine.forward(there, keep) if cached is None else self._fitting(cached[i], keep)
             u = self.model.abduction(z)
             terms = self._loss(u, there, keep, counts, counts.kept[i], reg_weight)
