@@ -17,7 +17,6 @@ from cqwen_dist.data.document import Sample
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.records import Text
-from cqwen_dist.data.sources import text_digest
 from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics, streamed_statistics
 from cqwen_dist.data.store import Chunk, Recipe, TokenStore, encode_chunk
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -39,7 +38,6 @@ class DataReport:
     overflows: int = 0  # numbers too large for float64, left as text
     first_overflow: str = ""
     left: int = 0  # numerals that the policy left as text
-    duplicates: int = 0  # texts left out, as they were there already
     too_short: int = 0  # texts left out
     too_long: int = 0
 
@@ -54,7 +52,7 @@ class DataReport:
             lines.append(f"{name}: long texts cut: {self.documents:,} pieces of {self.texts:,} texts")
         if self.overflows:
             lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
-        left_out = (("equal", self.duplicates), ("too short", self.too_short), ("too long", self.too_long))
+        left_out = (("too short", self.too_short), ("too long", self.too_long))
         for why, count in left_out:
             if count:
                 lines.append(f"{name}: {count:,} texts left out as {why}")
@@ -208,7 +206,7 @@ def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: 
     Raises: UserError for a number that overflows unless config.on_nonfinite is skip, or no end token.
     """
     tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
-    for chunk in chunks(unique(texts, report, Seen()) if config.deduplicate else texts):
+    for chunk in chunks(texts):
         encoded = encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe)
         tokeniser.take(encoded, report)
         batches.append(encoded.batch)
@@ -228,28 +226,6 @@ def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overf
     report.left = int(store.column("left")[own].sum(dtype=np.int64))
     mine = None if texts is None else set(texts.tolist())
     report.first_overflow = next((said for row, said in overflows if mine is None or row in mine), "")
-
-
-class Seen:
-    """Digests that were there already, in memory."""
-
-    def __init__(self) -> None:
-        self._digests: set[bytes] = set()
-
-    def new(self, digest: bytes) -> bool:
-        """Whether this one is new."""
-        before = len(self._digests)
-        self._digests.add(digest)
-        return len(self._digests) > before
-
-
-def unique(texts: Iterable[Text], report: DataReport, seen: Seen) -> Iterator[Text]:
-    """The texts without those that were there already, which are counted."""
-    for text in texts:
-        if seen.new(text_digest(text)):
-            yield text
-        else:
-            report.duplicates += 1
 
 
 def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:

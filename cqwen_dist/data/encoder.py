@@ -13,11 +13,12 @@ import math
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
 from cqwen_dist.config import NumberPolicy
+from cqwen_dist.data.ascii_words import AsciiWords
 from cqwen_dist.data.numbers import find_numbers
 
 # A noncharacter: no text that is meant for exchange holds it, and one that does takes the slow way.
@@ -50,6 +51,7 @@ class NumberEncoder:
         self._backend = Tokenizer.from_str(backend) if isinstance(backend, str) else backend
         self.num_token_id, self.policy, self.literal = num_token_id, policy, literal
         self._marked: tuple[Tokenizer, int] | None = None
+        self._ascii: AsciiWords | Literal[False] | None = None  # False: not this tokenizer
         self._fingerprint = ""
 
     def to_json(self) -> str:
@@ -74,7 +76,7 @@ class NumberEncoder:
             numbers.append(found[1])
             overflows.append(found[2])
         left = [len(_NUMERAL.findall(_MARK.join(own))) for own in pieces]
-        ids = self._in_bulk(pieces) if len(texts) > _FEW else [self._one(own) for own in pieces]
+        ids = self._many(texts, pieces) if len(texts) > _FEW else [self._one(own) for own in pieces]
         return [Reading(*row) for row in zip(ids, numbers, overflows, left, strict=True)]
 
     def split(self, text: str) -> tuple[list[str], list[float], list[str]]:
@@ -96,7 +98,26 @@ class NumberEncoder:
         pieces.append(text[position:])
         return pieces, numbers, overflows
 
+    def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[list[int]]:
+        if self._ascii is None:
+            plan = json.loads(self.to_json())
+            self._ascii = AsciiWords(plan) if AsciiWords.suits(plan) else False
+        if self._ascii is False:
+            return self._in_bulk(pieces)
+        quick = [self._ascii.takes(text) for text in texts]
+        ways = {
+            True: iter(
+                self._ascii.encode(
+                    [own for own, is_quick in zip(pieces, quick, strict=True) if is_quick], self.num_token_id
+                )
+            ),
+            False: iter(self._in_bulk([own for own, is_quick in zip(pieces, quick, strict=True) if not is_quick])),
+        }
+        return [next(ways[is_quick]) for is_quick in quick]
+
     def _in_bulk(self, texts: list[list[str]]) -> list[list[int]]:
+        if not texts:
+            return []
         if self._marked is None:
             plan = json.loads(self.to_json())
             if plan["normalizer"] == {"type": "NFC"}:  # as all texts are by now, and so are their parts

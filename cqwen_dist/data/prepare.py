@@ -34,10 +34,10 @@ from filelock import FileLock
 
 from cqwen_dist.config import DataConfig, NumberPolicy, UserError
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.dataset import DataReport, Seen, Tokeniser, chunks, count, unique
+from cqwen_dist.data.dataset import DataReport, Tokeniser, chunks, count
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.records import ReadReport, Text
-from cqwen_dist.data.sources import as_list, held_out, read_eval, read_texts, read_train
+from cqwen_dist.data.sources import Seen, as_list, held_out, read_eval, read_texts, read_train, unique
 from cqwen_dist.data.store import SCHEMA, Chunk, ContentDigest, Recipe, TokenStore, encode_chunk
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
@@ -140,7 +140,7 @@ def _build(
     for name, texts in parts.items():
         tokeniser, content = Tokeniser(tokenizer, config), ContentDigest()
         if config.deduplicate and name == "train":
-            texts = unique(texts, reports[name], _SeenOnDisk(folder / "digests.sqlite"))
+            texts = unique(texts, reading, _SeenOnDisk(folder / "digests.sqlite"))
         with pa.OSFile(str(folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for chunk in _encoded(chunks(texts), tokeniser, config.workers or _cores()):
                 tokeniser.take(chunk, reports[name])

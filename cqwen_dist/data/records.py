@@ -36,9 +36,10 @@ class Text(NamedTuple):
 
 @dataclass
 class ReadReport:
-    """How reading went: texts read, and lines skipped by kind with the first of each."""
+    """How reading went: texts read, texts left out as they were there already, lines skipped by kind with the first."""
 
     read: int = 0
+    duplicates: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
@@ -49,7 +50,8 @@ class ReadReport:
 
     def lines(self) -> list[str]:
         """One line for each kind of bad line; none when all was well."""
-        return [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
+        lines = [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
+        return [*lines, f"left out: {self.duplicates:,} equal texts"] if self.duplicates else lines
 
 
 class BadLine(Exception):

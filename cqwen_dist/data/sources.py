@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -145,7 +145,8 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
     whatever their order, at least one, and equal texts stay on one side.
     Raises: what `read_texts` raises; UserError when the held-out part would be all.
     """
-    train = list(read_train(config, report, chat))
+    texts = read_train(config, report, chat)
+    train = list(unique(texts, report, Seen()) if config.deduplicate else texts)
     if config.eval is not None:
         return train, list(read_eval(config, report, chat))
     if not config.eval_fraction or not train:
@@ -158,6 +159,28 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 def text_digest(text: Text) -> bytes:
     """SHA-256 of the text [32 bytes]."""
     return hashlib.sha256(text.text.encode()).digest()
+
+
+class Seen:
+    """Digests that were there already, in memory."""
+
+    def __init__(self) -> None:
+        self._digests: set[bytes] = set()
+
+    def new(self, digest: bytes) -> bool:
+        """Whether this one is new."""
+        before = len(self._digests)
+        self._digests.add(digest)
+        return len(self._digests) > before
+
+
+def unique(texts: Iterable[Text], report: ReadReport, seen: Seen) -> Iterator[Text]:
+    """The texts without those that were there already, which are counted."""
+    for text in texts:
+        if seen.new(text_digest(text)):
+            yield text
+        else:
+            report.duplicates += 1
 
 
 def held_out(digests: np.ndarray, fraction: float) -> np.ndarray:

@@ -19,17 +19,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.numbers import find_numbers, write_numbers
 
 POLICY_FILE = "number_policy.json"
 OWN_CLASS = "CausalQwenTokenizer"  # what `data.auto_tokenizer` writes into tokenizer_config.json
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen2's pre-tokenisation (transformers, models/qwen2/tokenization_qwen2.py).
-_QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 class Encoded(NamedTuple):
@@ -253,7 +249,7 @@ def train_tokenizer(
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_QWEN2_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
