@@ -191,28 +191,29 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
         result = action()
     except Exception as error:
         failure = error
-    said = [_told(failure), result] if failure is not None else [None, result]
+    said = [_told(failure, beside), result] if failure is not None else [None, result]
     everyone = gather_objects(said, side)
     met = [(rank, told) for rank, (told, _) in enumerate(everyone) if told is not None]
     if met:
         if side.rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)  # on a full disk it is in the way
-        rank, (kind, text) = met[0]
-        if kind == "disk":
+        rank, (place, text) = met[0]
+        if place:
             allowed = "a disk that takes a checkpoint; then the same command goes on from the one before"
-            raise UserError("run.dir", Said(text), allowed)
+            raise UserError("run.dir", Said(text), allowed, place)
         if failure is not None:
             raise failure
         raise RuntimeError(f"rank {rank} could not save: {text}")
     return {name: record for _, part in everyone for name, record in part.items()}
 
 
-def _told(error: Exception) -> tuple[str, str]:
+def _told(error: Exception, beside: Path) -> tuple[str, str]:
+    """(where on the disk, or nothing if it was not the disk; what)."""
     if isinstance(error, OSError):
-        return "disk", f"{error.strerror or error} while a checkpoint was written ({error.filename or 'its files'})"
+        return str(error.filename or beside), error.strerror or str(error)
     if isinstance(error, SafetensorError):  # how its writer reports what the disk said
-        return "disk", f"{error} while a checkpoint was written"
-    return "error", f"{type(error).__name__}: {error}"
+        return str(beside), str(error)
+    return "", f"{type(error).__name__}: {error}"
 
 
 def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:

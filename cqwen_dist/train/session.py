@@ -126,10 +126,8 @@ def run_saver(config: Config, groups: Groups, runtime: Runtime) -> Saver:
 
 def disk_error(folder: Path, error: OSError) -> UserError:
     """What a disk refused, in one line."""
-    where = error.filename or folder
-    return UserError(
-        "run.dir", Said(f"{error.strerror} ({where})"), "a disk that can be written; then the same command goes on"
-    )
+    allowed = "a disk that can be written; then the same command goes on"
+    return UserError("run.dir", Said(error.strerror or str(error)), allowed, str(error.filename or folder))
 
 
 def _say_fatal(folder: Path, runtime: Runtime, error: Exception) -> None:

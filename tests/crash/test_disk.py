@@ -32,7 +32,7 @@ def test_a_full_disk_stops_the_run_in_one_line_and_loses_no_checkpoint(tmp_path:
     assert full.codes == [1, 1]  # of the harness; the command's is 2
     lines = [text.strip().splitlines()[-1] for text in full.said]
     for line in lines:
-        assert "UserError: run.dir: found" in line, full.said
+        assert "run.dir: found" in line, full.said
         assert "No space left on device" in line
     good = latest_checkpoint(run)
     assert good is not None, "nothing fitted at all: the test's disk is too small"
