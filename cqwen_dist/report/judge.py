@@ -63,7 +63,13 @@ def report(
     ] = None,
 ) -> None:
     """Curves, calibration, predictions and a diagnosis of runs as one HTML page that needs nothing else."""
+    from cqwen_dist.report.diagnosis import diagnose
     from cqwen_dist.report.html import REPORT, write_report
+    from cqwen_dist.report.run_data import read_run
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     typer.echo(f"report: {write_report(runs, page)}")
+    for run in runs:
+        for finding in diagnose(read_run(run)):
+            where = f"{run}: " if len(runs) > 1 else ""
+            typer.echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")

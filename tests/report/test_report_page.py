@@ -137,6 +137,7 @@ def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ran
     assert done.returncode == 0, done.stderr
     assert out.read_text().startswith("<!doctype html>")
     assert str(out) in done.stdout
+    assert re.search(rf"^  bad   {one_rank}: Numbers are no better|^  good  {one_rank}: ", done.stdout, re.M)
     done = cqwen_forked("report", tmp_path)
     assert done.returncode == 2
     assert "RUN" in done.stderr
