@@ -5,7 +5,7 @@
     point   prints one line of a sweep as the words of a run, each ended by a zero byte
 
 Every start and end is one line of `slurm/history.jsonl` in the run's folder. A start that comes to no new checkpoint
-counts against the budget; whoever was told to stop in order does not. As checkpoints are finite, so are the restarts.
+counts against the budget, unless it was stopped from outside. As checkpoints are finite, so are the restarts.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def fruitless_starts(history: list[dict[str, Any]]) -> int:
-    """How many starts of this job came, one after another, to no new checkpoint; orderly stops aside.
+    """How many starts of this job came, one after another, to no new checkpoint; those that others stopped aside.
 
-    A start that has no end lost its own host, or SLURM ended it: it counts like one whose rank was lost.
+    A start that has no end lost its own host, or SLURM ended it: it counts like one whose rank was lost. So does one
+    that its own time limit stopped: a limit too short for a single step would queue the job for ever.
     """
     count, step = 0, None
     for entry in history:
         if entry["event"] == "start":
             fresh = entry["start"] == 0 or entry["step"] != step
             count, step = (1 if fresh else count + 1), entry["step"]
-        elif entry["how"] in ("preempted", "cancelled"):
+        elif entry["how"] in ("preempted", "cancelled") and entry["asked"] != "USR1":
             count -= 1
     return count
 
@@ -108,14 +109,17 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
         how, reason = "preempted", str(status.get("reason") or asked) if said == "preempted" else asked
     else:
         how, reason = "lost", _missing(logs) or str(status.get("reason") or f"exit code {code}")
-    _record(run_dir, {"event": "end", "how": how, "reason": reason, "code": code, "step": _latest_step(run_dir)})
+    _record(
+        run_dir,
+        {"event": "end", "how": how, "reason": reason, "asked": asked, "code": code, "step": _latest_step(run_dir)},
+    )
     if how == "done":
         return "done", reason
     if how == "cancelled":
         return "stopped", reason
-    if how == "preempted":
-        return "requeue 0", reason
     tries = 0 if _latest_step(run_dir) != started["step"] else fruitless_starts(read_history(run_dir))
+    if how == "preempted" and tries <= max_restarts:
+        return "requeue 0", reason
     if how == "lost" and tries <= max_restarts:
         return f"requeue {min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** max(0, tries - 1))}", reason
     return "failed", reason

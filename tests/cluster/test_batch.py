@@ -146,10 +146,19 @@ def test_a_new_checkpoint_an_orderly_stop_or_a_job_by_hand_count_from_the_start_
     assert verdict == "requeue 10"
     for _ in range(5):
         starts.start()
-        assert starts.end(138, "USR1") == ("requeue 0", "preempted")
+        write_status(starts.run, "preempted")
+        assert starts.end(0) == ("requeue 0", "preempted")
     assert fruitless_starts(read_history(starts.run)) <= 1
     starts.start(number=0)
     assert starts.end()[0] == "requeue 10"
+
+
+def test_a_time_limit_too_short_for_a_step_does_not_queue_for_ever(starts: Starts) -> None:
+    verdicts = []
+    for _ in range(3):
+        starts.start()
+        verdicts.append(starts.end(138, "USR1")[0])
+    assert verdicts == ["requeue 0", "requeue 0", "failed"]
 
 
 def test_a_host_that_is_lost_leaves_no_end_and_counts_too(starts: Starts) -> None:

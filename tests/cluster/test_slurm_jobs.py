@@ -73,7 +73,7 @@ def test_the_shipped_script_runs_the_quickstart_to_its_end(cluster: Cluster, tmp
 
 def test_a_chain_of_jobs_is_one_run(cluster: Cluster, tmp_path: Path) -> None:
     """The first stage on one node, the second on two; the second job waits for the first, and status tells of both."""
-    run = SlurmRun(cluster, tmp_path, stages__0__steps=6, stages__1__steps=6)
+    run = SlurmRun(cluster, tmp_path, stages__0__steps=6, stages__1__steps=6, model__lora__dropout=0.0)
     done = run.cqwen("submit", run.config, "--nodes", 2, "--stage", "heads:nodes=1", "--name", HOSTILE)
     assert done.returncode == 0, done.stderr
     first, second = re.findall(r"^job (\d+)", done.stdout, re.MULTILINE)
