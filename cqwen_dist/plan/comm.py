@@ -153,7 +153,8 @@ def _gathered(s: Sizes) -> int:
     if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
         return ends + a.layers * (frozen * (1 + again) + adapters)
     passes = 1 + s.graph + again
-    return ends + a.layers * passes * (frozen + adapters)
+    numbers = 2 * a.hidden * s.graph * (not below)  # w_num and <NUM>'s row, for backward
+    return ends + numbers + a.layers * passes * (frozen + adapters)
 
 
 def _persistent(s: Sizes) -> int:

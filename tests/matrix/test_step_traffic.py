@@ -20,7 +20,7 @@ from cqwen_dist.plan.sizes import stage_sizes
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen2",
-    "vocab_size": 211,
+    "vocab_size": 212,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,

@@ -1,0 +1,170 @@
+"""`bench step` and `bench memory` on sizes that take seconds: documents that hold, not figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks
+
+from cqwen_dist.bench.memory_check import Case, cases, config_of
+from cqwen_dist.bench.parts import Marks
+from cqwen_dist.config import Config
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def bench(folder: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from cqwen_dist.bench.step import run
+    from cqwen_dist.parallel.runtime import Runtime
+    from cqwen_dist.plan.machine import MACHINES
+
+    config = Config.model_validate(
+        {
+            "model": {"architecture": TINY},
+            "data": {"train": "unused", "sequence_length": 16},
+            "stages": [
+                {"name": "heads", "train": ["heads"], "steps": 5},
+                {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 5},
+            ],
+            "train": {"micro_batch_size": 2, "global_batch_size": 4},
+        }
+    )
+    import os
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert dist.get_world_size() == 1
+    runtime = Runtime(0, 1, 0, torch.device("cpu"), 60.0)
+    return run(config, TINY, runtime, MACHINES["cpu"], rounds=2, profile=Path(folder))
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (found,) = run_ranks(bench, 1, str(tmp_path_factory.mktemp("profile")), timeout=200)
+    return found
+
+
+def test_every_contender_has_a_row(result):
+    assert [row["name"] for row in result["rows"]] == ["heads", "heads, z cached", "all", "hf+peft", "hf+peft+liger"]
+    measured = [row for row in result["rows"] if "skipped" not in row]
+    assert len(measured) == 4
+    assert all(row["tokens_per_s"] > 0 for row in measured)
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_the_parts_are_the_step(result):
+    heads, everything = (row["parts_s"] for row in result["rows"] if "parts_s" in row)
+    assert set(everything) == {"data", "backbone_forward", "heads", "backbone_backward", "optimizer", "rest"}
+    assert set(heads) == set(everything) - {"backbone_backward"}  # nothing before z is differentiated
+    assert min(*heads.values(), *everything.values()) > 0
+
+
+def test_ratios_stand_beside_those_of_the_operations(result):
+    ratios = [row["ratio"] for row in result["rows"] if "ratio" in row]
+    assert len(ratios) == 2
+    assert all(ratio["measured"] > 0 and ratio["by_operations"] > 0 for ratio in ratios)
+
+
+def test_the_plan_can_be_calibrated_by_it(result, tmp_path):
+    from cqwen_dist.plan.machine import machine
+
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(result))
+    factors = dict(machine("cpu", "ib400", file).factors)
+    assert set(factors) == {"backbone_forward", "backbone_backward", "heads", "optimizer"}
+
+
+def test_the_profile_is_written(result):
+    for found in result["profiles"]:
+        assert Path(found["trace"]).stat().st_size > 1000
+        assert "Name" in Path(found["table"]).read_text()
+
+
+def test_the_table_is_readable(result):
+    import io
+
+    from rich.console import Console
+
+    from cqwen_dist.bench.step import table
+
+    out = io.StringIO()
+    Console(file=out, width=200).print(table(result))
+    for word in ("heads, z cached", "by operations", "hf+peft+liger", "skipped"):
+        assert word in out.getvalue()
+
+
+def test_marks_add_up_by_part():
+    import torch
+
+    marks = Marks(torch.device("cpu"))
+    marks.found = [("begin", 0.0), ("a", 1.0), ("b", 1.5), ("a", 3.5)]
+    assert marks.seconds() == {"a": 3.0, "b": 0.5}
+    assert marks.seconds() == {}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_configurations_that_are_tried(kind):
+    tried = cases(kind)
+    assert len({case.name for case in tried}) == len(tried) >= 20
+    for case in tried:
+        config = config_of(case)
+        assert config.train.global_batch_size % config.train.micro_batch_size == 0
+
+
+def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
+    import os
+
+    import torch
+
+    from cqwen_dist.bench.memory_check import measure
+    from cqwen_dist.parallel.groups import build_groups
+    from cqwen_dist.parallel.runtime import Runtime
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    runtime = Runtime(0, 1, 0, torch.device("cpu"), 60.0)
+    groups = build_groups(1)
+    return [(case.name, measure(case, runtime, groups)["ratio"]) for case in chosen]
+
+
+QUICK = ("adapters on all, bf16", "heads alone", "one short sequence")
+
+
+def test_planned_memory_is_measured_memory_quickly():
+    chosen = [case for case in cases("cpu") if case.name in QUICK]
+    assert len(chosen) == len(QUICK)
+    (found,) = run_ranks(planned_over_measured, 1, chosen, timeout=200)
+    for name, ratio in found:
+        assert 0.9 < ratio < 1.1, f"{name}: planned / measured {ratio:.3f}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_planned_memory_is_measured_memory():
+    (found,) = run_ranks(planned_over_measured, 1, cases("cpu"), timeout=880)
+    assert len(found) >= 20
+    for name, ratio in found:
+        assert 0.9 < ratio < 1.1, f"{name}: planned / measured {ratio:.3f}"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_planned_memory_is_measured_memory_on_a_gpu():
+    from cqwen_dist.bench.memory_check import measure_all
+
+    rows, _ = measure_all([])
+    for row in rows:
+        assert 0.9 < row["ratio"] < 1.1, f"{row['name']}: planned / measured {row['ratio']:.3f}"

@@ -1,0 +1,82 @@
+"""The quick versions of what DeepSpeed does tensor by tensor give what DeepSpeed's own give."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from cqwen_dist.config import Config
+from cqwen_dist.parallel.runtime import Runtime
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def compare(precision: str, zero: int) -> dict[str, Any]:
+    from cqwen_dist.bench.rig import build_rig
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    config = Config.model_validate(
+        {
+            "model": {"architecture": TINY},
+            "data": {"train": "unused", "sequence_length": 16},
+            "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 5}],
+            "parallel": {"zero_stage": zero},
+            "train": {"micro_batch_size": 2, "global_batch_size": 2 * world, "precision": precision},
+        }
+    )
+    rig = build_rig(config, TINY, Runtime(rank, world, rank, torch.device("cpu"), 60.0))
+    plan = rig.enter(0)
+    rig.step(rig.batches(plan), plan)
+    optimizer = rig.engine.engine.optimizer
+    found: dict[str, Any] = {"norms": []}
+    joint = optimizer.get_grad_norm_direct
+
+    def both(gradients: Any, params: Any, norm_type: int = 2) -> torch.Tensor:
+        gradients = list(gradients)
+        quick = joint(gradients, params)
+        own = type(optimizer).get_grad_norm_direct(optimizer, gradients, params)
+        found["norms"].append((float(quick), float(own)))
+        broken = [gradient.clone() for gradient in gradients]
+        for gradient, kept in zip(broken, gradients, strict=True):
+            gradient._zero_padding = getattr(kept, "_zero_padding", False)
+        if rank == 0 and broken:
+            broken[0].view(-1)[0] = torch.nan
+        found["broken"] = float(joint(broken, params))
+        return quick
+
+    optimizer.get_grad_norm_direct = both
+    before = [m.parameter.detach().clone() for m in rig.engine.feature_members]
+    rig.step(rig.batches(plan, 1), plan)
+    after = [m.parameter.detach().clone() for m in rig.engine.feature_members]
+    for index in range(len(optimizer.bit16_groups)):  # DeepSpeed's own way to the same weights
+        type(optimizer)._update_model_bit16_weights(optimizer, index)
+    again = [m.parameter.detach() for m in rig.engine.feature_members]
+    found["moved"] = sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    found["same"] = all(torch.equal(a, b) for a, b in zip(after, again, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(("precision", "zero"), [("fp32", 1), ("bf16", 2)])
+def test_norms_and_weights_are_deepspeeds(precision: str, zero: int) -> None:
+    for found in run_ranks(compare, 2, precision, zero, timeout=120):
+        assert found["norms"]
+        for quick, own in found["norms"]:
+            assert quick == pytest.approx(own, rel=1e-6)
+        assert found["broken"] == -1
+        assert found["moved"] > 0
+        assert found["same"]
