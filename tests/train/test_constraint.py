@@ -14,6 +14,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import checkpoint_folder, write_atomically
 from cqwen_dist.config import ConstraintConfig, load_config
+from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.train.constraint import Constraint
 
@@ -50,8 +51,8 @@ def test_narrow_laws_in_a_unit_keep_finite_gradients_and_the_literal_kl_explodes
 # ------------------------------------------------------------------------------------- what the start is
 
 
-def worn(seed: int) -> tuple[object, Constraint, Batch, Tensor]:
-    """A model whose adapters, embedding and abduction have moved since its start was taken."""
+def begun(seed: int) -> tuple[CausalQwenModel, Constraint, Batch, Tensor]:
+    """A model at its start, and a batch."""
     model = tiny_model(number_dims=2, lora={"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]})
     batch = random_batch(seed=seed)
     keep = batch.label_mask.flatten().nonzero()[:, 0]
@@ -60,21 +61,25 @@ def worn(seed: int) -> tuple[object, Constraint, Batch, Tensor]:
 
 
 def on_one_rank() -> tuple[float, float, float, bool]:
-    model, constraint, batch, keep = worn(0)
-    features = {name: p for name, p in model.features.named_parameters()}  # type: ignore[attr-defined]
+    model, constraint, batch, keep = begun(0)
+    features = {name: p for name, p in model.features.named_parameters()}
+    assert not constraint.second_pass
+    constraint.begin({name: p + 1 if "lora_B" in name else p for name, p in features.items()}, [batch])
+    assert constraint.second_pass, "adapters that were trained before: z is not the base's"
     constraint.begin(features, [batch, random_batch(seed=5)])
-    z_before = model.kept_features(batch, keep)  # type: ignore[attr-defined]
-    u_before = model.abduction(z_before)  # type: ignore[attr-defined]
+    assert not constraint.second_pass
+    z_before = model.kept_features(batch, keep)
+    u_before = model.abduction(z_before)
     still = float(constraint.term(u_before, z_before, 1.0).sums[0])
     torch.manual_seed(3)
     with torch.no_grad():
-        for name, p in model.named_parameters():  # type: ignore[attr-defined]
+        for name, p in model.named_parameters():
             if ".lora_" in name or "num" in name or name.startswith("abduction"):
                 p.add_(torch.randn_like(p) * 0.2)
-    z_now = model.kept_features(batch, keep)  # type: ignore[attr-defined]
+    z_now = model.kept_features(batch, keep)
     assert not torch.allclose(z_now, z_before, atol=1e-2)
     same_start = torch.equal(constraint.start_features(batch, keep), z_before)
-    u = model.abduction(z_now)  # type: ignore[attr-defined]
+    u = model.abduction(z_now)
     found = constraint.term(u, z_before, 1.0)
     loc, scale = u_before.loc.detach(), u_before.scale.detach()
     spread = torch.cat([u_before.loc, model_u(constraint, random_batch(seed=5)).loc]).detach()
@@ -82,13 +87,13 @@ def on_one_rank() -> tuple[float, float, float, bool]:
     unit = (spread.var(0, correction=0) + start_scale.square()).sqrt()
     kl = torch.log1p((u.scale - scale) ** 2 / (4 * u.scale * scale) + ((u.loc - loc) / unit) ** 2 / 4)
     found.loss.backward()
-    grad = model.abduction.loc_net.weight.grad.clone()  # type: ignore[attr-defined]
-    model.zero_grad()  # type: ignore[attr-defined]
+    grad = model.abduction.loc_net.weight.grad.clone()
+    model.zero_grad()
     weight = float(constraint.multiplier * constraint._answer)
-    u = model.abduction(model.kept_features(batch, keep))  # type: ignore[attr-defined]
+    u = model.abduction(model.kept_features(batch, keep))
     again = torch.log1p((u.scale - scale) ** 2 / (4 * u.scale * scale) + ((u.loc - loc) / unit) ** 2 / 4)
     (weight * again.mean(-1).sum()).backward()
-    other = model.abduction.loc_net.weight.grad  # type: ignore[attr-defined]
+    other = model.abduction.loc_net.weight.grad
     return (
         still,
         float(found.sums[0] / kl.mean(-1).sum()),
