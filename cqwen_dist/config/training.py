@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -170,6 +170,18 @@ class Stage(Section):
     micro_batch_size: Positive | None = Field(
         None, description="Sequences per rank and forward in this stage; default: train.micro_batch_size."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unmerged(cls, given: Any) -> Any:
+        """Merging at a boundary is a wish one may have; it would cost more than it gives."""
+        if isinstance(given, dict) and given.get("merge"):
+            allowed = (
+                "no merging between stages: KL and forgetting are measured with the adapters off, and a merged "
+                "backbone would be rounded to train.precision and saved whole (afterwards: cqwen export --merge)"
+            )
+            raise refused("merge", given["merge"], allowed)
+        return given
 
     @model_validator(mode="after")
     def _length(self) -> Stage:
