@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +98,14 @@ def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
     if said:
         say(f"[yellow]note:[/] {said}")
     return checkpoint
+
+
+def check_best_metric(config: Config, figures: Mapping[str, Any]) -> None:
+    """Raises `UserError` where the best checkpoints go by a figure that evaluation does not give."""
+    metric = config.train.best_metric
+    if config.train.keep_best and figures and metric not in figures:
+        known = ", ".join(sorted(name for name in figures if name.startswith("eval/")))
+        raise UserError("train.best_metric", metric, f"a figure of an evaluation: {known}")
 
 
 def run_saver(config: Config, groups: Groups, runtime: Runtime) -> Saver:

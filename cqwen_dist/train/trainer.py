@@ -42,7 +42,7 @@ from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.partitioned import load_partitioned_base
 from cqwen_dist.train.perf import Clock, Work
 from cqwen_dist.train.run_folder import START, START_TENSORS, write_environment
-from cqwen_dist.train.session import Place, open_session, run_saver, to_go_on_from
+from cqwen_dist.train.session import Place, check_best_metric, open_session, run_saver, to_go_on_from
 from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.state import collect_state, restore_state
 from cqwen_dist.train.step import Stepper
@@ -323,6 +323,7 @@ class Trainer:
             self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
         figures = self._figures(self.evaluator, 0) if self.evaluator is not None else {}
         self.schedule.check_metrics(figures)
+        check_best_metric(self.config, figures)
         if self.config.loss.constraint.mode != "off":
             self.constraint.begin(self.engine.feature_state()[0], self._calibration_batches())
             main_rank_first(lambda: self.constraint.save(self.folder / START_TENSORS))

@@ -110,7 +110,7 @@ def command(config: Path, *overrides: str, blow: Blow | None = None, world: int 
             now = time.monotonic()
             if died is None and any(process.exitcode for process in ranks):
                 died = now
-            limit = died + SURVIVE_S if died is not None else began + 120
+            limit = died + SURVIVE_S if died is not None else began + 300
             assert now < limit, f"{[process.exitcode for process in ranks]}: a rank hangs ({blow})"
             time.sleep(0.005)
     finally:

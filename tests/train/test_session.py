@@ -1,0 +1,54 @@
+"""What a command checks and writes around a run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import write_config
+
+from cqwen_dist.checkpoint.status import RunStatus, end_status, read_status, write_status
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.train.session import Place, check_best_metric
+
+FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}
+
+
+def test_the_best_go_by_a_figure_that_there_is(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    check_best_metric(load_config(path), FIGURES)
+    check_best_metric(load_config(path, ["train.best_metric=eval/x"]), {})  # no evaluation, no best
+    check_best_metric(load_config(path, ["train.best_metric=eval/x", "train.keep_best=0"]), FIGURES)
+    with pytest.raises(UserError, match=r"train\.best_metric: found 'eval/x', allowed: .*: eval/accuracy, eval/cls"):
+        check_best_metric(load_config(path, ["train.best_metric=eval/x"]), FIGURES)
+
+
+def test_a_place_comes_back_from_its_file() -> None:
+    place = Place(3, "heads", {"epoch": 0, "step": 3}, {"eval/x": 1.0}, {"step": 3, "train/x": torch.tensor(2.5)})
+    again = Place(**place.to_dict())
+    assert again.due == {"step": 3, "train/x": 2.5}
+    assert again.to_dict() == place.to_dict()
+
+
+def test_a_status_counts_starts_and_seconds_and_nothing_undoes_fatal(tmp_path: Path) -> None:
+    write_status(tmp_path, "preempted", seconds=100.0, restarts=1, checkpoint="step-00000004")
+    status = RunStatus(tmp_path, main=True)
+    found = read_status(tmp_path)
+    assert (found["status"], found["restarts"], found["checkpoint"]) == ("running", 2, "step-00000004")
+    assert found["seconds"] >= 100.0
+    status.at(6, 10, "heads")
+    status.at(8, 10, "heads", "step-00000008")
+    found = read_status(tmp_path)
+    assert (found["step"], found["total_steps"], found["checkpoint"]) == (8, 10, "step-00000008")
+    assert found["eta_s"] is not None
+    end_status(tmp_path, "fatal", "rank 1: it broke")
+    end_status(tmp_path, "running", "rank 0 lost rank 1")
+    assert {"status": "fatal", "reason": "rank 1: it broke", "step": 8}.items() <= read_status(tmp_path).items()
+
+
+def test_a_finished_run_keeps_its_status_and_other_ranks_write_none(tmp_path: Path) -> None:
+    RunStatus(tmp_path, main=False).write(status="running")
+    assert read_status(tmp_path) == {"status": "unknown"}
+    write_status(tmp_path, "done", step=6)
+    before = read_status(tmp_path)
+    RunStatus(tmp_path, main=True)
+    assert read_status(tmp_path) == before
