@@ -1,5 +1,8 @@
 """The order of samples: global, the same on any number of ranks, resumable to the step."""
 
+import threading
+import time
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.data.collate import Document, Sample
-from cqwen_dist.data.loader import EvalLoader, Loader, share
+from cqwen_dist.data.loader import EvalLoader, Loader, ahead, epoch_order, grouped_order, share
 
 
 class Numbered:
@@ -124,3 +127,47 @@ def test_evaluation_sees_every_sample_exactly_once(count: int, world: int, micro
         assert {len(part) for part in batches} == {len(loaders[0])}
         assert all(len(b.input_ids) <= max(micro, 1) for part in batches for b in part)
         assert [i for part in batches for batch in part for i in _samples(batch)] == list(range(count))
+
+
+def test_steps_made_ahead_are_the_same_and_the_state_is_of_those_handed_out() -> None:
+    options = {"rank": 0, "world": 1, "global_batch_size": 4, "micro_batch_size": 2, "seed": 1}
+    plain, quick = Loader(Numbered(14), **options), Loader(Numbered(14), **options, prefetch=3)
+    for a, b in islice(zip(plain, quick, strict=True), 11):
+        assert [_samples(x) for x in a] == [_samples(x) for x in b]
+        assert plain.state_dict() == quick.state_dict()
+        assert plain.handed_out() == quick.handed_out()
+
+
+def test_what_the_thread_raises_is_raised_and_a_loader_left_alone_ends_its_thread() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken page")
+
+    given = ahead(items(), 2)
+    assert next(given) == 1
+    with pytest.raises(ValueError, match="broken page"):
+        next(given)
+    assert list(ahead(iter(range(5)), 2)) == list(range(5))
+    before = threading.active_count()
+    endless = ahead(iter(int, 1), 2)
+    next(endless)
+    endless.close()  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(0, 5))
+def test_grouping_by_length_is_an_order_of_the_same_samples(count: int, batch: int, epoch: int) -> None:
+    lengths = np.random.default_rng(count).integers(1, 100, count)
+    order = grouped_order(lengths, 0, epoch, batch)
+    assert sorted(order.tolist()) == list(range(count))
+    assert order.tolist() == grouped_order(lengths, 0, epoch, batch).tolist()
+    left = count - count % batch
+    assert set(order[left:].tolist()) == set(epoch_order(count, 0, epoch)[left:].tolist())
+
+    def spread(some: np.ndarray) -> int:
+        return int(np.ptp(lengths[some[:left].reshape(-1, batch)], axis=1).sum()) if left else 0
+
+    assert spread(order) <= spread(epoch_order(count, 0, epoch))

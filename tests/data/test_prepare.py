@@ -328,7 +328,7 @@ def test_ranks_share_a_folder_where_they_share_a_disk_and_their_statistics(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    found = run_ranks(_load, 3, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache"))
+    found = run_ranks(_load, 3, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache"), timeout=150)
     assert found[0] == found[1] == found[2]
     whole = load_datasets(DataConfig(train=corpus), tokenizer).train
     assert found[0][1] == whole.statistics()
