@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cqwen_dist.bench.rig import Rig
 
 PARTS = ("data", "backbone_forward", "heads", "backbone_backward", "optimizer", "rest")
-# Collectives as torch names them; each is timed, and its time is reported beside the part in which it was called.
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
 
 
 class Marks:
@@ -96,49 +93,3 @@ def marked(rig: Rig, marks: Marks) -> Iterator[None]:
     finally:
         engine.forward, engine.backward, engine.step = forward, backward, step  # type: ignore[method-assign]
         stepper._loss = loss  # type: ignore[method-assign]
-
-
-class Traffic:
-    """Collectives that this process calls: (operation, group's name, ranks, bytes of the whole buffer), and seconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.marks = Marks(device)
-        self.on = False
-        self.messages: list[tuple[str, str, int, int]] = []
-        self._times: list[tuple[Any, Any]] = []
-
-    def take(self) -> tuple[list[tuple[str, str, int, int]], float]:
-        """(messages, seconds) since the last time; waits for the device."""
-        if self.marks.cuda:
-            torch.cuda.synchronize()
-        found = self.messages, sum(between(*pair) for pair in self._times)
-        self.messages, self._times = [], []
-        return found
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, torch's collectives are wrapped. Enter it before DeepSpeed starts: it keeps what it finds."""
-        originals = {name: getattr(dist, name) for name in COLLECTIVES}
-        for name, original in originals.items():
-            setattr(dist, name, self._watched(name, original))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
-
-    def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if not self.on:
-                return original(*args, **options)
-            group = options.get("group")
-            tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
-            label = "world" if group is None or group == dist.group.WORLD else group.group_desc
-            size = max((x.nbytes for x in tensors), default=0)
-            self.messages.append((name, label, dist.get_world_size(group), size))
-            before = self.marks.now()
-            result = original(*args, **options)
-            self._times.append((before, self.marks.now()))
-            return result
-
-        return call

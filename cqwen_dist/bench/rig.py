@@ -22,6 +22,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.model.backbone import compile_layers
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -150,7 +151,7 @@ def _base(
         with _folder(runtime) as folder:
             if runtime.is_main:
                 AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
-            torch.distributed.barrier()
+            barrier()
             partition = deepspeed_config(config, runtime.world_size, 1)
             base, head = load_partitioned_base(str(folder), dtype, partition, runtime)
             return base, head[:]
@@ -162,7 +163,5 @@ def _base(
 def _folder(runtime: Runtime) -> Iterator[Path]:
     """One temporary folder for all ranks of a machine."""
     with tempfile.TemporaryDirectory() as mine:
-        named = [mine]
-        torch.distributed.broadcast_object_list(named)
-        yield Path(named[0])
-        torch.distributed.barrier()
+        yield Path(gather_objects(mine)[0])
+        barrier()

@@ -21,13 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.bench.parts import Marks, Traffic, marked
+from cqwen_dist.bench.parts import Marks, between, marked
 from cqwen_dist.bench.peer import peer_step
 from cqwen_dist.bench.profile import profile_steps
 from cqwen_dist.bench.rig import Rig, build_rig
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.collectives import barrier
 from cqwen_dist.parallel.runtime import Runtime, distributed
+from cqwen_dist.parallel.traffic import Said, Traffic
 from cqwen_dist.plan import Architecture, read_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import backbone_forward, cache_ratio, flops, softmax_head_ratio
@@ -73,7 +74,7 @@ def run(
         raise ValueError(f"rounds must be at least 1, found {rounds}")
     kind: Kind = "cuda" if runtime.device.type == "cuda" else "cpu"
     sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind)
-    traffic = Traffic(runtime.device)
+    traffic = Traffic(Marks(runtime.device).now)
     before = _allocated(runtime.device)
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
@@ -126,7 +127,7 @@ def _stage(
     marks = Marks(device)
     traffic.on = True
     talk = 0.0
-    messages: list[tuple[str, str, int, int]] = []
+    messages: list[Said] = []
     with marked(rig, marks):
         for _ in range(rounds):
             marks.end("begin")
@@ -134,8 +135,8 @@ def _stage(
             marks.end("rest")
             for name, seconds in marks.seconds().items():
                 parts.setdefault(name, []).append(seconds)
-            messages, seconds = traffic.take()
-            talk += seconds / rounds
+            messages, pairs = traffic.take()  # marks.seconds() waited for the device
+            talk += sum(between(*pair) for pair in pairs) / rounds
     traffic.on = False
     by_part = {name: statistics.median(values) for name, values in parts.items()}
     tensors = tuple(kept(s))
@@ -145,7 +146,7 @@ def _stage(
     row |= {
         "parts_s": by_part,
         "communication_s": talk,
-        "bytes_said": sum(size for *_, size in messages),
+        "bytes_said": sum(message.bytes for message in messages),
         "collectives": len(messages),
         "peak_gib": None if peak is None else peak / GIB,
         "planned_peak_gib": planned / GIB,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cqwen_dist.plan import activations
-from cqwen_dist.plan.sizes import FP32, MAX_LIVE, PERSISTENT_BELOW, Sizes
+from cqwen_dist.plan.sizes import FP32, MAX_LIVE, Sizes
 
 GIB, MIB = 2**30, 2**20
 MOMENTS = 2 * FP32
@@ -30,6 +30,7 @@ KL_TENSORS = 8
 # Beside tensors. GPU: the context with its loaded kernels, NCCL's buffers for a communicator, the maths libraries'
 # workspaces (these in torch's allocator), and what the allocator cannot use. CPU: the process with its libraries.
 CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
+NF4_BYTES = 0.5 + 4 / 64  # 4 bits, an fp32 scale for every 64
 FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
 
 
@@ -107,9 +108,6 @@ def _frozen(s: Sizes) -> Iterator[Part]:
         live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
         gathered = min(live + a.layer_parameters, a.backbone_parameters + a.embedding_parameters) if over > 1 else 0
         yield Part("gathered by ZeRO-3", gathered * s.width, f"whole weights in use, at most {live:,} and a layer")
-
-
-NF4_BYTES = 0.5 + 4 / 64  # 4 bits, an fp32 scale for every 64
 
 
 def _engine(s: Sizes) -> Iterator[Part]:
@@ -278,14 +276,6 @@ def _step(s: Sizes) -> Iterator[Part]:
     yield Part(
         "gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece"
     )
-
-
-def persistent_small(s: Sizes) -> int:
-    """ZeRO-3 leaves parameters below a size whole on every rank."""
-    below = s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
-    a = s.base
-    small = sum(rows * columns for rows, columns, _ in a.linears.values() if rows * columns < below)
-    return a.layers * (small + 2 * a.hidden)
 
 
 def _share(size: int, ranks: int) -> int:
