@@ -261,14 +261,17 @@ class Cluster:
     def slurm(self, *command: object, check: bool = True, cwd: Path | None = None) -> str:
         """The output of a SLURM command, given at the head."""
         done = self.run_on("head", *command, cwd=cwd)
-        assert not check or done.returncode == 0, f"{command}: {done.stderr}"
+        assert not check or done.returncode == 0, f"{command}: exit code {done.returncode}: {done.stderr}"
         return done.stdout
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says, by key."""
-        return dict(
-            word.split("=", 1) for word in self.slurm("scontrol", "show", "job", "-o", job).split() if "=" in word
-        )
+        """What `scontrol show job` says, by key; a busy machine may need several tries to ask."""
+        for last in (False, False, False, True):
+            said = self.slurm("scontrol", "show", "job", "-o", job, check=last)
+            if said:
+                break
+            time.sleep(2)
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     def wait_end(self, job: str, timeout: float = 300.0) -> dict[str, str]:
         """Until the job is over, requeues included; polls, since `sbatch --wait` backs off."""
