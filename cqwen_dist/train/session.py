@@ -18,13 +18,13 @@ from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.checkpoint.status import RunStatus, end_status
 from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.config.errors import Said
-from cqwen_dist.parallel.collectives import CollectiveError, Stopped, main_rank_first
+from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.train.run_folder import open_run
 
 # What a disk says that is the user's to mend.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @dataclass
@@ -74,10 +74,6 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
             if runtime.is_main:
                 end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
-        except CollectiveError as error:
-            if runtime.is_main:
-                end_status(folder, "running", str(error))
-            raise
         except OSError as error:
             if error.errno not in DISK:
                 _say_fatal(folder, runtime, error)
@@ -86,7 +82,10 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
             _say_fatal(folder, runtime, refusal)
             raise refusal from None
         except Exception as error:
-            _say_fatal(folder, runtime, error)
+            if not is_communication(error):
+                _say_fatal(folder, runtime, error)
+            elif runtime.is_main:
+                end_status(folder, "running", str(error))
             raise
 
 

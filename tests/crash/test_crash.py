@@ -13,6 +13,7 @@ import pytest
 from crash.harness import Blow, Ended, command, crash_config, result_of
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
+from cqwen_dist.checkpoint.status import read_status
 
 BLOWS_A_RUN = 3
 SPREADS = {
@@ -37,6 +38,7 @@ def harass(config: Path, run: Path, spread: tuple[str, ...], blows: Iterable[Blo
             assert ended.codes == [0, 0], ended.said
             return fallen
         fallen.append((blow, ended))
+        assert read_status(run)["status"] in ("running", "unknown"), f"lost, not {read_status(run)} after {blow}"
         for folder in list_checkpoints(run):
             assert verify(folder) == [], f"{folder} is damaged after {blow}"
     ended = command(config, *spread, f"run.dir={run}")
