@@ -91,9 +91,8 @@ class TextDataset:
     def _cut(self, length: int) -> None:
         if length < 2:
             raise UserError("data.sequence_length", length, "2 or more")
-        texts = np.arange(len(self._store)) if self._texts is None else self._texts
         self._length = length
-        self._pieces: Pieces = cut(self._store.lengths[texts].astype(np.int64), texts, length)
+        self._pieces: Pieces = cut(self.text_lengths(), self._texts, length)
         self._rows: Rows | None = self._packed() if self._pack else None
         self.report.documents, self.report.sequences = len(self._pieces.text), len(self)
 
@@ -138,7 +137,7 @@ class TextDataset:
         return tuple(self._store.document(int(text[i]), int(start[i]), int(end[i])) for i in pieces)
 
     def lengths(self) -> np.ndarray:
-        """[len(self)] int64: tokens of each sample."""
+        """[len(self)] int32: tokens of each sample."""
         sizes = self._pieces.end - self._pieces.start
         if self._rows is None:
             return sizes

@@ -41,7 +41,7 @@ from cqwen_dist.data.sources import Seen, as_list, held_out, read_eval, read_tex
 from cqwen_dist.data.store import SCHEMA, Chunk, ContentDigest, Recipe, TokenStore, encode_chunk
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-FORMAT = 1
+FORMAT = 2  # another one where the code reads numbers or writes rows in another way
 MANIFEST = "manifest.json"
 # Keys of `data` that change no token.
 _OF_SAMPLES = frozenset(
@@ -157,7 +157,7 @@ def _build(
     train = TokenStore.open(folder / "train.arrow", tokenizer.num_token_id)
     texts_of: dict[str, np.ndarray | None] = {"train": None, "eval": None}
     if config.eval is None and config.eval_fraction:
-        out = held_out(train.column("digest"), config.eval_fraction)
+        out = held_out(train.first_of_digests(), train.text_digest, config.eval_fraction)
         np.save(folder / "held_out.npy", np.flatnonzero(out))
         texts_of = {"train": np.flatnonzero(~out), "eval": np.flatnonzero(out)}
         reports["eval"] = DataReport()

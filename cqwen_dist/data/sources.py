@@ -151,7 +151,9 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
         return train, list(read_eval(config, report, chat))
     if not config.eval_fraction or not train:
         return train, []
-    out = held_out(np.array([text_digest(text) for text in train], dtype="S32"), config.eval_fraction)
+    digests = [text_digest(text) for text in train]
+    first = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
+    out = held_out(first, lambda i: digests[i], config.eval_fraction)
     rest = [text for text, is_out in zip(train, out, strict=True) if not is_out]
     return rest, [text for text, is_out in zip(train, out, strict=True) if is_out]
 
@@ -183,20 +185,19 @@ def unique(texts: Iterable[Text], report: ReadReport, seen: Seen) -> Iterator[Te
             report.duplicates += 1
 
 
-def held_out(digests: np.ndarray, fraction: float) -> np.ndarray:
-    """Which texts are held out [n] bool. Args: digests [n] S32. Raises: UserError when it would be all."""
-    # Compared by their first 8 bytes; where two texts agree in them, by all.
-    words = np.ascontiguousarray(digests).view(">u8").reshape(len(digests), 4)
-    first = words[:, 0]
-    count = math.ceil(fraction * len(digests))
+def held_out(first: np.ndarray, digest: Callable[[int], bytes], fraction: float) -> np.ndarray:
+    """Which texts are held out [n] bool: those with the smallest digests. Raises: UserError when it would be all.
+
+    Args: first [n] uint64: the first 8 bytes of each digest; where two texts agree in them, `digest` gives the whole.
+    """
+    count = math.ceil(fraction * len(first))
     limit = np.partition(first, count - 1)[count - 1]
     out = first < limit
-    ties = np.flatnonzero(first == limit)
-    ordered = sorted((words[i].tobytes(), i) for i in ties)
-    last = ordered[count - 1 - int(out.sum())][0]
-    out[[i for digest, i in ordered if digest <= last]] = True
+    ties = sorted((digest(int(i)), int(i)) for i in np.flatnonzero(first == limit))
+    last = ties[count - 1 - int(out.sum())][0]
+    out[[i for whole, i in ties if whole <= last]] = True
     if out.all():
-        allowed = f"less, as {len(digests)} texts leave none to train on"
+        allowed = f"less, as {len(first)} texts leave none to train on"
         raise UserError("data.eval_fraction", fraction, allowed)
     return cast(np.ndarray, out)
 

@@ -199,11 +199,18 @@ class TokenStore:
         return Document(ids, values, targets, learnt)
 
     def column(self, name: str) -> np.ndarray:
-        """A column of whole numbers, or of digests (S32), for all texts [n]."""
-        if name == "digest":
-            parts = [np.frombuffer(b.column(name).buffers()[1], "S32", b.num_rows) for b in self._batches]
-            return np.concatenate([np.zeros(0, "S32"), *parts])
+        """A column of whole numbers for all texts [n]."""
         return np.concatenate([np.zeros(0, np.int32), *(b.column(name).to_numpy() for b in self._batches)])
+
+    def first_of_digests(self) -> np.ndarray:
+        """[n] uint64: the first 8 bytes of each text's digest."""
+        parts = [np.frombuffer(b.column("digest").buffers()[1], ">u8", 4 * b.num_rows)[::4] for b in self._batches]
+        return np.concatenate([np.zeros(0, np.uint64), *(part.astype(np.uint64) for part in parts)])
+
+    def text_digest(self, text: int) -> bytes:
+        """The digest of a text, whole."""
+        b = int(np.searchsorted(self._first, text, "right")) - 1
+        return bytes(self._batches[b].column("digest")[text - int(self._first[b])].as_py())
 
     def number_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Numbers and targets of each text, both [n] int64."""
