@@ -246,9 +246,11 @@ class Planner:
         self.tasks[name] = Task(name, "plain", options, (base,))
 
 
-def stage(name: str, steps: int, lr: float, scales: float, lora: float | None = None) -> dict[str, Any]:
-    """A stage of heads and embedding, and of LoRA at its own rate where one is given."""
-    groups, every = ["heads", "embedding"], {"scales": scales}
+def stage(
+    name: str, steps: int, lr: float, scales: float, lora: float | None = None, heads: tuple[str, ...] = ("heads",)
+) -> dict[str, Any]:
+    """A stage of heads (or some of them) and embedding, and of LoRA at its own rate where one is given."""
+    groups, every = [*heads, "embedding"], {"scales": scales}
     if lora is not None:
         groups, every = [*groups, "lora"], {**every, "lora": lora}
     return {"name": name, "train": groups, "steps": steps, "lr": lr, "lr_groups": every, "warmup_steps": steps // 20}
@@ -258,14 +260,18 @@ def preserve(planner: Planner) -> None:
     """Knowledge kept and forgotten: starts, both stages, with and without the constraint, beside ordinary LoRA."""
     scale, seed = planner.scale, 0
     base = planner.base(real=planner.tokenizer is not None, seed=seed)
-    stages = [stage("heads", scale.heads_steps, 1e-3, 1e-1), stage("lora", scale.lora_steps, 1e-3, 1e-1, lora=1e-3)]
 
-    def arm(name: str, start: str, **more: Any) -> None:
+    def arm(name: str, start: str, heads: tuple[str, ...] = ("heads",), **more: Any) -> None:
+        stages = [
+            stage("heads", scale.heads_steps, 1e-3, 1e-1, heads=heads),
+            stage("lora", scale.lora_steps, 1e-3, 1e-1, lora=1e-3, heads=heads),
+        ]
         planner.causal(f"preserve {name}", base, "words", stages, seed, {**STARTS[start], **more}, other=True)
 
     arm("calibrated", "calibrated")
     arm("seed", "seed")
     arm("seed-100", "seed-100")
+    arm("calibrated, words' rows asleep", "calibrated", ("abduction", "noise", "regression"))
     arm("calibrated, KL <= 0.5", "calibrated", loss={"constraint": {"mode": "dual", "eps": 0.5}})
     steps = scale.heads_steps + scale.lora_steps
     planner.plain("preserve LoRA + softmax", base, "words", steps, 1e-3, seed, digits=False)
