@@ -104,8 +104,8 @@ def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = tor
         raise UserError("model.architecture", architecture, f"a config that builds ({reason})") from None
 
 
-def compile_layers(transformer: nn.Module) -> None:
+def compile_layers(transformer: nn.Module, **options: Any) -> None:
     """Compile every layer in place, each by itself: their code is one, so it is compiled once, and DeepSpeed's and
-    PEFT's parts around the layers stay as they are."""
+    PEFT's parts around the layers stay as they are. options: torch.compile's."""
     for layer in transformer.get_submodule("layers").children():
-        layer.compile()
+        layer.compile(**options)
