@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
 # Everything may stay gathered; nothing may.
@@ -105,7 +105,7 @@ CASES = {
         (2, 1, "bf16", 2, {}),
         (3, 2, "fp32", 2, WINDOW),
         (3, 1, "fp32", 1, NO_WINDOW),
-        (3, 2, "bf16", 1, {}),
+        (3, 2, "fp32", 1, {}),
     ],
     4: [(1, 4, "bf16", 1, {}), (2, 2, "fp32", 2, {}), (3, 2, "fp32", 1, WINDOW)],
 }
