@@ -47,7 +47,7 @@ def run(
             "tie_word_embeddings": True,
         },
         seed=0,
-    ).to(device)
+    ).to(device)  # type: ignore[arg-type]  # transformers wraps `to`
     base.eval()
     model = _causal(base, vocab)
     contenders: dict[str, Callable[[Tensor], Any]] = {
