@@ -144,7 +144,7 @@ class Hosts:
 
     def command(self, *more: object) -> list[str]:
         words = ["launch", self.run.config, "--hostfile", self.file, *more]
-        return self.cluster.on("node1", sys.executable, "-m", "cqwen_dist", *words)
+        return self.cluster.on("node1", sys.executable, "-m", "cqwen_dist", *words, cwd=self.run.folder)
 
     def left(self, kind: str = "") -> list[psutil.Process]:
         """Processes of the launch that are still there, those with `kind` in their command line."""

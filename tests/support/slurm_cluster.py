@@ -234,17 +234,15 @@ class Cluster:
     def heal(self, name: str) -> None:
         self._link("head", "link", "set", f"v-{name}", "up")
 
-    def on(self, name: str, *command: object) -> list[str]:
-        """The command line that runs `command` on a host, in the current folder."""
+    def on(self, name: str, *command: object, cwd: Path | None = None) -> list[str]:
+        """The command line that runs `command` on a host, in `cwd` or the current folder."""
         enter = ["nsenter", "-t", str(self.inits[name]), "--net", "--pid", "--mount", "--uts"]
-        return [*enter, f"--wd={os.getcwd()}", "--", *map(str, command)]
+        return [*enter, f"--wd={cwd or os.getcwd()}", "--", *map(str, command)]
 
     def run_on(
         self, name: str, *command: object, timeout: float = 200.0, cwd: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        line = self.on(name, *command)
-        if cwd is not None:
-            line[line.index("--") - 1] = f"--wd={cwd}"
+        line = self.on(name, *command, cwd=cwd)
         return subprocess.run(
             line, capture_output=True, text=True, timeout=timeout, env=self.environment(**environment)
         )
