@@ -162,7 +162,8 @@ def _start_figures(result: Figures) -> Figures:
     scale = result["start"]["statistics"]["scale"]
     standardised = result["unit"] == "standardise"  # the density of raw values is that of targets over the scale
     told = result["numbers"]
-    score = end["eval/accuracy"] / base + 1 - told["mdae"] / told["median_mdae"]
+    kept = end["eval/accuracy"] / base if base else 1.0
+    score = kept + 1 - (told["mdae"] / told["median_mdae"] if told["median_mdae"] else 1.0)
     return {
         "base": base,
         "accuracy_at_start": start["eval/accuracy"],
