@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-matrix crash test-gpu lint format clean
+.PHONY: help setup quickstart test test-all test-matrix crash test-gpu test-cluster conformance lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -44,6 +44,9 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+conformance: setup ## docs/conformance.md out of tests/seeds/rows.yaml
+	$(BIN)/python tests/seeds/conformance.py
 
 format: setup ## write the house style into the files
 	$(BIN)/ruff format .

@@ -1,0 +1,70 @@
+"""docs/conformance.md out of rows.yaml: `python tests/seeds/conformance.py` (or `make conformance`) writes it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGE, DECISIONS, ROWS = (
+    ROOT / "docs" / "conformance.md",
+    ROOT / "docs" / "decisions.md",
+    Path(__file__).with_name("rows.yaml"),
+)
+HEAD = """# The seeds, row by row
+
+What CausalQwen's author asks for in five documents (S0 to S4, see CONTRIBUTING.md), where it lives, the test that holds
+it, and the decision where this project departs. Written by `make conformance` from `tests/seeds/rows.yaml`; a row
+without a test or a decision fails the suite, and so does a test that is not there.
+
+| # | asked | seed | lives in | tests | decisions |
+|---|---|---|---|---|---|
+"""
+
+
+def rows() -> dict[int, dict[str, Any]]:
+    return dict(yaml.safe_load(ROWS.read_text(encoding="utf-8")))
+
+
+def known_tests() -> dict[str, Path]:
+    """ "file stem::function" -> file, of all tests."""
+    return {
+        f"{path.stem}::{node.name}": path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def decisions_there() -> dict[str, str]:
+    """Identifier -> title, of every heading of docs/decisions.md."""
+    return dict(re.findall(r"^### (D[\w-]+): (.+)$", DECISIONS.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def lives_at(place: str) -> Path:
+    """A place of rows.yaml: below the package, or below the root."""
+    inside = ROOT / "cqwen_dist" / place
+    return inside if inside.exists() else ROOT / place
+
+
+def page() -> str:
+    there, titles = known_tests(), decisions_there()
+    lines = []
+    for number, row in rows().items():
+        lives = ", ".join(f"`{lives_at(place).relative_to(ROOT)}`" for place in row["lives"])
+        tests = "<br>".join(f"`{there[t]}` {t.split('::')[1]}" for t in row.get("tests", []))
+        links = ", ".join(
+            f"[{d}](decisions.md#{re.sub(r'[^a-z0-9 -]', '', f'{d}: {titles[d]}'.lower()).replace(' ', '-')})"
+            for d in row.get("decisions", [])
+        )
+        asks = row["asks"].replace("|", "\\|").replace("<", "&lt;")
+        lines.append(f"| {number} | {asks} | {row['seed']} | {lives} | {tests} | {links} |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,29 @@
+"""Every requirement of the seeds has a test that exists or a decision that is written down."""
+
+from seeds.conformance import PAGE, decisions_there, known_tests, lives_at, page, rows
+
+
+def test_every_row_is_there_and_is_tested_or_decided():
+    assert list(rows()) == list(range(1, 129))
+    assert [n for n, row in rows().items() if not row.get("tests") and not row.get("decisions")] == []
+
+
+def test_what_a_row_names_exists():
+    there, decided = known_tests(), decisions_there()
+    lost = {
+        n: [t for t in row.get("tests", []) if t not in there]
+        + [d for d in row.get("decisions", []) if d not in decided]
+        + [place for place in row["lives"] if not lives_at(place).exists()]
+        for n, row in rows().items()
+    }
+    assert {n: names for n, names in lost.items() if names} == {}
+
+
+def test_every_decision_is_a_rows():
+    """A decision that no requirement needs belongs in LOG.md."""
+    used = {d for row in rows().values() for d in row.get("decisions", [])}
+    assert set(decisions_there()) - used == set()
+
+
+def test_the_page_is_the_rows():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `make conformance`"
