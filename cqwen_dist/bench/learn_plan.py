@@ -273,6 +273,7 @@ def preserve(planner: Planner) -> None:
     arm("seed-100", "seed-100")
     arm("calibrated, words' rows asleep", "calibrated", ("abduction", "noise", "regression"))
     arm("calibrated, C asleep", "calibrated", ("abduction", "classifier", "noise", "regression"))
+    arm("calibrated, one C", "calibrated", train={"thresholds": "scalar"})
     arm("calibrated, KL <= 0.5", "calibrated", loss={"constraint": {"mode": "dual", "eps": 0.5}})
     steps = scale.heads_steps + scale.lora_steps
     planner.plain("preserve LoRA + softmax", base, "words", steps, 1e-3, seed, digits=False)
