@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.runs import command_environment, write_config
 
 from cqwen_dist.cluster.batch import sweep_point
@@ -32,11 +33,12 @@ def test_two_starts_side_by_side(tmp_path: Path) -> None:
     assert starts[0]["eval/cls_loss_mean"] != starts[1]["eval/cls_loss_mean"]
 
 
-def test_the_points_that_are_shipped_are_sound() -> None:
-    points, config = ROOT / "configs" / "sensitivity.points", ROOT / "configs" / "quickstart.yaml"
+@pytest.mark.parametrize("name", ["sensitivity", "starts"])
+def test_the_points_that_are_shipped_are_sound(name: str) -> None:
+    points, config = ROOT / "configs" / f"{name}.points", ROOT / "configs" / "quickstart.yaml"
     count = sum(1 for line in points.read_text().splitlines() if line.strip() and not line.startswith("#"))
     names = [load_config(*_split(sweep_point(n, config, points, []))).run.name for n in range(count)]
-    assert len(set(names)) == count == 9
+    assert len(set(names)) == count > 2
 
 
 def _split(words: list[str]) -> tuple[Path, list[str]]:
