@@ -11,7 +11,8 @@ place that is saved is the one behind the step handed out last.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from queue import Empty, Full, Queue
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -72,7 +73,10 @@ def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.
     return np.concatenate([order[: whole * batch].reshape(whole, batch)[steps].ravel(), order[whole * batch :]])
 
 
-def ahead(items: Iterator[T], count: int) -> Iterator[T]:
+JOIN_S = 10.0  # a thread that waits for a dead disk is not waited for longer
+
+
+def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
     """The items, up to `count` of them made ahead of time by a thread; what it raises is raised here."""
     if not count:
         yield from items
@@ -115,6 +119,9 @@ def ahead(items: Iterator[T], count: int) -> Iterator[T]:
             yield item  # type: ignore[misc]
     finally:
         stop.set()
+        # A process that ends while the thread is inside torch is aborted ("terminate called without an active
+        # exception"), though all its work was done.
+        thread.join(JOIN_S)
 
 
 def _micro_batches(dataset: Samples, indices: Sequence[int], micro_batch_size: int, micro_steps: int) -> list[Batch]:
@@ -163,11 +170,12 @@ class Loader:
         grouped = isinstance(dataset, Grouped) and dataset.group_by_length
         self._lengths: np.ndarray | None = dataset.lengths() if grouped else None  # type: ignore[attr-defined]
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        for epoch, step, batches in ahead(self._made(), self.prefetch):
-            self._handed_out = (epoch, step)
-            self.epoch, self.step = self._behind(epoch, step)
-            yield batches
+    def __iter__(self) -> Generator[list[Batch], None, None]:
+        with closing(ahead(self._made(), self.prefetch)) as made:
+            for epoch, step, batches in made:
+                self._handed_out = (epoch, step)
+                self.epoch, self.step = self._behind(epoch, step)
+                yield batches
 
     def _made(self) -> Iterator[tuple[int, int, list[Batch]]]:
         """(epoch, step, its batches) from the current place on."""

@@ -6,7 +6,7 @@ begins a new epoch. A place is {epoch, step}, the same on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
@@ -38,6 +38,7 @@ class StageLoaders:
                 )
             )
         self._index = 0
+        self._batches: Generator[list[Batch], None, None] | None = None
 
     @property
     def steps_per_epoch(self) -> list[int]:
@@ -59,7 +60,14 @@ class StageLoaders:
             )
             begun = before.epoch + (before.step > 0)
             self.current.load_state_dict(before.state_dict() if alike else {"epoch": begun, "step": 0})
-        return iter(self.current)
+        self.close()
+        self._batches = iter(self.current)
+        return self._batches
+
+    def close(self) -> None:
+        """End the thread that makes batches ahead."""
+        if self._batches is not None:
+            self._batches.close()
 
     def state_dict(self) -> dict[str, int]:
         """Where the next step of the current stage comes from."""

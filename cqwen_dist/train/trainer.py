@@ -186,6 +186,7 @@ class Trainer:
             self.status.write(checkpoint=self.saver.newest)
             raise
         finally:  # a run that fails has logged every step that it took
+            self.loaders.close()
             self.saver.close()
             if log is not None:
                 log.close()

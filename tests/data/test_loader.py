@@ -171,3 +171,13 @@ def test_grouping_by_length_is_an_order_of_the_same_samples(count: int, batch: i
         return int(np.ptp(lengths[some[:left].reshape(-1, batch)], axis=1).sum()) if left else 0
 
     assert spread(order) <= spread(epoch_order(count, 0, epoch))
+
+
+def test_the_thread_that_makes_batches_ends_with_the_iteration() -> None:
+    """A process that ends while it is inside torch is aborted, though all its work was done."""
+    loader = Loader(Numbered(40), rank=0, world=1, global_batch_size=4, micro_batch_size=2, seed=0, prefetch=2)
+    batches = iter(loader)
+    next(batches)
+    assert any(thread.name == "cqwen-loader" for thread in threading.enumerate())
+    batches.close()
+    assert not any(thread.name == "cqwen-loader" for thread in threading.enumerate())
