@@ -46,22 +46,26 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+_FIGURES = ("seconds", "forward", "backward", "heads", "communication", "optimizer", "tokens/s", "MFU", "sent", "hours")
+
+
 def _stages(plan: Plan) -> Table:
+    """A row a figure, a column a stage: few stages fit any terminal."""
     how = "measured rates" if plan.machine.calibrated else "stated rates"
     table = Table(title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
-    columns = ("stage", "s", "forward", "backward", "heads", "talk", "optimizer", "tokens/s", "MFU", "sent", "hours")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "stage" else "right")
+    table.add_column("stage")
     for stage in plan.stages:
-        table.add_row(*_stage_cells(stage))
+        table.add_column(stage.stage, justify="right")
+    for name, *cells in zip(_FIGURES, *map(_stage_cells, plan.stages), strict=True):
+        table.add_row(name, *cells)
     return table
 
 
 def _stage_cells(stage: StageCost) -> list[str]:
+    """`_FIGURES` of one stage."""
     t = stage.time
     parts = (t.backbone_forward, t.backbone_backward, t.heads, t.communication, t.optimizer)
     return [
-        stage.stage,
         f"{t.seconds:.4g}",
         *(f"{part / t.seconds:.0%}" for part in parts),
         f"{stage.tokens_per_s:,.0f}",
