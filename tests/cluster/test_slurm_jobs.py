@@ -53,10 +53,11 @@ def test_the_shipped_script_on_two_nodes_with_two_ranks_each(cluster: Cluster, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_shipped_script_runs_the_quickstart_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_shipped_script_runs_the_quickstart_to_its_end(cluster: Cluster, tmp_path: Path, ranks: int) -> None:
     """The main job, on two nodes; then the shipped export, which waits for it."""
     run = tmp_path / "run"
-    export = [f"--export=ALL,CQWEN_RANKS_PER_NODE=1,CQWEN_PYTHON={sys.executable}"]
+    export = [f"--export=ALL,CQWEN_RANKS_PER_NODE={ranks},CQWEN_PYTHON={sys.executable}"]
     job = cluster.slurm(
         "sbatch", "--parsable", "-N2", *export, ROOT / "slurm/train.sbatch", ROOT / "configs/quickstart.yaml",
         f"run.dir={run}", cwd=tmp_path,
