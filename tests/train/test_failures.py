@@ -209,13 +209,13 @@ def test_a_failing_disk_is_one_line_with_a_reason(tmp_path: Path) -> None:
 
 def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
     steps = {f"stages__{i}__steps": 8 for i in (0, 1)}
-    config = write_config(tmp_path, train__precision="bf16", train__checkpoint_every=8, **steps)
+    config = write_config(tmp_path, train__precision="bf16", train__checkpoint_every=8, model__w_num_scale=1.0, **steps)
     done = cqwen_forked("train", config)
     assert done.returncode == 0, done.stderr
     records = metrics(tmp_path / "run")
     losses = [record["train/total_loss"] for record in records]
     assert all(abs(value) < 1e4 for value in losses)
-    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
     folder = latest_checkpoint(tmp_path / "run")
     assert folder is not None
     state = json.loads((folder / "state.json").read_text())
