@@ -71,6 +71,11 @@ class ActionNetwork(nn.Module):
         """
         return Cauchy(u.loc[..., : self.word_size], u.scale[..., : self.word_size])
 
+    def word_head(self, u_prime: Cauchy, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What every loss and ranking of words takes first: loc and scale of U' [N,C_w] in dtype, W_cls, b_cls, C."""
+        seen = self.word_part(u_prime)
+        return seen.loc.to(dtype), seen.scale.to(dtype), self.cls_weight, self.cls_bias, self.threshold
+
     def value(self, u_prime: Cauchy) -> Cauchy:
         """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`).
 

@@ -173,13 +173,8 @@ def fused_loss(
     p_type [N,R] (`ops.regression.number_nll`). Collective over `group`, forward and backward.
     """
     u_prime = action.add_noise(u)
-    words = action.word_part(u_prime)
     out = vocab_parallel_ovr(
-        words.loc.to(gemm_dtype),
-        words.scale.to(gemm_dtype),
-        action.cls_weight,
-        action.cls_bias,
-        action.threshold,
+        *action.word_head(u_prime, gemm_dtype),
         labels,
         group=group,
         vocab_start=action.vocab_start,

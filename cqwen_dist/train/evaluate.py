@@ -232,13 +232,8 @@ class Evaluator:
 
     def _words(self, u_prime: Cauchy, labels: Tensor) -> VocabParallelOutput:
         action = self.model.action
-        seen = action.word_part(u_prime)
         return vocab_parallel_ovr(
-            seen.loc.to(self.gemm_dtype),
-            seen.scale.to(self.gemm_dtype),
-            action.cls_weight,
-            action.cls_bias,
-            action.threshold,
+            *action.word_head(u_prime, self.gemm_dtype),
             labels,
             group=self.groups.vocab,
             vocab_start=action.vocab_start,
@@ -248,13 +243,8 @@ class Evaluator:
 
     def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
         action, label_set = self.model.action, self.decisions.label_set
-        seen = action.word_part(u_prime)
         return vocab_parallel_scores(
-            seen.loc.to(self.gemm_dtype),
-            seen.scale.to(self.gemm_dtype),
-            action.cls_weight,
-            action.cls_bias,
-            action.threshold,
+            *action.word_head(u_prime, self.gemm_dtype),
             labels,
             group=self.groups.vocab,
             vocab_start=action.vocab_start,
@@ -282,13 +272,8 @@ def best_word(
 ) -> tuple[Tensor, Tensor]:
     """`top1` with what it was ranked by: (z = (loc_S - C)/scale_S or loc_S [N] fp32, ids [N])."""
     action = model.action
-    seen = action.word_part(u_prime)
     scores, ids = vocab_parallel_topk(
-        seen.loc.to(gemm_dtype),
-        seen.scale.to(gemm_dtype),
-        action.cls_weight,
-        action.cls_bias,
-        action.threshold,
+        *action.word_head(u_prime, gemm_dtype),
         1,
         group=groups.vocab,
         vocab_start=action.vocab_start,
