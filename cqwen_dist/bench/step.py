@@ -31,7 +31,7 @@ from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.traffic import Said, Traffic
 from cqwen_dist.plan import Architecture, read_architecture
 from cqwen_dist.plan.cost import stage_cost
-from cqwen_dist.plan.flops import backbone_forward, cache_ratio, flops, softmax_head_ratio
+from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.machine import MACHINES, Machine, machine
 from cqwen_dist.plan.make import tensor_bytes
 from cqwen_dist.plan.memory import GIB, WORKSPACE, kept, moments
@@ -176,7 +176,7 @@ def _cached(
     for _ in range(WARM_UP):
         step()
     row = _row(f"{s.stage.name}, z cached", _times(step, device, rounds), s, machine)
-    useful = row["flops_per_token"] - backbone_forward(s)
+    useful = row["flops_per_token"] - flops(s).backbone_forward
     row["flops_per_token"] = useful
     row["mfu"] = useful * row["tokens_per_s"] / (machine.peak(s.width) * s.world)
     row["awake"] = sorted(s.awake)

@@ -1,7 +1,9 @@
-"""Floating-point operations a token, by part: a product of [N, a] and [a, b] is 2 N a b. Letters: `plan.sizes`.
+"""Floating-point operations a token, by part: a product of [N, a] and [a, b] is 2 N a b.
 
-"Useful" operations are those that the mathematics asks for: causal attention looks at half of [T, T], and what
-gradient checkpointing computes again is not counted. MFU divides useful operations by the hardware's peak.
+The one count of them: a plan takes `Work` from a config (`of_stage`), a run from its model (`train.perf.of_model`).
+"Useful" operations are those that the mathematics asks for: causal attention looks at half of [T, T], and what is
+computed again (gradient checkpointing; the scores, in attention's backward) stands beside them. MFU divides useful
+operations by the hardware's peak.
 """
 
 from __future__ import annotations
@@ -10,12 +12,10 @@ from dataclasses import asdict, dataclass
 
 from cqwen_dist.plan.sizes import Sizes
 
-ATTENTION_BACKWARD = 2.5  # five products (one of them the scores again) against two forward
-
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one token, useful ones; `recomputed` beside them."""
+    """Of one token: useful ones by part, and beside them those that are done a second time."""
 
     backbone_forward: float
     backbone_backward: float
@@ -24,79 +24,95 @@ class Flops:
     recomputed: float
 
     @property
+    def backbone(self) -> float:
+        """Of a token that is read."""
+        return self.backbone_forward + self.backbone_backward
+
+    @property
+    def heads(self) -> float:
+        """Of a token with a label."""
+        return self.abduction + self.word_head
+
+    @property
     def useful(self) -> float:
         """All but what is computed twice."""
-        return self.backbone_forward + self.backbone_backward + self.abduction + self.word_head
+        return self.backbone + self.heads
 
     def to_dict(self) -> dict[str, float]:
         """Plain values, for JSON."""
         return {**asdict(self), "useful": self.useful}
 
 
-def linear_parameters(s: Sizes) -> int:
-    """Entries of all matrices of all layers, without adapters."""
-    return s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values())
+@dataclass(frozen=True)
+class Work:
+    """What a model's operations depend on."""
+
+    matrices: int  # entries of all layers' frozen matrices
+    adapters: int  # entries of LoRA
+    layers: int
+    attention: int  # A D, attention heads times their size
+    hidden: int  # H
+    causal: int  # C
+    words: int  # C_w, the dimensions of U that words see
+    vocab: int  # V
+
+    def forward(self, length: float) -> float:
+        """One pass through the backbone of a token among `length`, adapters included."""
+        return 2.0 * (self.matrices + self.adapters) + self.scores(length)
+
+    def scores(self, length: float) -> float:
+        """Attention's scores and their use, of all layers: the half of [T, T] that a token may see."""
+        return 2.0 * self.layers * self.attention * length
+
+    def flops(self, length: float, awake: frozenset[str], *, cached: bool, checkpointing: bool = False) -> Flops:
+        """Where the groups `awake` train. length: tokens of a sequence; cached: z was computed before; checkpointing:
+        activations are recomputed.
+
+        Backward: frozen matrices pass gradients on (one product each), adapters that train also learn (two), both
+        factors of attention's products have a gradient.
+        """
+        graph = bool(awake & {"embedding", "lora"})
+        forward, scores = self.forward(length), self.scores(length)
+        adapters = (4.0 if "lora" in awake else 2.0) * self.adapters
+        abduction = 2 * 2.0 * self.causal * self.hidden  # two matrices [C, H]
+        words = 2 * 2.0 * self.words * self.vocab  # loc and scale
+        tokens = graph or bool(awake & {"abduction", "noise"})
+        return Flops(
+            backbone_forward=0.0 if cached else forward,
+            backbone_backward=graph * (2.0 * self.matrices + adapters + 2 * scores),
+            abduction=abduction * (1 + ("abduction" in awake) + graph),
+            word_head=words * (1 + tokens + ("classifier" in awake)),
+            recomputed=graph * (scores / 2 + checkpointing * forward),
+        )
 
 
-def attention_forward(s: Sizes, causal: bool = True) -> float:
-    """Scores and their use, a token of all layers; causal: the half that a token may see."""
-    whole = s.base.layers * 4 * s.base.heads * s.base.head_dim * s.length
-    return whole / 2 if causal else whole
-
-
-def adapter_parameters(s: Sizes) -> int:
-    """Entries of the adapters, where there are any."""
-    return s.engine_parameters.get("LoRA", 0)
-
-
-def backbone_forward(s: Sizes, causal: bool = True) -> float:
-    """One pass of a token, adapters included; 0 where z comes from the cache."""
-    if s.cached:
-        return 0.0
-    return 2 * linear_parameters(s) + 2 * adapter_parameters(s) + attention_forward(s, causal)
-
-
-def backbone_backward(s: Sizes, causal: bool = True) -> float:
-    """Frozen matrices pass gradients on (one product each); adapters also learn (two)."""
-    if not s.graph:
-        return 0.0
-    adapters = (4 if "lora" in s.awake else 2) * adapter_parameters(s)
-    return 2 * linear_parameters(s) + adapters + ATTENTION_BACKWARD * attention_forward(s, causal)
-
-
-def abduction(s: Sizes) -> float:
-    """Two matrices [C, H]: forward, gradients of themselves, gradient of z."""
-    product = 2 * 2 * s.causal * s.base.hidden
-    return product * (1 + ("abduction" in s.awake) + s.graph)
-
-
-def word_head(s: Sizes) -> float:
-    """Six products of [N, C_w] and [C_w, V]: loc and scale forward, of each the gradients of tokens and of rows."""
-    product = 2 * s.words * s.base.vocab
-    tokens = 2 if s.graph or s.awake & {"abduction", "noise"} else 0
-    return product * (2 + tokens + 2 * ("classifier" in s.awake))
+def of_stage(s: Sizes) -> Work:
+    """From a plan's sizes."""
+    lora = s.config.model.lora
+    return Work(
+        matrices=s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values()),
+        adapters=s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_awake else 0,
+        layers=s.base.layers,
+        attention=s.base.heads * s.base.head_dim,
+        hidden=s.base.hidden,
+        causal=s.causal,
+        words=s.words,
+        vocab=s.base.vocab,
+    )
 
 
 def flops(s: Sizes) -> Flops:
     """Of one token in this stage."""
-    forward = backbone_forward(s)
-    return Flops(
-        backbone_forward=forward,
-        backbone_backward=backbone_backward(s),
-        abduction=abduction(s),
-        word_head=word_head(s),
-        recomputed=forward if s.graph and s.checkpointing else 0.0,
-    )
+    return of_stage(s).flops(s.length, s.awake, cached=s.cached, checkpointing=s.checkpointing)
 
 
 def softmax_head_ratio(s: Sizes) -> float:
     """Tokens/s that operations predict for this stage over those of the same backbone with a trained softmax head."""
-    backbone = backbone_forward(s) + backbone_backward(s)
-    return (backbone + 6 * s.base.hidden * s.base.vocab) / flops(s).useful
+    each = flops(s)
+    return (each.backbone + 6 * s.base.hidden * s.base.vocab) / each.useful
 
 
 def cache_ratio(s: Sizes) -> float:
     """Tokens/s that operations predict with z from the cache over those with the backbone's forward pass."""
-    forward = 2 * linear_parameters(s) + 2 * adapter_parameters(s) + attention_forward(s)
-    rest = abduction(s) + word_head(s)
-    return (forward + rest) / rest
+    heads = flops(s).heads
+    return (of_stage(s).forward(s.length) + heads) / heads

@@ -10,6 +10,21 @@ from typing import Any
 from cqwen_dist.config import UserError
 
 GB, TERA = 1e9, 1e12
+# Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by what a device calls itself. The longest match wins.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "GH200": 989.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10G": 70.0,
+    "A40": 150.0,
+}
 
 
 @dataclass(frozen=True)
@@ -44,15 +59,21 @@ class Machine:
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h200", 989 * TERA, 67 * TERA, 4800 * GB, 450 * GB),
-        Machine("h100", 989 * TERA, 67 * TERA, 3350 * GB, 450 * GB),
-        Machine("a100", 312 * TERA, 19.5 * TERA, 2039 * GB, 300 * GB),
-        Machine("l40s", 362 * TERA, 91 * TERA, 864 * GB, 32 * GB),
+        Machine("h200", PEAK_TFLOPS["H200"] * TERA, 67 * TERA, 4800 * GB, 450 * GB),
+        Machine("h100", PEAK_TFLOPS["H100"] * TERA, 67 * TERA, 3350 * GB, 450 * GB),
+        Machine("a100", PEAK_TFLOPS["A100"] * TERA, 19.5 * TERA, 2039 * GB, 300 * GB),
+        Machine("l40s", PEAK_TFLOPS["L40S"] * TERA, 91 * TERA, 864 * GB, 32 * GB),
         Machine("cpu", 0.1 * TERA, 0.1 * TERA, 10 * GB, 2 * GB, between=1 * GB, efficiency=1.0),
     )
 }
 # Bytes/s that each rank may send between nodes.
 INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25": 3.125 * GB, "eth10": 1.25 * GB}
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Of a GPU by the name its driver gives; None where it is not known."""
+    known = [key for key in PEAK_TFLOPS if key in device_name]
+    return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 
 def machine(name: str, interconnect: str, calibration: Path | None = None) -> Machine:

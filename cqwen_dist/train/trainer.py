@@ -40,7 +40,7 @@ from cqwen_dist.train.frequency import ThresholdBands
 from cqwen_dist.train.loading import StageLoaders
 from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.partitioned import load_partitioned_base
-from cqwen_dist.train.perf import Clock, Work
+from cqwen_dist.train.perf import Clock, of_model
 from cqwen_dist.train.run_folder import START, START_TENSORS, write_environment
 from cqwen_dist.train.session import Place, check_best_metric, open_session, run_saver, to_go_on_from
 from cqwen_dist.train.stages import Schedule, StagePlan
@@ -147,7 +147,7 @@ class Trainer:
         self.evaluator = self._evaluator()
         self.saver = run_saver(config, self.groups, runtime)
         self.refusals = Refusals(config.train.max_refused_steps)
-        self.clock = Clock(Work.of(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
+        self.clock = Clock(of_model(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
         self.noise = GradientWatch(model.action.b_noise)
         self.evaluations = EvaluationFolder(self.folder, tokenizer)
 
@@ -232,7 +232,7 @@ class Trainer:
             if log is not None:
                 record.update(self.noise.take())
                 record.update(self.saver.take())
-                record.update(self.clock.figures(tokens, self.engine.features_awake, cached is not None))
+                record.update(self.clock.figures(tokens, plan.stage.groups, cached is not None))
                 log.push(record, self.loaders.current.handed_out())
             if self.progress is not None:
                 loss = float(figures["train/total_loss"]) if at_end and tokens else None

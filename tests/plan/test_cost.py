@@ -1,4 +1,4 @@
-"""Operations against torch's counter and by hand; time and layouts in what they must do, not in their figures."""
+"""Operations by hand (torch counts them in train/test_perf.py); what time and layouts must do, not their figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import Architecture, plan
 from cqwen_dist.plan.cost import stage_cost, steps_of
-from cqwen_dist.plan.flops import backbone_forward, cache_ratio, flops, softmax_head_ratio
+from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.known import known_architecture
 from cqwen_dist.plan.machine import MACHINES, machine
 from cqwen_dist.plan.scaling import scaling
@@ -43,43 +43,22 @@ def options(settings: Config, nodes: int = 1, gpus: int = 8, gib: float = 80.0) 
     return {"nodes": nodes, "gpus_per_node": gpus, "gpu_memory_gib": gib, "architecture": found}
 
 
-def test_operations_are_those_that_torch_counts():
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoConfig, AutoModel
-
-    found = {
-        "model_type": "qwen2",
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "attn_implementation": "eager",
-    }
-    model = AutoModel.from_config(AutoConfig.for_model(**found)).requires_grad_(False)
-    settings = config(data={"train": "unused", "sequence_length": 32}, stages=[{**ALL, "train": ["embedding"]}])
-    (s,) = sizes(settings, architecture={k: v for k, v in found.items() if k != "attn_implementation"})
-    embedded = torch.randn(2, 32, 64, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        out = model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        forward = counter.get_total_flops()
-        out.sum().backward()
-    assert forward / 64 == pytest.approx(backbone_forward(s, causal=False), rel=0.02)
-    # without the scores' second computation, which only the fused kernel does
-    whole = counter.get_total_flops() - forward
-    attention = 4 * 2 * 64 * 32
-    assert whole / 64 == pytest.approx(
-        2 * (backbone_forward(s, causal=False) - attention) / 2 + 2 * attention, rel=0.02
-    )
-
-
 def test_operations_of_the_heads_by_hand():
     for s in sizes(config()):
         each = flops(s)
         assert each.word_head == 12 * 3584 * 152_064  # six products
         assert each.abduction == 2 * 2 * 3592 * 3584 * (3 if s.graph else 2)
+
+
+def test_what_is_computed_again_is_not_useful():
+    plain, saved = (
+        flops(sizes(config(model={"name_or_path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": again}))[1])
+        for again in (False, True)
+    )
+    assert saved.useful == plain.useful
+    assert saved.recomputed - plain.recomputed == plain.backbone_forward
+    assert plain.recomputed == 28 * 3584 * 1024, "the scores once more, in attention's backward"
+    assert flops(sizes(config())[0]).recomputed == 0
 
 
 def test_the_ratios_that_operations_predict():
