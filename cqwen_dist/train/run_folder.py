@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +18,25 @@ from cqwen_dist.config import Config, UserError, changed_keys, load_config
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 START = "start.json"
+BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that decide what the base of model.architecture becomes
 START_TENSORS = "start.safetensors"  # the abduction and the embedding as they began: what KL is measured against
 
 
 def open_run(config: Config, before_writing: Callable[[], object] = lambda: None) -> Path:
     """Make the run's folder, or check that it is this run's: same config but for the keys that may change.
 
-    before_writing: called when the folder is there and nothing in it has been touched yet.
-    Raises `UserError` by key where it is not, or where the folder cannot be written.
+    A command that failed before anything was learnt binds nobody: any key may change after it, and a base that it built
+    is built anew where it depends on one. before_writing: called when the folder is there and nothing in it has been
+    touched yet. Raises `UserError` by key where the folder is another run's, or cannot be written.
     """
     folder = Path(config.run.dir)
     refuse_changes(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         before_writing()
+        changed = [key for key, _, _ in _changes(config)]  # none where training has begun
+        if config.model.architecture is not None and any(key.startswith(BUILDS_BASE) for key in changed):
+            shutil.rmtree(config.base_folder, ignore_errors=True)
         write_atomically(folder / CONFIG, config.to_yaml())
     except OSError as error:
         raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None
@@ -39,11 +45,18 @@ def open_run(config: Config, before_writing: Callable[[], object] = lambda: None
 
 def refuse_changes(config: Config) -> None:
     """Raises `UserError` by key where the run in the folder was begun with another config; reads only."""
+    folder = Path(config.run.dir)
+    if not any((folder / name).is_file() for name in (START, LATEST)):
+        return
+    for key, old, new in _changes(config):
+        allowed = f"{old!r}, with which the run in {folder} began (or another run.dir)"
+        raise UserError(key, new, allowed, str(folder / CONFIG))
+
+
+def _changes(config: Config) -> list[tuple[str, object, object]]:
+    """(key, before, now) of what differs from the config in the run's folder; none where there is none."""
     known = Path(config.run.dir) / CONFIG
-    if known.is_file():
-        for key, old, new in changed_keys(load_config(known), config):
-            allowed = f"{old!r}, with which the run in {known.parent} began (or another run.dir)"
-            raise UserError(key, new, allowed, str(known))
+    return changed_keys(load_config(known), config) if known.is_file() else []
 
 
 def is_done(folder: Path) -> bool:

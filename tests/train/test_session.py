@@ -8,6 +8,7 @@ from support.runs import write_config
 
 from cqwen_dist.checkpoint.status import RunStatus, end_status, read_status, write_status
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.train.run_folder import open_run, refuse_changes
 from cqwen_dist.train.session import Place, check_best_metric
 
 FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}
@@ -20,6 +21,23 @@ def test_the_best_go_by_a_figure_that_there_is(tmp_path: Path) -> None:
     check_best_metric(load_config(path, ["train.best_metric=eval/x", "train.keep_best=0"]), FIGURES)
     with pytest.raises(UserError, match=r"train\.best_metric: found 'eval/x', allowed: .*: eval/accuracy, eval/cls"):
         check_best_metric(load_config(path, ["train.best_metric=eval/x"]), FIGURES)
+
+
+def test_a_command_that_failed_before_it_learnt_anything_binds_nobody(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    first = open_run(load_config(path, ["model.tokenizer=/nowhere"]))
+    base = first / "base"
+    base.mkdir()
+    open_run(load_config(path, ["model.tokenizer=/nowhere", "stages.0.lr=0.5"]))
+    assert base.is_dir(), "it does not hang on the rate"
+    mended = load_config(path)
+    refuse_changes(mended)
+    open_run(mended)
+    assert not base.is_dir(), "it was built for another tokenizer"
+    assert load_config(first / "config.yaml") == mended
+    (first / "start.json").write_text("{}")
+    with pytest.raises(UserError, match="with which the run in"):
+        open_run(load_config(path, ["train.seed=3"]))
 
 
 def test_a_place_comes_back_from_its_file() -> None:
