@@ -18,6 +18,9 @@ class UserError(Exception):
         super().__init__(_one_line(f"{place}{key}: found {_short(found)}, allowed: {allowed}"))
         self.key, self.found, self.allowed, self.where = key, found, allowed, where
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
+        return type(self), (self.key, self.found, self.allowed, self.where)  # out of a worker process
+
 
 def _one_line(text: str) -> str:
     """One printable line: no line breaks, no control characters, nothing that UTF-8 cannot carry."""

@@ -11,17 +11,19 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.document import Sample
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.records import Text
+from cqwen_dist.data.sources import chunks
 from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics, streamed_statistics
 from cqwen_dist.data.store import Chunk, Recipe, TokenStore, encode_chunk
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-CHUNK = 1000  # texts that are tokenised in one call
+_TOLD = 1000  # overflows of which the place is kept
 _EXACT = 1 << 22  # targets that are simply held
 
 
@@ -184,17 +186,25 @@ class Tokeniser:
         self.rows = 0
         self.overflows: list[tuple[int, str]] = []  # (row, what to say), the first few
 
-    def take(self, chunk: Chunk, report: DataReport) -> None:
-        """The next chunk's counts. Raises: UserError for a number that overflows unless they are to be skipped."""
+    def take(self, chunk: Chunk, report: DataReport, new: np.ndarray | None = None) -> pa.RecordBatch:
+        """The next chunk's rows that stay, of those that are `new` [n] bool, and their counts.
+
+        Raises: UserError for a number that overflows unless they are to be skipped.
+        """
+        new = np.ones(chunk.batch.num_rows, bool) if new is None else new
+        stay = new & ~chunk.too_short & ~chunk.too_long
         for row, where, literal in chunk.overflows:
+            if not stay[row]:
+                continue
             if self._refuse:
                 allowed = "numbers that float64 holds (data.on_nonfinite=skip leaves them as text)"
                 raise UserError("number", literal, allowed, where)
-            if len(self.overflows) < CHUNK:
-                self.overflows.append((self.rows + row, f"{where}: {literal[:40]}"))
-        self.rows += chunk.batch.num_rows
-        report.too_short += chunk.too_short
-        report.too_long += chunk.too_long
+            if len(self.overflows) < _TOLD:
+                self.overflows.append((self.rows + int(stay[:row].sum()), f"{where}: {literal[:40]}"))
+        self.rows += int(stay.sum())
+        report.too_short += int((new & chunk.too_short).sum())
+        report.too_long += int((new & chunk.too_long).sum())
+        return chunk.batch if stay.all() else chunk.batch.filter(pa.array(stay))
 
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
@@ -206,9 +216,7 @@ def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: 
     """
     tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
     for chunk in chunks(texts):
-        encoded = encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe)
-        tokeniser.take(encoded, report)
-        batches.append(encoded.batch)
+        batches.append(tokeniser.take(encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe), report))
     store = TokenStore(batches, tokenizer.num_token_id)
     count(report, store, None, tokeniser.overflows)
     return TextDataset(store, None, config, tokenizer, report)
@@ -225,17 +233,3 @@ def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overf
     report.left = int(store.column("left")[own].sum(dtype=np.int64))
     mine = None if texts is None else set(texts.tolist())
     report.first_overflow = next((said for row, said in overflows if mine is None or row in mine), "")
-
-
-def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    """Texts in lists of CHUNK, or fewer where they are long."""
-    chunk: list[Text] = []
-    size = 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text.text)
-        if len(chunk) == CHUNK or size >= 1 << 22:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

@@ -12,10 +12,12 @@ import json
 import math
 import re
 import unicodedata
+from array import array
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.normalizers import NFC
 
 from cqwen_dist.config import NumberPolicy
 from cqwen_dist.data.ascii_words import AsciiWords
@@ -23,7 +25,7 @@ from cqwen_dist.data.numbers import find_numbers
 
 # A noncharacter: no text that is meant for exchange holds it, and one that does takes the slow way.
 _MARK = "\U0010fffe"
-_FEW = 32  # texts for which the copy of the tokenizer (half a second, with a real vocabulary) is not worth it
+_LITTLE = 1 << 14  # characters for which getting ready (a second, with a real vocabulary) is not worth it
 _NUMERAL = re.compile(r"\d(?:[\w.,:/-]*\d)?")
 
 
@@ -31,7 +33,7 @@ class Reading(NamedTuple):
     """One text: its ids; its numbers, one for each <NUM> among them; literals too large for float64, which stayed
     text; and how many numerals stayed text."""
 
-    ids: list[int]
+    ids: array[int]  # of int32
     numbers: list[float]
     overflows: list[str]
     left: int
@@ -54,8 +56,11 @@ class NumberEncoder:
         self._ascii: AsciiWords | Literal[False] | None = None  # False: not this tokenizer
         self._fingerprint = ""
 
+    def __reduce__(self) -> tuple[type[NumberEncoder], tuple[str, int, NumberPolicy | None, str | None]]:
+        return type(self), (self.to_json(), self.num_token_id, self.policy, self.literal)  # into a worker process
+
     def to_json(self) -> str:
-        """The Rust tokenizer, for another process."""
+        """The Rust tokenizer as text."""
         return str(self._backend.to_str())
 
     def fingerprint(self) -> str:
@@ -76,7 +81,7 @@ class NumberEncoder:
             numbers.append(found[1])
             overflows.append(found[2])
         left = [len(_NUMERAL.findall(_MARK.join(own))) for own in pieces]
-        ids = self._many(texts, pieces) if len(texts) > _FEW else [self._one(own) for own in pieces]
+        ids = self._many(texts, pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
         return [Reading(*row) for row in zip(ids, numbers, overflows, left, strict=True)]
 
     def split(self, text: str) -> tuple[list[str], list[float], list[str]]:
@@ -98,44 +103,38 @@ class NumberEncoder:
         pieces.append(text[position:])
         return pieces, numbers, overflows
 
-    def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[list[int]]:
+    def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[array[int]]:
         if self._ascii is None:
             plan = json.loads(self.to_json())
-            self._ascii = AsciiWords(plan) if AsciiWords.suits(plan) else False
+            self._ascii = AsciiWords(self._backend, plan) if AsciiWords.suits(plan) else False
         if self._ascii is False:
             return self._in_bulk(pieces)
         quick = [self._ascii.takes(text) for text in texts]
-        ways = {
-            True: iter(
-                self._ascii.encode(
-                    [own for own, is_quick in zip(pieces, quick, strict=True) if is_quick], self.num_token_id
-                )
-            ),
-            False: iter(self._in_bulk([own for own, is_quick in zip(pieces, quick, strict=True) if not is_quick])),
-        }
+        plain = [own for own, is_quick in zip(pieces, quick, strict=True) if is_quick]
+        other = [own for own, is_quick in zip(pieces, quick, strict=True) if not is_quick]
+        ways = {True: iter(self._ascii.encode(plain, self.num_token_id)), False: iter(self._in_bulk(other))}
         return [next(ways[is_quick]) for is_quick in quick]
 
-    def _in_bulk(self, texts: list[list[str]]) -> list[list[int]]:
+    def _in_bulk(self, texts: list[list[str]]) -> list[array[int]]:
         if not texts:
             return []
         if self._marked is None:
-            plan = json.loads(self.to_json())
-            if plan["normalizer"] == {"type": "NFC"}:  # as all texts are by now, and so are their parts
-                plan["normalizer"] = None
-            copy = Tokenizer.from_str(json.dumps(plan))
+            copy = Tokenizer.from_str(self.to_json())
+            if type(copy.normalizer) is NFC:  # as all texts are by now, and so are their parts
+                copy.normalizer = None
             copy.add_special_tokens([AddedToken(_MARK, special=True, normalized=False)])
             self._marked = copy, copy.get_vocab(with_added_tokens=True)[_MARK]
         tokenizer, mark = self._marked
         joined = [_MARK.join(pieces) for pieces in texts]
-        found = [e.ids for e in tokenizer.encode_batch_fast(joined, add_special_tokens=False)]
+        found = [array("i", e.ids) for e in tokenizer.encode_batch_fast(joined, add_special_tokens=False)]
         if mark != self.num_token_id:
-            found = [[self.num_token_id if token == mark else token for token in ids] for ids in found]
+            found = [array("i", [self.num_token_id if token == mark else token for token in ids]) for ids in found]
         for i, (text, pieces) in enumerate(zip(joined, texts, strict=True)):
             if (self.literal is not None and self.literal in text) or text.count(_MARK) != len(pieces) - 1:
                 found[i] = self._one(pieces)
         return found
 
-    def _one(self, pieces: list[str]) -> list[int]:
+    def _one(self, pieces: list[str]) -> array[int]:
         """The same, one piece after the other."""
         parts: list[str | None] = []
         for i, piece in enumerate(pieces):
@@ -147,7 +146,7 @@ class NumberEncoder:
                 parts.append(piece)
         words = self._backend.encode_batch_fast([p for p in parts if p is not None], add_special_tokens=False)
         encoded = iter(words)
-        ids: list[int] = []
+        ids = array("i")
         for part in parts:
-            ids += [self.num_token_id] if part is None else next(encoded).ids
+            ids.extend([self.num_token_id] if part is None else next(encoded).ids)
         return ids

@@ -20,11 +20,8 @@ import os
 import shutil
 import sqlite3
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import chain, islice
-from multiprocessing import get_context
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +29,15 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
-from cqwen_dist.config import DataConfig, NumberPolicy, UserError
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.dataset import DataReport, Tokeniser, chunks, count
-from cqwen_dist.data.encoder import NumberEncoder
-from cqwen_dist.data.records import ReadReport, Text
-from cqwen_dist.data.sources import Seen, as_list, held_out, read_eval, read_texts, read_train, unique
-from cqwen_dist.data.store import SCHEMA, Chunk, ContentDigest, Recipe, TokenStore, encode_chunk
+from cqwen_dist.data.dataset import DataReport, Tokeniser, count
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import Seen, as_list, held_out, read_texts, train_blocks
+from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.data.workers import Work, worked
 
 FORMAT = 2  # another one where the code reads numbers or writes rows in another way
 MANIFEST = "manifest.json"
@@ -47,8 +45,6 @@ MANIFEST = "manifest.json"
 _OF_SAMPLES = frozenset(
     ("train", "eval", "sequence_length", "pack", "group_by_length", "cache_dir", "workers", "prefetch")
 )
-_AHEAD = 2  # chunks a worker has waiting
-_WORTH = 8  # chunks from which on it is worth to start workers (three seconds each)
 
 # Texts and tokens so far.
 Progress = Callable[[int, int], None]
@@ -132,22 +128,25 @@ def _build(
     reading, chat = ReadReport(), Chat(tokenizer.tokenizer)
     reports = {"train": DataReport()}
     found: dict[str, Any] = {"content": {}, "overflows": {}}
-    parts: dict[str, Iterable[Text]] = {"train": read_train(config, reading, chat)}
+    parts = {"train": train_blocks(config, reading, chat)}
     if config.eval is not None:
         reports["eval"] = DataReport()
-        parts["eval"] = read_eval(config, reading, chat)
+        parts["eval"] = chain.from_iterable(blocks(source, config, "data.eval") for source in as_list(config.eval))
     done = [0, 0]
-    for name, texts in parts.items():
+    for name, part in parts.items():
         tokeniser, content = Tokeniser(tokenizer, config), ContentDigest()
-        if config.deduplicate and name == "train":
-            texts = unique(texts, reading, _SeenOnDisk(folder / "digests.sqlite"))
+        work = Work(config, chat, tokeniser.encoder, tokeniser.recipe)
+        seen = _SeenOnDisk(folder / "digests.sqlite") if config.deduplicate and name == "train" else None
         with pa.OSFile(str(folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-            for chunk in _encoded(chunks(texts), tokeniser, config.workers or _cores()):
-                tokeniser.take(chunk, reports[name])
-                if chunk.batch.num_rows:
-                    writer.write_batch(chunk.batch)
-                    content.update(chunk.batch)
-                done = [done[0] + chunk.batch.num_rows, done[1] + len(chunk.batch.column("ids").values)]
+            for chunk, read in worked(part, work, config.workers or _cores()):
+                reading.add(read)
+                new = None if seen is None else seen.new_ones(chunk.batch)
+                reading.duplicates += 0 if new is None else int((~new).sum())
+                batch = tokeniser.take(chunk, reports[name], new)
+                if batch.num_rows:
+                    writer.write_batch(batch)
+                    content.update(batch)
+                done = [done[0] + batch.num_rows, done[1] + len(batch.column("ids").values)]
                 if progress is not None:
                     progress(*done)
         if not tokeniser.rows:
@@ -181,46 +180,6 @@ def _build(
         _sync(path)
 
 
-def _encoded(texts: Iterator[list[Text]], tokeniser: Tokeniser, workers: int) -> Iterator[Chunk]:
-    """The chunks tokenised, in their order; with several workers so many ahead that each has two."""
-    first = list(islice(texts, _WORTH)) if workers > 1 else []
-    texts = chain(first, texts)
-    if len(first) < _WORTH:
-        for chunk in texts:
-            yield encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe)
-        return
-    encoder = tokeniser.encoder
-    policy = None if encoder.policy is None else encoder.policy.model_dump()
-    given = encoder.to_json(), encoder.num_token_id, policy, encoder.literal, tokeniser.recipe
-    waiting: deque[Future[Chunk]] = deque()
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=given) as pool:
-        try:
-            for chunk in texts:
-                waiting.append(pool.submit(_work, chunk))
-                if len(waiting) > _AHEAD * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-
-
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(
-    backend: str, num_token_id: int, policy: dict[str, Any] | None, literal: str | None, recipe: Recipe
-) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    own = None if policy is None else NumberPolicy(**policy)
-    _worker["given"] = NumberEncoder(backend, num_token_id, own, literal), recipe
-
-
-def _work(texts: list[Text]) -> Chunk:
-    return encode_chunk(texts, *_worker["given"])
-
-
 class _SeenOnDisk(Seen):
     """Digests in a file: memory does not grow with the corpus."""
 
@@ -231,6 +190,10 @@ class _SeenOnDisk(Seen):
         self._file.execute("PRAGMA cache_size=-65536")  # KiB
         self._file.execute("CREATE TABLE seen (digest BLOB PRIMARY KEY) WITHOUT ROWID")
         self._file.execute("BEGIN")
+
+    def new_ones(self, batch: pa.RecordBatch) -> np.ndarray:
+        """Which texts of a batch were not there before [n] bool."""
+        return np.array([self.new(digest) for digest in batch.column("digest").to_pylist()], bool)
 
     def new(self, digest: bytes) -> bool:
         return self._file.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,)).rowcount > 0

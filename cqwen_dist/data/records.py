@@ -48,6 +48,14 @@ class ReadReport:
         self.skipped[kind] = self.skipped.get(kind, 0) + 1
         self.first.setdefault(kind, where)
 
+    def add(self, other: ReadReport) -> None:
+        """What was read behind this."""
+        self.read += other.read
+        self.duplicates += other.duplicates
+        for kind, count in other.skipped.items():
+            self.skipped[kind] = self.skipped.get(kind, 0) + count
+            self.first.setdefault(kind, other.first[kind])
+
     def lines(self) -> list[str]:
         """One line for each kind of bad line; none when all was well."""
         lines = [f"skipped: {count:,} x {kind}, first at {self.first[kind]}" for kind, count in self.skipped.items()]
@@ -58,7 +66,7 @@ class BadLine(Exception):
     """A line or record that cannot be used: kind (counted), what was found, what is allowed."""
 
     def __init__(self, kind: str, found: object, allowed: str) -> None:
-        super().__init__(kind)
+        super().__init__(kind, found, allowed)
         self.kind, self.found, self.allowed = kind, found, allowed
 
 

@@ -8,39 +8,28 @@
 - `hf:NAME`, `hf:ORG/NAME/CONFIG#SPLIT`: a data set of the Hugging Face hub, streamed.
 - `bundled:diabetes`, `bundled:diabetes/train`, `bundled:diabetes/test`: see `cqwen_dist.data.diabetes`.
 
-Files may be `.gz`. How a record becomes a text: `cqwen_dist.data.records`.
+Files may be `.gz`. How a file becomes records: `cqwen_dist.data.blocks`; a record a text: `cqwen_dist.data.records`.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
-import json
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import IO, Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import cast
 
 import numpy as np
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.blocks import Block, blocks, given
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.diabetes import diabetes_texts
-from cqwen_dist.data.records import BadLine, Literal, ReadReport, Text, extractor, needed_fields, too_long
+from cqwen_dist.data.records import BadLine, Extract, ReadReport, Text, extractor
 
 __all__ = ["ReadReport", "Text", "mixed", "read_split", "read_texts", "read_train"]
 
-_BUNDLED: dict[str, Callable[[], list[str]]] = {
-    "diabetes": lambda: diabetes_texts("train") + diabetes_texts("test"),
-    "diabetes/train": lambda: diabetes_texts("train"),
-    "diabetes/test": lambda: diabetes_texts("test"),
-}
-# A record and its place; or the place and why there is none.
-Row = tuple[str, Mapping[str, Any] | BadLine]
+CHUNK = 1000  # texts that are tokenised in one call
 _DRAWS = 4096  # of sources, at a time
-_ROWS = 1024  # of a table, at a time
 
 
 def read_texts(
@@ -53,30 +42,36 @@ def read_texts(
     UTF-8, no JSON object, lack a field, hold something else than text, are empty or too long, and for compressed files
     that end too early.
     """
-    if source.startswith("bundled:"):
-        name = source.removeprefix("bundled:")
-        if name not in _BUNDLED:
-            raise UserError(key, source, " or ".join(f"bundled:{known}" for known in _BUNDLED))
-        for number, bundled in enumerate(_BUNDLED[name](), 1):
-            report.read += 1
-            yield Text(bundled, f"{source}:{number}")
-        return
     extract = extractor(config, chat or Chat())
-    try:
-        for where, record in _rows(source, config, key):
-            try:
-                if isinstance(record, BadLine):
-                    raise record
-                text = extract(record, where)
-            except BadLine as bad:
-                if config.on_bad_line == "error":
-                    raise UserError(bad.kind, bad.found, bad.allowed, where) from None
-                report.skip(bad.kind, where)
-            else:
-                report.read += 1
-                yield text
-    except OSError as error:
-        raise UserError(key, source, f"a readable file ({error.strerror or error})") from None
+    for block in blocks(source, config, key):
+        yield from read_block(block, extract, config.on_bad_line == "skip", report)
+
+
+def read_block(block: Block, extract: Extract, skip: bool, report: ReadReport) -> Iterator[Text]:
+    """The texts of one block in order; bad lines are counted or raised as `read_texts` says."""
+    for where, record in block():
+        try:
+            if isinstance(record, BadLine):
+                raise record
+            text = record if isinstance(record, Text) else extract(record, where)
+        except BadLine as bad:
+            if not skip:
+                raise UserError(bad.kind, bad.found, bad.allowed, where) from None
+            report.skip(bad.kind, where)
+        else:
+            report.read += 1
+            yield text
+
+
+def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator[Block]:
+    """Blocks whose texts are those of `read_train`. Where texts are drawn or counted off, they are read here."""
+    if config.weights is None and config.limit is None:
+        for source in as_list(config.train):
+            yield from blocks(source, config, "data.train")
+        return
+    for chunk in chunks(read_train(config, report, chat)):
+        report.read -= len(chunk)  # who reads the block counts them again
+        yield partial(given, [(text.where, text) for text in chunk])
 
 
 def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Iterator[Text]:
@@ -202,206 +197,20 @@ def held_out(first: np.ndarray, digest: Callable[[int], bytes], fraction: float)
     return cast(np.ndarray, out)
 
 
+def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """Texts in lists of CHUNK, or fewer where they are long."""
+    chunk: list[Text] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text.text)
+        if len(chunk) == CHUNK or size >= 1 << 22:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
 def as_list(sources: str | list[str]) -> list[str]:
     """One source or several, as a list."""
     return [sources] if isinstance(sources, str) else sources
-
-
-# ------------------------------------------------------------------------------------------- from files to records
-
-
-def _rows(source: str, config: DataConfig, key: str) -> Iterator[Row]:
-    name, _, split = source.partition("#")
-    path = Path(name).expanduser()
-    if source.startswith("hf:") or path.is_dir():
-        yield from _of_datasets(source, name, split or "train", config, key)
-        return
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise UserError(key, f"no file {source}", "an existing JSONL file, or bundled:NAME")
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else (suffixes or [""])[-1]
-    if ending == ".parquet":
-        yield from _of_parquet(path, config)
-        return
-    read = {".csv": _of_csv, ".tsv": _of_csv, ".txt": _of_text}.get(ending, _of_json_lines)
-    with gzip.open(path, "rb") if suffixes[-1:] == [".gz"] else path.open("rb") as file:
-        lines = _Lines(cast(IO[bytes], file), path, config)
-        try:
-            yield from read(lines, config)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            yield f"{path}:{lines.number + 1}", BadLine("broken gzip", f"no whole file ({error})", "a whole gzip file")
-
-
-class _Lines:
-    """The lines of a file with their numbers; a line that is too long is never held, but raised as `BadLine`."""
-
-    def __init__(self, file: IO[bytes], path: Path, config: DataConfig) -> None:
-        self.file, self.path, self.config, self.number = file, path, config, 0
-        self.limit = int(config.max_text_mib * 2**20)
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> bytes:
-        line = self.file.readline(self.limit + 1)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        if len(line) > self.limit and not line.endswith(b"\n"):
-            size = len(line)
-            while line and not line.endswith(b"\n"):
-                line = self.file.readline(self.limit)
-                size += len(line)
-            raise too_long(size, self.config)
-        return line
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}:{self.number}"
-
-
-def _of_json_lines(lines: _Lines, config: DataConfig) -> Iterator[Row]:
-    while True:
-        try:
-            line = next(lines)
-            if line.strip(b"\xef\xbb\xbf \t\r\n"):
-                yield lines.where, _parsed(line)
-        except StopIteration:
-            return
-        except BadLine as bad:
-            yield lines.where, bad
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    text = _decoded(line)
-    try:
-        record = json.loads(text, parse_int=Literal, parse_float=Literal, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise BadLine("broken JSON", text.strip()[:60], f"one JSON object a line ({error})") from None
-    if not isinstance(record, dict):
-        raise BadLine("no JSON object", text.strip()[:60], 'one JSON object a line, such as {"text": "..."}')
-    return record
-
-
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadLine("not UTF-8", error.object[error.start : error.end], "UTF-8 text") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _of_csv(lines: _Lines, config: DataConfig) -> Iterator[Row]:
-    tabs = ".tsv" in [suffix.lower() for suffix in lines.path.suffixes]
-    csv.field_size_limit(max(lines.limit, 2**17))
-    reader = csv.reader(map(_decoded, lines), delimiter="\t" if tabs else ",", strict=True)
-    columns: list[str] | None = None
-    while True:
-        try:
-            row = next(reader)
-            if not row:
-                continue
-            if columns is None:
-                columns = [name.strip() for name in row]
-                if len(set(columns)) < len(columns) or not all(columns):
-                    raise UserError("columns", columns, "a first row that gives every column a name", lines.where)
-                continue
-            if len(row) != len(columns):
-                allowed = f"{len(columns)}, as the first row has"
-                raise BadLine("wrong number of cells", len(row), allowed)
-            yield lines.where, dict(zip(columns, row, strict=True))
-        except StopIteration:
-            return
-        except csv.Error as error:
-            yield lines.where, BadLine("broken CSV", f"no row ({error})", "quoted cells that end, and no NUL")
-        except BadLine as bad:
-            yield lines.where, bad
-
-
-def _of_text(lines: _Lines, config: DataConfig) -> Iterator[Row]:
-    held: list[str] = []
-    size, began, done = 0, 1, False
-    while not done:
-        text = ""
-        try:
-            text = _decoded(next(lines))
-            size += len(text)
-            if size > lines.limit:
-                held, size = [], 0
-                raise too_long(lines.limit, config)
-        except StopIteration:
-            done = True
-        except BadLine as bad:
-            yield lines.where, bad
-            continue
-        if not held:
-            began = lines.number
-        if text.strip() or (held and config.sample_by == "document" and not done):
-            held.append(text)
-        ends = done or config.sample_by == "line" or (config.sample_by == "paragraph" and not text.strip())
-        if ends and held:
-            yield f"{lines.path}:{began}", {config.text_field: "".join(held).strip("\r\n")}
-        if ends:
-            held, size = [], 0
-
-
-def _of_parquet(path: Path, config: DataConfig) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            fields = needed_fields(config)
-            missing = [name for name in fields if name not in file.schema_arrow.names]
-            if missing:
-                found, allowed = file.schema_arrow.names, f"a table with the column {missing[0]!r}"
-                yield str(path), BadLine("missing field", found, allowed)
-                return
-            for batch in file.iter_batches(batch_size=_ROWS, columns=fields, use_threads=False):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", record
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:100]
-        yield f"{path}:{number + 1}", BadLine("broken Parquet", f"no readable table ({reason})", "a Parquet file")
-
-
-def _of_datasets(source: str, name: str, split: str, config: DataConfig, key: str) -> Iterator[Row]:
-    import datasets
-
-    try:
-        if source.startswith("hf:"):
-            parts = name.removeprefix("hf:").split("/")
-            local = Path(name.removeprefix("hf:")).expanduser().is_dir()
-            cut = len(parts) if local else 2
-            data: Any = datasets.load_dataset(
-                "/".join(parts[:cut]), "/".join(parts[cut:]) or None, split=split, streaming=True
-            )
-        elif any((Path(name).expanduser() / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
-            data = datasets.load_from_disk(str(Path(name).expanduser()))
-            if isinstance(data, datasets.DatasetDict):
-                if split not in data:
-                    raise UserError(key, source, f"{name}# and one of {', '.join(data)}")
-                data = data[split]
-        else:
-            data = datasets.load_dataset(str(Path(name).expanduser()), split=split, streaming=True)
-        fields = needed_fields(config)
-        if data.column_names is not None:
-            missing = [field for field in fields if field not in data.column_names]
-            if missing:
-                allowed = f"a data set with the column {missing[0]!r}"
-                yield source, BadLine("missing field", data.column_names, allowed)
-                return
-            data = data.select_columns(fields)
-        for number, record in enumerate(data, 1):
-            yield f"{source}:{number}", record
-    except (UserError, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, UserError):
-            raise
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise UserError(key, source, f"what `datasets` can load ({reason})") from None

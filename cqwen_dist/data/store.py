@@ -44,12 +44,12 @@ class Recipe(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some texts tokenised: rows; their overflows as (row, place, literal); texts left out for their length."""
+    """Some texts tokenised: a row each; overflows as (row, place, literal); which rows are not of a length to stay."""
 
     batch: pa.RecordBatch
     overflows: list[tuple[int, str, str]]
-    too_short: int
-    too_long: int
+    too_short: np.ndarray  # [n] bool
+    too_long: np.ndarray  # [n] bool
 
 
 def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) -> Chunk:
@@ -58,18 +58,11 @@ def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) 
     read = encoder.read([segment for own in segments for segment, _ in own])
     readings = iter(read)
     rows: list[list[Reading]] = [[next(readings) for _ in own] for own in segments]
-    ids = [[token for reading in row for token in reading.ids] if len(row) > 1 else row[0].ids for row in rows]
-    sizes = np.array([len(own) + 1 for own in ids], np.int64)
-    keep = (sizes >= recipe.min_tokens) & (sizes <= recipe.max_tokens)
-    if not keep.all():
-        kept = np.flatnonzero(keep).tolist()
-        texts, segments = [texts[i] for i in kept], [segments[i] for i in kept]
-        rows, ids = [rows[i] for i in kept], [ids[i] for i in kept]
-    counts = (int((sizes < recipe.min_tokens).sum()), int((sizes > recipe.max_tokens).sum()))
-    sizes = sizes[keep]
+    ids = [b"".join(reading.ids for reading in row) for row in rows]
+    sizes = np.array([len(own) // 4 + 1 for own in ids], np.int64)
     offsets = np.concatenate([[0], sizes.cumsum()])
-    end = (recipe.end,)
-    flat = np.fromiter(chain.from_iterable(x for own in ids for x in (own, end)), np.int32, int(offsets[-1]))
+    end = np.int32(recipe.end).tobytes()
+    flat = np.frombuffer(b"".join(part for own in ids for part in (own, end)), np.int32)
     numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row), np.float64)
     places = np.flatnonzero(flat == encoder.num_token_id)
     owner = np.searchsorted(offsets, places, "right") - 1
@@ -101,7 +94,7 @@ def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) 
         schema=SCHEMA,
     )
     overflows = [(i, texts[i].where, literal) for i, row in enumerate(rows) for r in row for literal in r.overflows]
-    return Chunk(batch, overflows, *counts)
+    return Chunk(batch, overflows, sizes < recipe.min_tokens, sizes > recipe.max_tokens)
 
 
 def _segments(text: Text) -> list[tuple[str, bool]]:

@@ -152,9 +152,9 @@ class NumericalAwareTokenizer:
         """As `encode` for many texts at once; overflowing literals stay text."""
         encoded = []
         for reading in self.encoder.read(texts):
-            numbers = iter(reading.numbers)
-            values = [next(numbers) if token == self.num_token_id else 0.0 for token in reading.ids]
-            encoded.append(Encoded(reading.ids, values, reading.overflows))
+            ids, numbers = reading.ids.tolist(), iter(reading.numbers)
+            values = [next(numbers) if token == self.num_token_id else 0.0 for token in ids]
+            encoded.append(Encoded(ids, values, reading.overflows))
         return encoded
 
     def preprocess(self, texts: list[str], padding_side: Literal["right", "left"] = "right") -> dict[str, torch.Tensor]:

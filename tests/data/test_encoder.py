@@ -21,7 +21,7 @@ def test_in_bulk_and_one_by_one_are_alike(some: list[str], policy: NumberPolicy)
         NumericalAwareTokenizer(SMALL.tokenizer, num_token_id=SMALL.text_size + 1, policy=policy),
         DigitTokenizer(SMALL.tokenizer),
     ):
-        read = tokenizer.encoder.read(many + ["x"] * encoder._FEW)[: len(many)]
+        read = tokenizer.encoder.read([*many, "x" * encoder._LITTLE])[: len(many)]
         assert read == [tokenizer.encoder.read([text])[0] for text in many]
 
 
@@ -30,7 +30,7 @@ def test_in_bulk_and_one_by_one_are_alike(some: list[str], policy: NumberPolicy)
     st.lists(st.text(st.characters(max_codepoint=127) | st.sampled_from("  '\n\r\t\v\x1c"), max_size=25), max_size=20)
 )
 def test_plain_ascii_is_read_as_the_tokenizer_reads_it(some: list[str]) -> None:
-    read = SMALL.encoder.read(some + ["It's <|im_end|>!"] + ["x"] * encoder._FEW)[: len(some) + 1]
+    read = SMALL.encoder.read([*some, "It's <|im_end|>!", "x" * encoder._LITTLE])[: len(some) + 1]
     assert SMALL.encoder._ascii, "train_tokenizer makes Qwen's pattern"
     assert read == [SMALL.encoder.read([text])[0] for text in [*some, "It's <|im_end|>!"]]
 

@@ -16,7 +16,6 @@ from support.ranks import run_ranks
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data import load
-from cqwen_dist.data import prepare as preparing
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.load import Datasets, load_datasets, open_prepared
@@ -138,8 +137,8 @@ def test_float64_values_are_stored_exactly_and_datasets_opens_the_file(
 def test_several_workers_write_the_same(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cqwen_dist.data.dataset.CHUNK", 40)
-    monkeypatch.setattr(preparing, "_WORTH", 2)
+    monkeypatch.setattr("cqwen_dist.data.blocks.BLOCK", 5000)
+    monkeypatch.setattr("cqwen_dist.data.workers._WORTH", 2)
     folders = [
         prepare(DataConfig(train=corpus, cache_dir=str(tmp_path / str(n)), workers=n, on_nonfinite="skip"), tokenizer)
         for n in (1, 2)
