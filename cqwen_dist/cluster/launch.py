@@ -16,7 +16,7 @@ from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.node import rank_environment
 from cqwen_dist.cluster.rank import Order
-from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config import Config, UserError, load_config, refuse_ranks
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
@@ -35,8 +35,10 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
     config = load_config(path, list(overrides))
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for source in [sources] if isinstance(sources, str) else sources or []:
-            if not source.startswith("bundled:") and not Path(source).expanduser().is_file():
-                raise UserError(key, source, "a file that exists, or bundled:NAME")
+            folder = Path(source.partition("#")[0]).expanduser()
+            if source.startswith(("bundled:", "hf:")) or folder.is_dir() or Path(source).expanduser().is_file():
+                continue
+            raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
     refuse_changes(config)
     return config
 
@@ -62,6 +64,7 @@ def dry_run(path: Path, overrides: Sequence[str], ranks: int, hostfile: Path | N
         hosts = read_hostfile(hostfile)
         word = Order("", ["train", str(path.absolute()), *overrides], os.getcwd()).encode()
         command, ranks = hosts_command(hosts, hostfile, 0, word), sum(hosts.values())
+    refuse_ranks(config.parallel.vocab_group_size, ranks)
     trained = feature_parameters(config, read_architecture(config))
     return {
         "command": command,
@@ -87,15 +90,19 @@ def launch(
     """
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
+    if env_file is not None and hostfile is None:
+        raise UserError("--env-file", str(env_file), "with --hostfile (ranks of this machine have this environment)")
+    hosts = None if hostfile is None else read_hostfile(hostfile)
+    environment = {} if hosts is None else read_environment(env_file)
     config = preflight(path, overrides)
+    refuse_ranks(config.parallel.vocab_group_size, ranks if hosts is None else sum(hosts.values()))
     if is_done(Path(config.run.dir)):
         (sys.stderr if quiet else sys.stdout).write(f"already done: {config.run.dir}\n")
         return 0
     before = read_status(Path(config.run.dir))
-    if hostfile is None:
+    if hosts is None:
         code, told = _on_this_machine(launch_command(path, overrides, ranks, free_port()), ranks, quiet)
     else:
-        hosts, environment = read_hostfile(hostfile), read_environment(env_file)
         shared = Path(config.run.dir).absolute()
         if look_first and (
             red := _on_hosts(["doctor", "--quick", "--folder", str(shared)], hosts, environment, shared)[0]

@@ -11,7 +11,7 @@ from typing import Any
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.cluster.slurm import FOLDER, Job, Place, Resources, check, read_stage_option, render, send, split_stages
 from cqwen_dist.cluster.slurm import waits_for as options_to_wait
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config, UserError, refuse_ranks
 from cqwen_dist.config.errors import Said
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
@@ -65,7 +65,8 @@ def plan_jobs(
     trained = feature_parameters(config, read_architecture(config))
     name = options.pop("name", None) or f"cqwen-{run_dir.name}"
     for index, (last, needs) in enumerate(split):
-        deepspeed_config(config, needs.nodes * needs.ranks, trained)  # ranks that do not fit are refused here
+        refuse_ranks(config.parallel.vocab_group_size, needs.nodes * needs.ranks)
+        deepspeed_config(config, needs.nodes * needs.ranks, trained)  # so is what contradicts it under `deepspeed:`
         chained = [f"run.stop_after={last}"] if index + 1 < len(split) else []
         jobs.append(
             Job(

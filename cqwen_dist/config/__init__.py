@@ -2,6 +2,7 @@
 
 from cqwen_dist.config.data import DataConfig, NumberPolicy
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.config.ranks import refuse_ranks
 from cqwen_dist.config.reading import changed_keys, json_schema, load_config
 from cqwen_dist.config.schema import (
     TRAIN_TOKENIZER,
@@ -48,5 +49,6 @@ __all__ = [
     "changed_keys",
     "json_schema",
     "load_config",
+    "refuse_ranks",
     "rises",
 ]

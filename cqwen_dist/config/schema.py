@@ -22,7 +22,7 @@ from cqwen_dist.config.fields import (
     no_bool,
     refused,
 )
-from cqwen_dist.config.training import LoraConfig, LossConfig, Stage
+from cqwen_dist.config.training import LINEARS, LoraConfig, LossConfig, Stage
 
 TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 # What a base model's `model_type` may be (Qwen2.5 is qwen2).
@@ -126,6 +126,10 @@ class ModelConfig(Section):
             if kind not in ARCHITECTURES:
                 found = Said("no value") if kind is None else kind
                 raise refused("architecture.model_type", found, " or ".join(ARCHITECTURES))
+        targets = self.lora.target_modules
+        for name in [] if targets == "all-linear" else targets:
+            if name not in LINEARS:
+                raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
         return self
 
     @field_validator("architecture")

@@ -37,6 +37,10 @@ def rises(metric: str) -> bool:
     return metric.endswith(_RISING)
 
 
+# The linear maps of a layer of Qwen2, Qwen2.5 and Qwen3.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class LoraConfig(Section):
     """PEFT's adapters on the backbone; injected from the start, awake in the stages that train `lora`."""
 
@@ -44,8 +48,8 @@ class LoraConfig(Section):
     alpha: Positive = Field(16, description="Scaling numerator: adapters are scaled by alpha / r.")
     dropout: Share = Field(0.0, description="Dropout before the adapters.")
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        description="Module names that get an adapter, or all-linear.",
+        list(LINEARS),
+        description="Linear maps of every layer that get an adapter, or all-linear.",
     )
     rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead (rank-stabilised LoRA).")
     dora: bool = Field(False, description="Learn the magnitude of each weight beside its direction (DoRA).")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import refuse_ranks
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Group
     Raises `UserError` if the size does not divide the number of ranks.
     """
     world = dist.get_world_size()
-    if world % vocab_group_size:
-        divisors = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
-        raise UserError("parallel.vocab_group_size", vocab_group_size, f"a divisor of the {world} ranks: {divisors}")
+    refuse_ranks(vocab_group_size, world)
     starts = range(0, world, vocab_group_size)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     vocab = _mine("vocabulary", [list(range(start, start + vocab_group_size)) for start in starts], timeout)

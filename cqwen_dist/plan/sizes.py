@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from cqwen_dist.config import Config, Stage, UserError
+from cqwen_dist.config import Config, Stage, refuse_ranks
 from cqwen_dist.plan.architecture import Architecture
 
 FP32 = 4
@@ -194,7 +194,5 @@ def stage_sizes(
     config: Config, base: Architecture, *, world: int, kind: Kind, sequences: int | None = None
 ) -> list[Sizes]:
     """One for every stage. Raises `UserError` where the ranks and the vocabulary groups do not fit."""
-    if world % config.parallel.vocab_group_size:
-        allowed = f"a divisor of the number of ranks ({world})"
-        raise UserError("parallel.vocab_group_size", config.parallel.vocab_group_size, allowed)
+    refuse_ranks(config.parallel.vocab_group_size, world)
     return [Sizes(config, base, world, kind, stage, sequences) for stage in config.stages]

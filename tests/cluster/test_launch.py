@@ -10,6 +10,7 @@ from support.runs import write_config
 
 from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.cluster import launch as module
+from cqwen_dist.config import UserError
 
 
 @pytest.fixture
@@ -80,3 +81,21 @@ def test_nothing_of_the_users_is_read_by_a_shell() -> None:
 
 def test_ports_differ_and_are_free() -> None:
     assert len({module.free_port() for _ in range(5)}) > 1
+
+
+def test_what_no_rank_need_be_started_for(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
+    def never(*_: object) -> list[str]:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(module, "launch_command", never)
+    with pytest.raises(UserError, match=r"vocab_group_size: found 2, allowed: a divisor of the 3 ranks: 1, 3"):
+        module.launch(config, ["parallel.vocab_group_size=2"], 3)
+    with pytest.raises(UserError, match=r"--env-file: found 'x', allowed: with --hostfile"):
+        module.launch(config, [], 2, env_file=Path("x"))
+    with pytest.raises(UserError, match=r"data\.train: found no file .*/none\.jsonl, allowed: a file or folder"):
+        module.launch(config, [f"data.train={config.parent}/none.jsonl"], 2)
+
+
+@pytest.mark.parametrize("source", ["bundled:diabetes/train", "hf:openai/gsm8k/main#train", "{}", "{}#test"])
+def test_every_kind_of_source_may_be_launched(config: Path, source: str) -> None:
+    module.preflight(config, [f"data.train={source.format(config.parent)}"])

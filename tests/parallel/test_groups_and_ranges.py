@@ -45,7 +45,7 @@ def test_one_process_gets_a_group_of_one_and_leaves_no_trace(monkeypatch: pytest
             assert runtime.device == torch.device("cpu")
             groups = build_groups(1)
             assert (groups.world_size, groups.vocab_rank, groups.vocab_size) == (1, 0, 1)
-            with pytest.raises(UserError, match=r"vocab_group_size: found 2, allowed: a divisor of the 1 ranks: 1"):
+            with pytest.raises(UserError, match=r"vocab_group_size: found 2, allowed: a divisor of the 1 rank: 1"):
                 build_groups(2)
         assert not dist.is_initialized()
         assert "MASTER_ADDR" not in os.environ
