@@ -12,7 +12,8 @@ from support.runs import VOCAB, cqwen_forked, write_config, write_texts
 from transformers import AutoTokenizer, BertConfig
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
-from cqwen_dist.cli import _print_json, main
+from cqwen_dist.cli import main
+from cqwen_dist.report.console import print_json
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -62,6 +63,31 @@ def data_file(folder: Path, *lines: str | bytes) -> Path:
     path = folder / "bad.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
     return path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "x"], "cqwen: no such command 'trian'"),
+        (["--bogus"], "cqwen: no such option: --bogus (see cqwen --help)"),
+        (["train"], "cqwen train: missing argument 'CONFIG' (see cqwen train --help)"),
+        (["plan", "x", "--nodes", "two"], "cqwen plan: invalid value for '--nodes'"),
+        (["plan", "x", "--sequences", "-5"], "cqwen plan: invalid value for '--sequences'"),
+        (["doctor", "--ranks", "0"], "cqwen doctor: invalid value for '--ranks'"),
+        (["config", "schema", "x"], "cqwen config schema: got unexpected extra argument"),
+        (["bench", "nothing"], "cqwen bench: no such command 'nothing'"),
+    ],
+)
+def test_verbs_and_options_that_there_are_not(refused: Callable[..., str], words: list[str], said: str) -> None:
+    assert refused(*words).startswith(f"error: {said}")
+
+
+def test_a_folder_that_is_no_runs(refused: Callable[..., str], cqwen: Command, tmp_path: Path) -> None:
+    for verb in (["status"], ["report"], ["checkpoint", "list"], ["checkpoint", "verify"]):
+        for path in (tmp_path, tmp_path / "none"):
+            assert "RUN" in (said := refused(*verb, path)) or "checkpoint" in said
+    (tmp_path / "file").write_text("")
+    assert "--folder: found" in refused("doctor", "--folder", tmp_path / "file")
 
 
 GOOD = '{"text": "tea costs 3 and milk 4.5"}'
@@ -215,6 +241,10 @@ def test_a_run_folder_that_cannot_be(refused: Callable[..., str], config: Path, 
         )
 
 
+def test_a_report_where_there_is_a_folder(refused: Callable[..., str], one_rank: Path, tmp_path: Path) -> None:
+    assert f"--out: found '{tmp_path}', allowed: a file" in refused("report", one_rank, "--out", tmp_path)
+
+
 def test_a_run_folder_of_another_run(refused: Callable[..., str], config: Path, one_rank: Path) -> None:
     for command in (["train", config], ["launch", config, "--ranks", 2]):
         said = refused(*command, f"run.dir={one_rank}")
@@ -302,7 +332,7 @@ def test_looking_at_what_is_not_there(refused: Callable[..., str], tmp_path: Pat
 
 
 def test_json_has_null_where_a_figure_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
-    _print_json({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": "数"})
+    print_json({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": "数"})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "a": None,
         "b": [1.5, {"c": None}],

@@ -11,6 +11,7 @@ from typing import Any
 from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.cluster.batch import FOLDER, HISTORY, read_history
 from cqwen_dist.config import UserError
+from cqwen_dist.train.run_folder import CONFIG
 
 STALE_S = 60.0  # a run that says nothing for so long is not at work: it writes every ten seconds
 
@@ -37,6 +38,8 @@ def look(run_or_job: str) -> dict[str, Any]:
     if job is None and starts:
         job = job_of(starts[-1]["job"])
     status = read_status(folder)
+    if status["status"] == "unknown" and not history and not (folder / CONFIG).is_file():
+        raise UserError("RUN", run_or_job, f"a run's folder (it holds {CONFIG}), or the id of a job")
     if status["status"] == "unknown" and starts:
         status = {"status": "starting"}
     document = {**status, "run": str(folder), "job": _of_interest(job), "history": history}

@@ -28,7 +28,9 @@ _BAR = 40
 
 def prepare(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted overrides.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value", help="Dotted overrides, such as data.limit=1000.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or a core each.")] = (
         None
     ),
@@ -36,8 +38,9 @@ def prepare(
 ) -> None:
     """Tokenise the data once, in parallel; runs on the same data then map it. Says what is in it.
 
-    The folder (data.cache_dir) is named by the contents of the sources, the tokenizer and the config: nothing is done
-    twice, and a run finds it by itself where data.cache_dir is given or the files are large.
+    The folder (under data.cache_dir) is named by what is in the sources, the
+    tokenizer and the config, so nothing is done twice. A run finds it by itself
+    where data.cache_dir is given or the files are large.
     """
     checked = load_config(config, overrides or [])
     quiet_libraries()

@@ -1,16 +1,15 @@
-"""The verbs that look at a run: eval and report. Heavy imports inside, so that --help is instant."""
+"""The verbs that look at a run: status, report, eval, checkpoint. Heavy imports inside, so that --help is instant."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cqwen_dist.cli.arguments import AsJson, Checkpoint, Run
 from cqwen_dist.config import UserError
 from cqwen_dist.report.console import print_json, quiet_libraries
-from cqwen_dist.report.use import AsJson, Checkpoint
 
 
 def evaluate(
@@ -44,20 +43,8 @@ def evaluate(
             typer.echo(f"{name:40} {value:.6g}")
 
 
-def leave_report(run: Path) -> None:
-    """report.html in the run's folder, by rank 0. What goes wrong here does not make a failure of a finished run."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    from cqwen_dist.report.html import REPORT, write_report
-
-    try:
-        write_report([run], run / REPORT)
-    except Exception as error:
-        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
-
-
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, shown side by side.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, shown side by side.")],
     out: Annotated[
         Path | None, typer.Option(help="The page; default: report.html in the run, or here for several.")
     ] = None,
@@ -68,8 +55,52 @@ def report(
     from cqwen_dist.report.run_data import read_run
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
-    typer.echo(f"report: {write_report(runs, page)}")
+    try:
+        typer.echo(f"report: {write_report(runs, page)}")
+    except OSError as error:
+        raise UserError("--out", str(page), f"a file that can be written ({error.strerror})") from None
     for run in runs:
         for finding in diagnose(read_run(run)):
             where = f"{run}: " if len(runs) > 1 else ""
             typer.echo(f"  {finding.level:4}  {where}{finding.title}. {finding.text}")
+
+
+def status(
+    run: Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run's folder, or the id of a SLURM job.")],
+    as_json: AsJson = False,
+) -> None:
+    """What a run is doing: step, time to go, last checkpoint, restarts and why."""
+    from cqwen_dist.cluster.watch import lines, look
+
+    document = look(run)
+    if as_json:
+        print_json(document)
+    else:
+        for line in lines(document):
+            typer.echo(line)
+
+
+def checkpoint_list(run: Run) -> None:
+    """Checkpoints of a run, oldest first."""
+    from cqwen_dist.checkpoint.manifest import describe, list_checkpoints
+    from cqwen_dist.train.run_folder import CONFIG
+
+    found = list_checkpoints(run)
+    if not found and not (run / CONFIG).is_file():
+        raise UserError("RUN", str(run), f"a run's folder (it holds {CONFIG} and checkpoints)")
+    for folder in found:
+        typer.echo(describe(folder))
+    if not found:
+        typer.echo("no checkpoint yet", err=True)
+
+
+def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
+    """Compare every file with the manifest's size and checksum; of a run, of every checkpoint."""
+    from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, resolve_checkpoint, verify
+
+    found = {folder: verify(folder) for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]}
+    for folder, problems in found.items():
+        typer.echo(f"{folder}: {'; '.join(problems) or 'good'}")
+    for folder, problems in found.items():
+        if problems:
+            raise damaged(folder, problems)

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cqwen_dist.cli.arguments import AsJson, Checkpoint
 from cqwen_dist.config import UserError
 from cqwen_dist.report.console import print_json, quiet_libraries
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run, checkpoint or exported folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 DeviceOption = Annotated[
     str, typer.Option(help="cpu, cuda, cuda:N, or auto: GPUs where there are any, an exported folder spread over them.")
 ]

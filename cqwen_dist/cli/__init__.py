@@ -1,0 +1,104 @@
+"""The command `cqwen`: one verb a function, a module a family of them, heavy imports inside the verb.
+
+Exit codes: 0 done (also when the run was done before), 2 the user's input is wrong (one line says what was found and
+what is allowed), 1 a failure, 75 stopped in order and can be resumed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from cqwen_dist import __version__
+from cqwen_dist.cli import before, bench, look, runs, use
+from cqwen_dist.config import UserError
+from cqwen_dist.report import prepared
+
+OTHER_RANKS_WAIT_S = 5.0
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # which typer keeps to itself
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Check a config, or print its JSON Schema.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="List or verify checkpoints.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+
+BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
+app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
+for panel, verbs in (
+    (BEFORE, (before.plan, prepared.prepare, before.doctor)),
+    (TRAIN, (runs.quickstart, runs.train, runs.launch, runs.submit)),
+    (LOOK, (look.status, look.report)),
+    (USE, (use.generate, use.predict, use.export)),
+):
+    for verb in verbs:
+        app.command(rich_help_panel=panel)(verb)
+app.command("eval", rich_help_panel=LOOK)(look.evaluate)
+app.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=LOOK)
+app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
+
+config_app.command("validate")(before.config_validate)
+config_app.command("schema")(before.config_schema)
+checkpoint_app.command("list")(look.checkpoint_list)
+checkpoint_app.command("verify")(look.checkpoint_verify)
+for name, measure in (
+    ("data", bench.data),
+    ("loss", bench.loss),
+    ("step", bench.step),
+    ("memory", bench.memory),
+    ("learn", bench.learn),
+    ("generate", bench.generate),
+):
+    bench_app.command(name)(measure)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = (
+        False
+    ),
+) -> None:
+    """What `cqwen` itself takes, before the verb."""
+
+
+def main() -> None:
+    """Run a verb; turn the user's mistakes into one line and exit code 2."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            # A launcher ends all ranks when one exits, so rank 0 must be the first; and where this rank alone is
+            # wrong, it is still here to say so.
+            time.sleep(OTHER_RANKS_WAIT_S)
+        typer.echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
+        sys.exit(2)
+    except USAGE_ERROR as error:
+        if said := _usage(error):
+            typer.echo(said, err=True)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(1)
+
+
+def _usage(error: Exception) -> str:
+    """A mistake in verbs or options as one line; nothing for a bare `cqwen` or `cqwen config`, whose help was shown."""
+    said = error.format_message()  # type: ignore[attr-defined]
+    if not said:
+        return ""
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "cqwen"  # type: ignore[attr-defined]
+    return f"error: {command}: {said[:1].lower()}{said[1:].rstrip('.')} (see {command} --help)"

@@ -1,0 +1,29 @@
+"""What several verbs take, and how they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cqwen_dist.report.console import print_json
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="key=value", help="Dotted overrides, such as stages.0.steps=3.")
+]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run, checkpoint or exported folder.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+
+
+def print_document(document: Any, as_json: bool, table: Callable[[Any], Any]) -> None:
+    """As JSON, or as its table on the console."""
+    if as_json:
+        print_json(document)
+        return
+    from rich.console import Console
+
+    Console().print(table(document))

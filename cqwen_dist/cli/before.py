@@ -1,0 +1,97 @@
+"""The verbs before a run: config, plan, doctor. Heavy imports inside, so that --help is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
+from cqwen_dist.config import UserError
+from cqwen_dist.report.console import print_json, quiet_libraries
+
+
+def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a config and print it as resolved."""
+    from cqwen_dist.config import load_config
+
+    typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
+
+
+def config_schema() -> None:
+    """JSON Schema of a config file, so that editors complete keys."""
+    from cqwen_dist.config import json_schema
+
+    typer.echo(json_schema())
+
+
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each; 0: one CPU rank a machine.")] = 1,
+    gpu_memory_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
+    gpu: Annotated[str, typer.Option(help="Whose rates: h200, h100 (default), a100, l40s, cpu.")] = "",
+    interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
+    calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Texts in an epoch; default: counted where cheap.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False,
+    scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Write the config (with --search: of the best layout).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Before anything is started: does it fit, what does it cost, which layout is best. No torch, no weights."""
+    from cqwen_dist.config import load_config
+    from cqwen_dist.plan.command import run
+
+    planned = run(
+        load_config(config, overrides or []),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu_memory_gib=gpu_memory_gib,
+        gpu=gpu,
+        interconnect=interconnect,
+        calibration=calibrate,
+        sequences=sequences,
+        searching=search,
+        scale=scale,
+        write=write,
+    )
+    print_document(planned.to_dict() if as_json else planned, as_json, lambda found: found.show())
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs live: measured, and the same on all nodes.")] = Path("runs"),
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, to measure between them.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Every host of this file, over ssh.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="What a preflight needs: no operators, two sizes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What this machine has and lacks; under srun, --ranks or --hostfile all of them, and the network between them."""
+    folder = folder.absolute()
+    if folder.exists() and not folder.is_dir():
+        raise UserError("--folder", str(folder), "a folder, or one that can be made")
+    if hostfile is not None or ranks > 1:
+        from cqwen_dist.cluster.launch import run_words
+
+        words = ["doctor", "--folder", str(folder), *["--quick"] * quick, *["--json"] * as_json]
+        raise typer.Exit(run_words(words, ranks, hostfile, folder))
+    quiet_libraries()
+    from cqwen_dist.cluster.doctor import examine
+
+    document = examine(folder, quick)
+    if document is None:
+        return
+    if as_json:
+        print_json(document)
+    else:
+        from rich.console import Console
+
+        from cqwen_dist.cluster.doctor_page import page
+
+        Console(width=None if sys.stdout.isatty() else 160).print(page(document))
+    raise typer.Exit(1 if document["red"] else 0)

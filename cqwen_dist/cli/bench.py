@@ -1,0 +1,151 @@
+"""The verbs that measure on this machine. Heavy imports inside, so that --help is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
+from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.report.console import print_json, quiet_libraries
+
+
+def data(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="The text so many times over.")] = 1,
+    workers: Annotated[list[int] | None, typer.Option(help="Processes; several times for several.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """`cqwen prepare` beside the plain tokenizer: time on the same text, and memory when it is ten times as long."""
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    quiet_libraries()
+    from cqwen_dist.bench.data import run, table
+    from cqwen_dist.report.prepared import tokenizer_of
+
+    result = run(checked.data, tokenizer_of(checked), rounds, repeat, workers or [1])
+    print_document(result, as_json, table)
+
+
+def loss(
+    tokens: Annotated[int, typer.Option(help="N, tokens.")] = 512,
+    hidden: Annotated[int, typer.Option(help="H, the width of U.")] = 896,
+    vocab: Annotated[int, typer.Option(help="V, words.")] = 151_936,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    impl: Annotated[str, typer.Option(help="auto, chunked, triton or reference.")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Counted rounds of each contender.")] = 5,
+    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be given several times.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The OvR loss, forward and backward, beside its six matrix products alone, plain formulas, peers' kernels."""
+    quiet_libraries()
+    from cqwen_dist.bench.loss import run, table
+
+    try:
+        result = run(tokens, hidden, vocab, dtype, device, impl, rounds, only or None)
+    except ValueError as error:
+        raise UserError("bench loss", Said(str(error)), "see cqwen bench loss --help") from None
+    print_document(result, as_json, table)
+
+
+def step(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 10,
+    peers: Annotated[bool, typer.Option(help="Also HF + PEFT with a trained softmax head, and with Liger.")] = True,
+    profile: Annotated[Path | None, typer.Option(help="Folder for a profiler trace and a table.")] = None,
+    gpu: Annotated[str, typer.Option(help="Whose peak MFU is of: h200, h100, ...; default: this one's.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """The whole training step by part at a config's shapes, beside HF + PEFT; `plan --calibrate` reads its --json."""
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    quiet_libraries()
+    from cqwen_dist.bench.step import measure, table
+
+    result = measure(checked, rounds=rounds, peers=peers, profile=profile, gpu=gpu)
+    if result is not None:
+        print_document(result, as_json, table)
+
+
+def memory(
+    only: Annotated[list[str] | None, typer.Option(help="Only configurations whose name holds this.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Peak memory of real training steps over many configurations, beside what `cqwen plan` says."""
+    quiet_libraries()
+    from cqwen_dist.bench.memory_check import measure_all, table
+
+    rows, device = measure_all(only or [])
+    print_document({"device": device, "rows": rows}, as_json, lambda found: table(found["rows"], found["device"]))
+
+
+def learn(
+    experiment: Annotated[
+        list[str] | None, typer.Argument(metavar="EXPERIMENT", help="preserve, starts or numbers; default: all three.")
+    ] = None,
+    data: Annotated[str, typer.Option(help="JSONL: GSM8K's fields, or text; default: Python's docstrings.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="A Qwen2.5 tokenizer: preserve at V = 151,936.")] = "",
+    out: Annotated[Path, typer.Option(help="Where results lie; the same command goes on there.")] = Path("runs/learn"),
+    scale: Annotated[str, typer.Option(help="small (minutes on 2 cores) or full (a GPU).")] = "small",
+    seeds: Annotated[int | None, typer.Option(help="Seeds of starts and numbers; default: the scale's.")] = None,
+    lanes: Annotated[int | None, typer.Option(help="Trainings side by side; default: by the cores.")] = None,
+    minutes: Annotated[float, typer.Option(help="Stop after so long; what is done stays.")] = 60.0,
+    only: Annotated[list[str] | None, typer.Option(help="Only arms whose names match; several times for more.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Does it learn: knowledge kept and forgotten, the starts compared, numbers against digits. Trains many models."""
+    quiet_libraries()
+    from rich.console import Console
+
+    from cqwen_dist.bench.learn import EXPERIMENTS, render, run
+
+    console = Console(stderr=as_json, highlight=False)
+    summary = run(
+        experiment or list(EXPERIMENTS),
+        out=out,
+        data=data or None,
+        tokenizer=tokenizer or None,
+        scale=scale,
+        seeds=seeds,
+        lanes=lanes,
+        minutes=minutes,
+        only=only,
+        say=console.print,
+    )
+    if as_json:
+        print_json(summary)
+    else:
+        for table in render(summary):
+            console.print(table)
+
+
+def generate(
+    hidden: Annotated[int, typer.Option(help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
+    layers: Annotated[int, typer.Option(help="Layers of the backbone.")] = 24,
+    vocab: Annotated[int, typer.Option(help="V, words.")] = 151_936,
+    batch: Annotated[list[int] | None, typer.Option(help="Prompts at once; several times for several.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Counted rounds of each contender.")] = 3,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Tokens a second of the modes beside Hugging Face's generate on the same base, random weights."""
+    quiet_libraries()
+    from cqwen_dist.bench.generate import run, table
+
+    result = run(hidden, layers, vocab, tuple(batch or (1, 4)), new_tokens=new_tokens, rounds=rounds, device=device)
+    if as_json:
+        print_json(result)
+    else:
+        from rich.console import Console
+
+        Console().print(table(result))

@@ -1,0 +1,170 @@
+"""The verbs that train: here, on several ranks, on a cluster. Heavy imports inside, so that --help is instant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides
+from cqwen_dist.config import UserError
+from cqwen_dist.report.console import print_json, quiet_libraries
+
+
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train: one rank, as a launcher starts it; bare, a single process. Goes on where the run was."""
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    quiet_libraries()
+    from cqwen_dist.parallel.collectives import Stopped
+    from cqwen_dist.parallel.runtime import launched
+    from cqwen_dist.train.trainer import train as run
+
+    folder = Path(checked.run.dir)
+    try:
+        run(checked)
+    except UserError:  # nothing was trained
+        raise
+    except Stopped:  # a launcher would take any other code for a failure; the run's status.json says what it was
+        _leave_report(folder)
+        raise typer.Exit(0 if launched(os.environ) else 75) from None
+    except Exception:
+        _leave_report(folder)
+        raise
+    _leave_report(folder)
+
+
+def launch(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: these hosts instead, over ssh.")] = None,
+    env_file: Annotated[Path | None, typer.Option(help="NAME=VALUE lines for the hosts' ranks.")] = None,
+    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not look at the hosts together first.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configurations, start nothing.")] = False,
+) -> None:
+    """Train on several ranks of this machine, or of the hosts of a hostfile, under the `deepspeed` launcher."""
+    from cqwen_dist.cluster.launch import dry_run
+    from cqwen_dist.cluster.launch import launch as run
+
+    if dry:
+        print_json(dry_run(config, overrides or [], ranks, hostfile))
+        return
+
+    raise typer.Exit(run(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind))
+
+
+def quickstart(
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    config: Annotated[Path, typer.Option(help="The quickstart's config.")] = Path("configs/quickstart.yaml"),
+    as_json: AsJson = False,
+) -> None:
+    """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression.
+
+    On the CPU, which is fast enough for so small a model; with
+    DS_ACCELERATOR=cuda on GPUs, one a rank.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from cqwen_dist.cluster.launch import launch as run
+    from cqwen_dist.config import load_config
+
+    data = load_config(config, overrides or []).data
+    if data.eval is None and not data.eval_fraction:
+        raise UserError("data.eval", data.eval, "held-out texts, on which the quickstart shows what was learned")
+    code = run(config, overrides or [], ranks, quiet=as_json)
+    if code:
+        raise typer.Exit(code)
+    quiet_libraries()
+    from rich.console import Console
+
+    from cqwen_dist.report.quickstart import show
+
+    figures = show(config, overrides or [], Console(highlight=False, stderr=as_json))
+    if as_json:
+        print_json(figures)
+
+
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each; 0: CPU ranks.")] = 0,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each; default: one a GPU, or one.")] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:...", help="What a stage asks for instead, such as heads:nodes=1,time=60: a job of its own."
+        ),
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Of the cluster; default: its own default.")] = None,
+    account: Annotated[str | None, typer.Option(help="To which the job is charged.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
+    constraint: Annotated[str | None, typer.Option(help="Features that the nodes must have.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Nodes not to use.")] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option("--time", help="Time limit, such as 90 (minutes) or 1-12:00:00; default: the partition's."),
+    ] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="A further option of sbatch, such as --mem=0.")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option(help="A line of bash before anything, such as module load.")
+    ] = None,
+    venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
+    container: Annotated[str | None, typer.Option(help="Image in which Python runs.")] = None,
+    container_command: Annotated[
+        str, typer.Option(metavar="WORDS", help="What runs a command in it.")
+    ] = "apptainer exec --nv",
+    name: Annotated[str | None, typer.Option(help="Of the job; default: cqwen- and the run's folder.")] = None,
+    warn_s: Annotated[int, typer.Option(help="Stop in order so many seconds before the time limit.")] = 180,
+    max_restarts: Annotated[int, typer.Option(help="Requeues in a row without a new checkpoint.")] = 5,
+    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not look at the nodes together first.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
+) -> None:
+    """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""
+    from cqwen_dist.cluster.slurm import Place, Resources, render
+    from cqwen_dist.cluster.submit import advice, check_jobs, plan_jobs
+    from cqwen_dist.cluster.submit import submit as send
+
+    asked = Resources(
+        nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
+    )
+    where = Place(venv=venv, container=container, container_command=container_command, setup=tuple(setup or []))
+    jobs = plan_jobs(
+        config,
+        overrides or [],
+        asked,
+        stage or [],
+        where,
+        name=name,
+        warn_s=warn_s,
+        max_restarts=max_restarts,
+        preflight=not blind,
+    )
+    if not dry:
+        for line in advice(jobs, send(jobs)):
+            typer.echo(line)
+        return
+    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here"]:
+        typer.echo(words, err=True)
+    for job, script, command in zip(jobs.jobs, jobs.scripts, jobs.commands(), strict=True):
+        typer.echo(render(job), nl=False)
+        typer.echo(f"{script}\n{command}", err=True)
+
+
+def _leave_report(run: Path) -> None:
+    """report.html in the run's folder, by rank 0. What goes wrong here does not make a failure of a finished run."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from cqwen_dist.checkpoint.status import read_status
+    from cqwen_dist.report.html import REPORT, write_report
+
+    try:
+        page = write_report([run], run / REPORT)
+    except Exception as error:
+        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
+    else:
+        typer.echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
