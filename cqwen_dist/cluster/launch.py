@@ -33,7 +33,8 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
     Raises `UserError`.
     """
     config = load_config(path, list(overrides))
-    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+    watched = [(f"data.watch.{name}.source", texts.source) for name, texts in config.data.watch.items()]
+    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval), *watched):
         for source in [sources] if isinstance(sources, str) else sources or []:
             folder = Path(source.partition("#")[0]).expanduser()
             if source.startswith(("bundled:", "hf:")) or folder.is_dir() or Path(source).expanduser().is_file():

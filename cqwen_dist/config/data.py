@@ -29,6 +29,14 @@ class NumberPolicy(Section):
     )
 
 
+class WatchedTexts(Section):
+    """Texts of another kind that a run is not trained on."""
+
+    source: str = Field(min_length=1, description="A source as in data.train; small: it is read into memory.")
+    text_field: str = Field("text", min_length=1, description="The field (column) that holds the text.")
+    text_template: str | None = Field(None, description="A format over the fields, instead of text_field.")
+
+
 class DataConfig(Section):
     """Where the text comes from."""
 
@@ -38,6 +46,11 @@ class DataConfig(Section):
     )
     eval: Sources | None = Field(None, description="Held-out data; default: eval_fraction of train.")
     eval_fraction: Share = Field(0.0, description="Share of train that is held out when `eval` is not given.")
+    watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], WatchedTexts] = Field(
+        {},
+        description="Texts of other kinds by name, not trained on: every evaluation logs watch/NAME/accuracy beside "
+        "the base model's own, which shows what a run forgets.",
+    )
     weights: Annotated[list[Above0], Field(min_length=2)] | None = Field(
         None, description="How often each source of train is drawn from; default: the sources one after the other."
     )
@@ -93,6 +106,15 @@ class DataConfig(Section):
     workers: Positive | None = Field(None, description="Processes that tokenise; default: one a core.")
     prefetch: Count = Field(2, description="Steps whose batches are made ahead of time; 0: none.")
     numbers: NumberPolicy = Field(NumberPolicy(), description="Which numerals become <NUM>.")
+
+    def of_watched(self, name: str) -> DataConfig:
+        """How the texts of `watch[name]` are read: numbers and lengths as those of the run, whole, in order."""
+        own = self.watch[name]
+        kept = {key: getattr(self, key) for key in ("sequence_length", "numbers", "calculator_marks", "max_text_mib")}
+        policies = {key: getattr(self, key) for key in ("on_bad_line", "on_nonfinite", "sample_by")}
+        return DataConfig(
+            train=own.source, text_field=own.text_field, text_template=own.text_template, **kept, **policies
+        )
 
     @model_validator(mode="after")
     def _sources(self) -> DataConfig:

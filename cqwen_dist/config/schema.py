@@ -79,6 +79,11 @@ class ModelConfig(Section):
     gamma_init: Above0 | None = Field(
         None, description="Start of U's total scale for words; default: what `start` says."
     )
+    level_logits: bool = Field(
+        True,
+        description="Let calibration take one vector from all rows of W_cls, which softmax does not feel, so that P "
+        "ranks words as the base does; false: W_cls stays the base's head to the bit.",
+    )
     reg_gain: Above0 = Field(
         1.0, description="Gain of W_reg's Xavier start (seed S1 5: 0.1 for layers without heritage)."
     )

@@ -43,7 +43,7 @@ FORMAT = 2  # another one where the code reads numbers or writes rows in another
 MANIFEST = "manifest.json"
 # Keys of `data` that change no token.
 _OF_SAMPLES = frozenset(
-    ("train", "eval", "sequence_length", "pack", "group_by_length", "cache_dir", "workers", "prefetch")
+    ("train", "eval", "watch", "sequence_length", "pack", "group_by_length", "cache_dir", "workers", "prefetch")
 )
 
 # Texts and tokens so far.

@@ -1,4 +1,4 @@
-"""The calibrated start: (C, gamma) chosen from data so that the OvR loss of real text is least, and its report.
+"""The calibrated start: rows levelled, (C, gamma) chosen so that the OvR loss of real text is least, and its report.
 
 With the seeds' constants argmax P is not argmax loc_S and the loss begins in the thousands (seeds S3 section 4, S1).
 What a run chose stands in its start.json; a run that goes on does not choose again.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales
+from cqwen_dist.model.levelling import level_logits
 from cqwen_dist.parallel.collectives import gather_lists, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_parallel_topk
@@ -39,6 +40,7 @@ class Calibration:
     uniform_loss: float  # 1 + ln V, the loss of P = 1/V for every word: a run that ends here has learnt nothing
     prob_sum_median: float  # median over tokens of sum_k P_k; 1 is calibrated
     tokens: int
+    levelled: float  # share of the normaliser's variance that `levelling` takes from the logits; 0: rows untouched
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -55,11 +57,13 @@ def calibrate(
     b_noise_init: float | None = None,
     max_tokens: int = 1024,
     used_rows: int | None = None,
+    level: bool = True,
 ) -> Calibration:
-    """Choose (C, gamma) that minimise the mean OvR loss of real text at the start, and set them.
+    """Level the rows of W_cls (`levelling`), choose (C, gamma) that minimise the mean OvR loss, and set them.
 
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
     rank are used. features: (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO).
+    level: False keeps loc_S the base's logits to the bit, not only up to what softmax does not feel.
     A grid of 5 x 5, then a pattern search; gamma is one for all word dimensions, so scale_S = gamma ||W_k||_1. With
     b_noise_init the total may come out larger than the best gamma; what is reported is of the total that is set.
     Collective over the world: with groups, every rank brings the same number of batches, and ends with the same
@@ -88,22 +92,13 @@ def calibrate(
         )
         return _sum(out.per_token.sum(), groups) / count, out.prob_sum
 
-    middle, spread, norm = _logit_range(model, loc, groups)
-    best = _search(lambda f, g: evaluate(middle + f * spread, 10.0**g * spread / norm)[0])
-    threshold, gamma = middle + best[0] * spread, 10.0 ** best[1] * spread / norm
-    gamma = set_scales(model, gamma, b_noise_init)
-    action.threshold.fill_(threshold)
-    loss, prob_sum = evaluate(threshold, gamma)
-    if groups is not None:
-        prob_sum = gather_lists(prob_sum)
-
-    def top_word(rank_by: str, threshold: Tensor) -> Tensor:
+    def top_word(rank_by: str, threshold: float) -> Tensor:
         _, ids = vocab_parallel_topk(
             loc,
-            torch.full_like(loc, gamma),
+            torch.ones_like(loc),  # one gamma for all words moves no rank
             action.cls_weight,
             action.cls_bias,
-            threshold,
+            torch.full_like(action.threshold, threshold),
             1,
             group=vocab,
             vocab_start=action.vocab_start,
@@ -114,21 +109,30 @@ def calibrate(
     def share(same: Tensor) -> float:
         return _sum(same.float().sum(), groups) / count
 
-    said, base_said = top_word("ovr", action.threshold), top_word("loc", action.threshold)
+    seed_loss, seed_accuracy = evaluate(0.0, SEED_GAMMA + SEED_NOISE)[0], share(top_word("ovr", 0.0) == labels)
+    levelled = level_logits(model, loc, groups) if level else 0.0
+    middle, spread, norm = _logit_range(model, loc, groups)
+    best = _search(lambda f, g: evaluate(middle + f * spread, 10.0**g * spread / norm)[0])
+    threshold, gamma = middle + best[0] * spread, 10.0 ** best[1] * spread / norm
+    gamma = set_scales(model, gamma, b_noise_init)
+    action.threshold.fill_(threshold)
+    loss, prob_sum = evaluate(threshold, gamma)
+    if groups is not None:
+        prob_sum = gather_lists(prob_sum)
+    said, base_said = top_word("ovr", threshold), top_word("loc", threshold)
     return Calibration(
         threshold=threshold,
         gamma=gamma,
         loss=loss,
-        seed_loss=evaluate(0.0, SEED_GAMMA + SEED_NOISE)[0],
+        seed_loss=seed_loss,
         accuracy=share(said == labels),
         base_accuracy=share(base_said == labels),
         agreement=share(said == base_said),
-        seed_accuracy=share(
-            top_word("ovr", torch.zeros_like(action.threshold)) == labels
-        ),  # any gamma: one for all words
+        seed_accuracy=seed_accuracy,
         uniform_loss=1.0 + math.log(action.vocab_size),
         prob_sum_median=float(prob_sum.quantile(0.5)),
         tokens=int(count),
+        levelled=max(levelled, 0.0),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 
@@ -178,12 +179,31 @@ OPTIMIZER = (
         "Peak memory, GiB", (("perf/peak_memory_gib", "rank 0"),), "Of the allocator on a GPU, of the process on a CPU."
     ),
 )
-SECTIONS = (
-    ("words", "Words", LEARNING),
-    ("numbers", "Numbers", NUMBERS),
-    ("individual", "The individual U", INDIVIDUAL),
-    ("machine", "Optimizer and machine", OPTIMIZER),
-)
+
+
+def watched_names(figures: Iterable[str]) -> list[str]:
+    """The names of `data.watch` among the figures of a run."""
+    return sorted({name.split("/")[1] for name in figures if name.startswith("watch/")})
+
+
+def sections(figures: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]]]:
+    """(key, title, charts) of runs that have these figures."""
+    watched = tuple(
+        Chart(
+            f"Kept: {name}",
+            ((f"watch/{name}/accuracy", "right"), (f"watch/{name}/base_accuracy", "base model")),
+            "Words right in texts that are not trained on: what falls is forgotten.",
+            percent=True,
+        )
+        for name in watched_names(figures)
+    )
+    return [
+        ("words", "Words", (*LEARNING, *watched)),
+        ("numbers", "Numbers", NUMBERS),
+        ("individual", "The individual U", INDIVIDUAL),
+        ("machine", "Optimizer and machine", OPTIMIZER),
+    ]
+
 
 # (label, figure, format, whether more is better; None: neither)
 GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cqwen_dist.report.charts import watched_names
 from cqwen_dist.report.run_data import RunData
 
 Level = Literal["good", "note", "warn", "bad"]
@@ -52,6 +53,23 @@ def _words(run: RunData) -> Iterator[Finding]:
     else:
         how = f"{gap:+.1f} points against" if abs(gap) >= 0.05 else "as many as"
         yield Finding("good", f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
+
+
+def _forgotten(run: RunData) -> Iterator[Finding]:
+    for name in watched_names(run.last):
+        accuracy, base = run.last.get(f"watch/{name}/accuracy"), run.last.get(f"watch/{name}/base_accuracy")
+        if accuracy is None or not base:
+            continue
+        gap = 100 * (accuracy - base)
+        if gap < -max(1.0, 10 * base):
+            yield Finding(
+                "warn",
+                f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}",
+                "Let `classifier` and `thresholds` sleep (a stage's train), or lower their rates (lr_groups): the "
+                "rows of words move for what is trained on alone.",
+            )
+        else:
+            yield Finding("good", f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")
 
 
 def _overfit(run: RunData) -> Iterator[Finding]:
@@ -221,6 +239,7 @@ def _speed(run: RunData) -> Iterator[Finding]:
 RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
     _alarms,
     _words,
+    _forgotten,
     _overfit,
     _num,
     _errors,

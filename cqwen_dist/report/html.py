@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cqwen_dist import __version__
 from cqwen_dist.checkpoint.manifest import write_atomically
-from cqwen_dist.report.charts import GLANCE, SECTIONS, TILES, Chart
+from cqwen_dist.report.charts import GLANCE, TILES, Chart, sections, watched_names
 from cqwen_dist.report.diagnosis import diagnose
 from cqwen_dist.report.run_data import RunData, read_run
 
@@ -35,7 +35,8 @@ def render(runs: Sequence[RunData]) -> str:
     environment = Environment(
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    known = {name for _, _, charts in SECTIONS for chart in charts for name, _ in chart.series}
+    parts = sections({name for run in runs for name in run.curves})
+    known = {name for _, _, charts in parts for chart in charts for name, _ in chart.series}
     names = unique_names(runs)
     return environment.get_template("report.html.j2").render(
         runs=[
@@ -52,16 +53,14 @@ def render(runs: Sequence[RunData]) -> str:
         ],
         glance=_glance(runs),
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
-        sections=[
-            (key, title, [chart.title for chart in charts if _any(chart, runs)]) for key, title, charts in SECTIONS
-        ],
+        sections=[(key, title, [chart.title for chart in charts if _any(chart, runs)]) for key, title, charts in parts],
         differences=differences(runs),
         data=_embedded(
             {
                 "runs": [_drawn(name, run) for name, run in zip(names, runs, strict=True)],
                 "charts": [
                     {"section": key, **asdict(chart)}
-                    for key, _, charts in SECTIONS
+                    for key, _, charts in parts
                     for chart in charts
                     if _any(chart, runs)
                 ],
@@ -122,7 +121,16 @@ def _duration(seconds: float) -> str:
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Rows of the table of last figures; the best run of each is marked where there are several."""
     rows = []
-    for label, name, kind, more in GLANCE:
+    watched = watched_names({name for run in runs for name in run.last})
+    kept = [
+        row
+        for name in watched
+        for row in (
+            (f"Words right: {name}, not trained on", f"watch/{name}/accuracy", "percent", True),
+            ("… the base model's", f"watch/{name}/base_accuracy", "percent", None),
+        )
+    ]
+    for label, name, kind, more in (*GLANCE, *kept):
         values = [run.last.get(name) for run in runs]
         there = [value for value in values if value is not None]
         if not there:

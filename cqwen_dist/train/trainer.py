@@ -15,6 +15,7 @@ from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.checkpoint.status import RunStatus, read_status
 from cqwen_dist.config import Config, UserError
+from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
@@ -47,6 +48,7 @@ from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.state import collect_state, restore_state
 from cqwen_dist.train.step import Stepper
 from cqwen_dist.train.warm_start import read_warm_start
+from cqwen_dist.train.watch import Watch, read_watched
 
 CALIBRATION_TOKENS = 512  # of all ranks together
 
@@ -144,7 +146,9 @@ class Trainer:
         self.stepper = Stepper(self.engine, config, dtype, self.used_rows, self.constraint, counts)
         self.bands = ThresholdBands(counts, start, stop - start, self.groups)
         self.cache = FeatureCache(config, runtime, self.engine, self._forward, tokenizer, self._say)
-        self.evaluator = self._evaluator()
+        held_out = self.datasets.eval
+        self.evaluator = None if held_out is None else self._evaluator(held_out)
+        self.watch = Watch(read_watched(config.data, tokenizer), self._evaluator)
         self.saver = run_saver(config, self.groups, runtime)
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
@@ -297,6 +301,7 @@ class Trainer:
         start: dict[str, Any] = {"start": self.config.start, "statistics": self.statistics.to_dict()}
         if self.evaluator is not None:
             start["base_accuracy"] = self.evaluator.measure_base()["eval/base_accuracy"]
+        self.watch.measure_base()
         warm = read_warm_start(self.config, self.row_range)
         if warm is not None:
             warm.apply(self.engine, self.config)
@@ -311,6 +316,7 @@ class Trainer:
                 features=self._forward,
                 b_noise_init=self.config.model.b_noise_init,
                 used_rows=self.used_rows,
+                level=self.config.model.level_logits,
             )
             start["calibration"] = calibration.to_dict()
             self._say(
@@ -322,7 +328,7 @@ class Trainer:
         if headless:
             override_start(self.model, self.config.model.threshold_init, self.config.model.gamma_init)
             self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
-        figures = self._figures(self.evaluator, 0) if self.evaluator is not None else {}
+        figures = self._figures(0)
         self.schedule.check_metrics(figures)
         check_best_metric(self.config, figures)
         if self.config.loss.constraint.mode != "off":
@@ -342,25 +348,31 @@ class Trainer:
         self._say(f"stage {plan.stage.name}: {', '.join(sorted(plan.stage.groups))}; {at_most}{plan.steps} steps")
 
     def _evaluate(self, step: int, log: MetricsLog | None) -> dict[str, Any]:
-        if self.evaluator is None:
-            return {}
-        figures = self._figures(self.evaluator, step)
+        figures = self._figures(step)
         if log is not None:
             log.add(figures)
-        shown = [f"accuracy {figures['eval/accuracy']:.1%} (base {figures.get('eval/base_accuracy', 0):.1%})"]
-        shown.append(f"<NUM> F1 {figures['eval/num_f1']:.3f}")
+        shown = []
+        if self.evaluator is not None:
+            shown.append(f"accuracy {figures['eval/accuracy']:.1%} (base {figures.get('eval/base_accuracy', 0):.1%})")
+            shown.append(f"<NUM> F1 {figures['eval/num_f1']:.3f}")
         if "eval/reg_mdae" in figures:
             shown.append(f"MdAE {figures['eval/reg_mdae']:.4g}")
         if "eval/baseline_mdae" in figures:
             shown.append(f"always the median's {figures['eval/baseline_mdae']:.4g}")
-        self._say(f"  evaluation at step {step}: {', '.join(shown)}")
+        for name in self.watch.evaluators:
+            now, base = (figures[f"watch/{name}/{key}"] for key in ("accuracy", "base_accuracy"))
+            shown.append(f"{name} {now:.1%} (base {base:.1%})")
+        if shown:
+            self._say(f"  evaluation at step {step}: {', '.join(shown)}")
         return figures
 
-    def _figures(self, evaluator: Evaluator, step: int) -> dict[str, Any]:
+    def _figures(self, step: int) -> dict[str, Any]:
         """An evaluation after `step`; what only a report needs of it is kept beside."""
-        figures = evaluator() | self.bands(self.model.action.threshold)
-        if self.runtime.is_main and evaluator.last is not None:
-            self.evaluations.write(step, self.place.stage, evaluator.last)
+        figures = self.watch()
+        if self.evaluator is not None:
+            figures |= self.evaluator() | self.bands(self.model.action.threshold)
+            if self.runtime.is_main and self.evaluator.last is not None:
+                self.evaluations.write(step, self.place.stage, self.evaluator.last)
         return figures
 
     def _save(self) -> None:
@@ -370,6 +382,7 @@ class Trainer:
             "schedule": self.schedule.state_dict(),
             "constraint": self.constraint.state_dict(),
             "base": {} if self.evaluator is None else self.evaluator.base,
+            "watch": self.watch.state_dict(),
         }
         if self.evaluator is not None and self.evaluator.factors is not None:
             factors = self.evaluator.factors.to_dict()
@@ -394,6 +407,7 @@ class Trainer:
         if self.config.loss.constraint.mode != "off":
             self.constraint.load(self.folder / START_TENSORS, state.state["constraint"])
         self.loaders.load_state_dict(state.state["loader"])
+        self.watch.load_state_dict(state.state.get("watch", {}))
         if self.evaluator is not None:
             self.evaluator.base = state.state["base"]
             self.evaluator.factors = None if factors is None else IntervalFactors.from_dict(factors)
@@ -428,11 +442,9 @@ class Trainer:
         )
         return next(iter(loader))
 
-    def _evaluator(self) -> Evaluator | None:
-        if self.datasets.eval is None:
-            return None
+    def _evaluator(self, held_out: TextDataset) -> Evaluator:
         batches = EvalLoader(
-            self.datasets.eval,
+            held_out,
             rank=self.runtime.rank,
             world=self.groups.world_size,
             micro_batch_size=self.config.train.micro_batch_size,

@@ -30,7 +30,7 @@ def logits_of(model: CausalQwenModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False)])
 @torch.no_grad()
 def test_softmax_of_loc_is_the_base(start: str, shape: dict[str, int], kind: str, tied: bool) -> None:
-    """Exactly: the same products in the same order where C = H, and to fp32 rounding where C > H."""
+    """Exactly: the same products in the same order where C = H, and to fp32 rounding where C > H or rows are levelled."""
     base = tiny_base(kind, tied=tied)
     ids = random_ids(3, 9)
     expected = base(input_ids=ids).logits
@@ -38,7 +38,7 @@ def test_softmax_of_loc_is_the_base(start: str, shape: dict[str, int], kind: str
     if start == "calibrated":
         calibrate(model, [random_batch()], max_tokens=8)
     found = logits_of(model, ids)
-    if not shape:
+    if not shape and start != "calibrated":
         assert torch.equal(found, expected)
     assert_close(found.softmax(-1), expected.softmax(-1), 1e-5, "softmax(loc_S)")
     assert torch.equal(found.argmax(-1), expected.argmax(-1))

@@ -54,6 +54,11 @@ def test_of_a_run_that_is_well_only_good_is_said() -> None:
     ("changes", "raw", "title"),
     [
         ({"eval/accuracy": 0.45}, {}, "It predicts 3.0 points fewer words right than its base model"),
+        (
+            {"watch/code/accuracy": 0.3, "watch/code/base_accuracy": 0.45},
+            {},
+            "It forgets code: 15.0 points of the base model's 45.0%",
+        ),
         ({"eval/num_f1": 0.4}, {}, "Telling numbers from words: F1 0.40"),
         ({"eval/reg_mae": 80.0}, {}, "A few extreme errors"),
         ({"eval/reg_mdae": 21.0, "eval/reg_mae": 22.0}, {}, "Numbers are no better than always saying the median"),

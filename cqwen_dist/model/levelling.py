@@ -1,0 +1,76 @@
+"""Levelled logits: one vector less in every row of W_cls, so that a word's logit says how likely it is.
+
+Softmax does not feel what is added to all logits of one token; one-vs-rest does, since one threshold C has to part the
+next word from all others at every token. A base's logits lie as a whole higher at one token and lower at another, by
+their normaliser log sum_k exp loc_S,k. With the v whose product v . loc_U tells that normaliser best, rows W_k - v give
+logits near log-probabilities: the same softmax, and P ranks words nearly as the base does. Rows also come to more equal
+norms, and scale_S,k = sum_c |W_kc| scale_U,c with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
+from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+
+if TYPE_CHECKING:
+    from cqwen_dist.model.causal_qwen import CausalQwenModel
+
+TOKENS = 4096  # of all ranks that v is fitted to; the fit costs a decomposition of at most TOKENS x TOKENS
+RIDGES = np.geomspace(1e-6, 1e2, 17)  # tried, in units of the mean square of loc_U's dimensions, over all tokens
+
+
+@torch.no_grad()
+def level_logits(model: CausalQwenModel, loc: Tensor, groups: Groups | None = None) -> float:
+    """Take v from every row of W_cls; returns the share of the normaliser's variance that v tells of tokens left out.
+
+    loc: [N,C_w] loc_U of this rank's tokens (N may be 0). v is a ridge regression's, its strength by leave-one-out;
+    where even the best tells nothing (share <= 0), the rows stay. Collective over the world; all ranks take the same v.
+    """
+    world = 1 if groups is None else groups.world_size
+    own = loc[: max(TOKENS // world, 1)]
+    action = model.action
+    norm = vocab_parallel_scores(
+        own,
+        torch.ones_like(own),
+        action.cls_weight,
+        action.cls_bias,
+        action.threshold,
+        torch.zeros(own.shape[0], dtype=torch.int64, device=own.device),
+        group=None if groups is None else groups.vocab,
+        vocab_start=action.vocab_start,
+    ).log_norm
+    seen = torch.cat([own, norm[:, None]], 1)
+    if groups is not None:
+        seen = gather_tokens(seen, exchange_counts(own.shape[0], groups.world, own.device), groups.world)
+    found = torch.zeros(loc.shape[1] + 1, dtype=torch.float64, device=loc.device)
+    if groups is None or groups.world.rank() == 0:  # the others take its v: two machines may round apart
+        found.copy_(torch.from_numpy(_fit(seen.double().cpu().numpy())))
+    if groups is not None:
+        sum_over(found, groups.world)
+    share = float(found[-1])
+    if share > 0:
+        action.cls_weight.sub_(found[:-1].to(action.cls_weight))
+    return share
+
+
+def _fit(seen: np.ndarray) -> np.ndarray:
+    """[n, C_w+1], the last column to be told -> v and the share of its variance that v tells, [C_w+1]."""
+    from sklearn.linear_model import RidgeCV
+
+    nothing = np.zeros(seen.shape[1])
+    if len(seen) < 3 or not np.isfinite(seen).all():
+        return nothing
+    x, y = seen[:, :-1], seen[:, -1]
+    square, variance = float(x.var(0).mean()) * len(x), float(y.var())
+    if not square > 0 or not variance > 0:
+        return nothing
+    fit = RidgeCV(RIDGES * square).fit(x, y)
+    return np.append(fit.coef_, 1 + fit.best_score_ / variance)

@@ -1,0 +1,118 @@
+"""Levelled rows: nothing that softmax feels, and logits that say how likely a word is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.tiny import HIDDEN, NUM, VOCAB, random_batch, tiny_base
+
+from cqwen_dist.model.calibration import calibrate
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.levelling import level_logits
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+
+
+def model_of(vocab_start: int = 0, rows: int | None = None, **shape: int) -> CausalQwenModel:
+    """A tiny model whose normalisers differ from token to token: a direction that all rows share."""
+    base = tiny_base("qwen2", tied=False)
+    torch.manual_seed(3)
+    base.lm_head.weight.data += torch.randn(HIDDEN)
+    return CausalQwenModel.from_base_model(
+        base, start="calibrated", num_token_id=NUM, vocab_start=vocab_start, rows=rows, **shape
+    ).eval()
+
+
+def locations(model: CausalQwenModel, seed: int = 0) -> torch.Tensor:
+    batch = random_batch(8, 20, numbers=False, seed=seed)
+    keep = batch.label_mask.flatten().nonzero()[:, 0]
+    with torch.no_grad():
+        return model.action.word_part(model.abduction(model.kept_features(batch, keep))).loc
+
+
+def logits(model: CausalQwenModel, loc: torch.Tensor) -> torch.Tensor:
+    return (loc.double() @ model.action.cls_weight.double().T + model.action.cls_bias.double()).detach()
+
+
+@pytest.mark.parametrize("shape", [{}, {"number_dims": 2}, {"causal_size": HIDDEN + 5}, {"causal_size": HIDDEN - 4}])
+def test_softmax_stays_and_the_normaliser_hardly_varies(shape: dict[str, int]) -> None:
+    model = model_of(**shape)
+    loc, fresh = locations(model), locations(model, seed=1)
+    before, unseen = logits(model, loc), logits(model, fresh)
+    told = level_logits(model, loc)
+    after, unseen_after = logits(model, loc), logits(model, fresh)
+    # a row of order 1 is rounded once, by 6e-8 of itself, over HIDDEN products with loc_U of order 1
+    torch.testing.assert_close(after.softmax(-1), before.softmax(-1), atol=1e-6, rtol=1e-4)
+    assert told > 0.9
+    left = float(unseen_after.logsumexp(-1).var() / unseen.logsumexp(-1).var())
+    assert left < 0.2, "on tokens it has not seen, too"
+    assert 1 - told == pytest.approx(left, abs=0.1), "what is said of left-out tokens holds on others"
+
+
+def test_it_is_least_squares_where_tokens_are_many() -> None:
+    model = model_of()
+    loc = locations(model)
+    norm = logits(model, loc).logsumexp(-1)
+    x = torch.cat([loc.double(), torch.ones(len(loc), 1)], 1)
+    expected = torch.linalg.lstsq(x, norm[:, None]).solution[:-1, 0]
+    rows = model.action.cls_weight.detach().clone()
+    level_logits(model, loc)
+    taken = (rows - model.action.cls_weight.detach()).double()
+    assert float((taken - taken[0]).abs().max()) < 1e-6, "the same from every row"
+    assert float((taken[0] - expected).norm() / expected.norm()) < 0.05, "the ridge is a small one"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_too_few_tokens_change_nothing(tokens: int) -> None:
+    model = model_of()
+    rows = model.action.cls_weight.detach().clone()
+    assert level_logits(model, locations(model)[:tokens]) == 0
+    assert torch.equal(model.action.cls_weight, rows)
+
+
+def test_a_normaliser_that_loc_u_does_not_tell_changes_nothing() -> None:
+    """Eight tokens in 16 dimensions, their normalisers noise: every ridge does worse than the mean."""
+    model = model_of()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.action.cls_weight.copy_(torch.randn(VOCAB, HIDDEN) * 3)
+    rows = model.action.cls_weight.detach().clone()
+    told = level_logits(model, torch.randn(8, HIDDEN))
+    assert told > 0 or torch.equal(model.action.cls_weight, rows)
+
+
+def _levelled(loc: torch.Tensor, vocab_group: int) -> tuple[torch.Tensor, float]:
+    groups = build_groups(vocab_group)
+    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
+    model = model_of(start, stop - start)
+    own = loc[:5] if dist.get_rank() == 0 else loc[5:]  # unequal shares
+    told = level_logits(model, own, groups)
+    return model.action.cls_weight.detach(), told
+
+
+@pytest.mark.parametrize("vocab_group", [1, 2])
+def test_two_ranks_take_what_one_takes(vocab_group: int) -> None:
+    model = model_of()
+    loc = locations(model)
+    results = run_ranks(_levelled, 2, loc, vocab_group)
+    told = level_logits(model, loc)
+    for rank, (rows, said) in enumerate(results):
+        start, stop = vocab_range(VOCAB, rank if vocab_group == 2 else 0, vocab_group)
+        torch.testing.assert_close(rows, model.action.cls_weight.detach()[start:stop], atol=1e-6, rtol=1e-5)
+        assert said == pytest.approx(told, rel=1e-6)
+
+
+def test_calibration_levels_unless_told_not_to() -> None:
+    batches = [random_batch(8, 20, numbers=False, seed=s) for s in range(2)]
+    models = [model_of(), model_of()]
+    rows = models[0].action.cls_weight.detach().clone()
+    levelled, plain = (calibrate(m, batches, level=on) for m, on in zip(models, (True, False), strict=True))
+    assert torch.equal(models[1].action.cls_weight, rows)
+    assert plain.levelled == 0 < levelled.levelled
+    assert levelled.loss < plain.loss
+    assert levelled.seed_loss == plain.seed_loss, "the seeds' start is that of the rows as they were"
+    assert copy.deepcopy(levelled.to_dict())["levelled"] == levelled.levelled

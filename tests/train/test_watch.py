@@ -1,0 +1,74 @@
+"""data.watch: what a run does to texts that it is not trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.runs import cqwen_forked, losses, metrics, train_run, write_config, write_texts
+
+FIGURES = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
+
+
+def watching(folder: Path) -> tuple[Path, Path]:
+    """A config whose watched texts are its held-out ones under another name and field, and others without numbers."""
+    held_out = write_texts(folder / "held.jsonl", 12)
+    texts = [json.loads(line)["text"] for line in held_out.read_text(encoding="utf-8").splitlines()]
+    same = folder / "same.jsonl"
+    same.write_text("".join(json.dumps({"said": text}) + "\n" for text in texts), encoding="utf-8")
+    (folder / "plain.txt").write_text("we have tea\nwe have bread and tea\n", encoding="utf-8")
+    watch = {"same": {"source": str(same), "text_field": "said"}, "plain": {"source": str(folder / "plain.txt")}}
+    config = write_config(
+        folder, data__eval=str(held_out), data__eval_fraction=0.0, data__watch=watch, train__eval_every=2
+    )
+    return config, folder / "run"
+
+
+def evaluations(run: Path) -> list[dict[str, float]]:
+    start = json.loads((run / "start.json").read_text(encoding="utf-8"))["eval"]
+    return [start, *(record for record in metrics(run) if "eval/accuracy" in record)]
+
+
+def test_held_out_texts_that_are_watched_have_their_own_figures_at_every_evaluation(tmp_path: Path) -> None:
+    config, run = watching(tmp_path)
+    train_run(config)
+    found = evaluations(run)
+    assert len(found) >= 4
+    for figures in found:
+        for name in FIGURES:
+            assert figures[f"watch/same/{name}"] == figures[f"eval/{name}"]
+        assert 0 <= figures["watch/plain/accuracy"] <= 1
+    assert found[0]["watch/plain/cls_loss_mean"] != found[-1]["watch/plain/cls_loss_mean"]
+    train_run(config, "data.watch={}", f"run.dir={tmp_path}/unwatched")
+    assert losses(run) == losses(tmp_path / "unwatched"), "looking changes nothing"
+
+
+def test_a_run_that_goes_on_on_two_ranks_knows_the_bases_figures(tmp_path: Path) -> None:
+    config, run = watching(tmp_path)
+    train_run(config, "run.stop_after=heads")
+    train_run(config, world=2)
+    first, *_, last = evaluations(run)
+    for name in ("same", "plain"):
+        assert last[f"watch/{name}/base_accuracy"] == first[f"watch/{name}/base_accuracy"]
+    assert last["watch/same/accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-9)
+    page = tmp_path / "report.html"
+    assert cqwen_forked("report", run, "--out", page).returncode == 0
+    assert "Kept: plain" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("watch", "said"),
+    [
+        ({"code": {"source": "nowhere.jsonl"}}, "data.watch.code.source"),
+        ({"Co de": {"source": "a.jsonl"}}, "data.watch"),
+        ({"code": {"file": "a.jsonl"}}, "data.watch.code.file"),
+    ],
+)
+def test_what_cannot_be_watched_is_one_line(tmp_path: Path, watch: dict, said: str) -> None:
+    config = write_config(tmp_path, data__watch=watch)
+    done = cqwen_forked("train", config)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
