@@ -112,7 +112,14 @@ _UUID = re.compile(
 
 # One character to one, so that positions stay: full-width digits, dot, colon and minus, the minus sign.
 _TO_ASCII = {0xFF10 + d: 0x30 + d for d in range(10)} | {0xFF0E: 0x2E, 0xFF1A: 0x3A, 0xFF0D: 0x2D, 0x2212: 0x2D}
-_NEXT = re.compile(r"\.?[0-9]")
+# The next digit; and where nothing stands around that could make it anything else, its whole number, and group 1: most
+# numerals of a text, which this finds several times as fast as the policy's pattern. Without signs, groups, zeros in
+# front, dates, identifiers, phone numbers; so it is the same for every policy.
+_NEXT = re.compile(
+    r"[0-9](?:(?<=[\s$=*+/<(][1-9])[0-9]{0,7}(?:\.[0-9]{1,4})?"
+    r"(?=[$%*+=?!;'\"\n<>]|[ .,](?![0-9])|\)(?! ?[0-9])|/(?![0-9]+/)|\Z)())?",
+    re.ASCII,
+)
 _LETTER = re.compile(rf"[{_L}]")
 
 
@@ -164,9 +171,12 @@ def _scan(text: str, policy: NumberPolicy, left: list[tuple[int, int, str]] | No
     spans: list[NumberSpan] = []
     position = 0
     while (digit := _NEXT.search(plain, position)) is not None:
-        start = digit.start()
-        if plain[start] == "." and not _opens_decimal(text, plain, start):
-            start += 1
+        start, position = digit.span()
+        if digit.lastindex:
+            spans.append(NumberSpan(start, position, float(digit[0])))
+            continue
+        if plain[start - 1 : start] == "." and _opens_decimal(text, plain, start - 1):
+            start -= 1
         while blocked and blocked[0][1] <= start:
             blocked.pop(0)
         if blocked and blocked[0][0] <= start:
