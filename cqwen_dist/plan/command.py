@@ -17,6 +17,7 @@ from cqwen_dist.plan.scaling import Point, scaling
 from cqwen_dist.plan.search import Choice, search, with_layout
 from cqwen_dist.plan.show import head_lines, render, render_scaling
 
+NOTHING_FITS = "no layout fits: more ranks, more memory, shorter texts, or bf16 where it is fp32"
 COUNTED_BYTES = 2**30  # a file of texts larger than this is not counted through
 
 
@@ -44,7 +45,7 @@ class Planned:
         """For a terminal."""
         shown: list[RenderableType] = [render(self.plan, self.choices or ())]
         if self.choices == []:
-            shown.append(Text("no layout fits: more ranks, more memory, or train.precision bf16", style="red"))
+            shown.append(Text(NOTHING_FITS, style="red"))
         if self.points is not None:
             shown.append(render_scaling(self.points))
             shown.append(Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step."))

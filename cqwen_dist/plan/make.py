@@ -210,6 +210,9 @@ def _head_bytes_sent(s: Sizes, group: int) -> int:
 def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
     """What to change first, by the largest part."""
     config = s.config
+    beside = sum(part.bytes for part in parts if part.name in BESIDE)
+    if 2 * beside > tensor_bytes(parts):
+        return "Most of it is not the model: only more memory helps."
     largest = max((part for part in parts if part.place == "device"), key=lambda part: part.bytes).name
     if largest in ("activations", "features and U", "one layer's backward", "gradients of U"):
         checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "

@@ -123,7 +123,7 @@ def _engine(s: Sizes) -> Iterator[Part]:
         yield Part(
             f"{name}: optimizer",
             _share(count * (FP32 + trained), s.over(1)),
-            f"{count:,} x ({FP32} master + {trained} moments) / {s.over(1)}",
+            f"{count:,} x ({FP32} master + {trained} moments)" + (f" / {s.over(1)}" if s.over(1) > 1 else ""),
             "host" if s.config.parallel.offload == "optimizer" else "device",
         )
 
@@ -138,7 +138,8 @@ def _heads(s: Sizes) -> Iterator[Part]:
     trained = "classifier" in reached
     each = FP32 + MOMENTS * trained
     state = "master and two moments" if trained else "weights (never trained so far)"
-    yield Part("W_cls", v * words * each, f"v C = {v:,} x {words:,}, {each} bytes: {state}, over {s.group} ranks")
+    spread = f", over {s.group} ranks" if s.group > 1 else ""
+    yield Part("W_cls", v * words * each, f"v C = {v:,} x {words:,}, {each} bytes: {state}{spread}")
     bias = v * (FP32 + MOMENTS * (trained and s.config.train.train_class_bias))
     learns = "thresholds" in reached and s.config.train.thresholds != "fixed"
     threshold = (v if s.config.train.thresholds != "scalar" else 1) * (FP32 + MOMENTS * learns)

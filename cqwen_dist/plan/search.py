@@ -98,14 +98,14 @@ def search(
             raise
         if planned.fits:
             found.append((layout, planned))
-    return _best(found, machine or (found[0][1].machine if found else None), most)
+    return _best(found, most)
 
 
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
-    """Every combination worth a look. A larger micro-batch comes first, so that it wins a draw."""
+    """Every combination worth a look."""
     share = -(-config.train.global_batch_size // world)
     own = config.train.micro_batch_size
-    sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)}, reverse=True)
+    sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
     groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
     groups.add(config.parallel.vocab_group_size)
     offloads = ("none", "optimizer") if config.trains("lora") else ("none",)
@@ -136,36 +136,38 @@ def with_layout(config: Config, layout: Layout) -> Config:
     )
 
 
-def _best(found: list[tuple[Layout, Plan]], machine: Machine | None, most: int) -> list[Choice]:
-    """By tokens/s, the plainer first among equals; of layouts that differ in the micro-batch alone, the best."""
-    found = sorted(found, key=lambda item: -item[1].slowest.tokens_per_s)
-    if not found or machine is None:
-        return []
-    top = found[0][1].slowest.tokens_per_s
-    near = [item for item in found if item[1].slowest.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
-    near.sort(key=lambda item: (item[0].plainness, -item[1].slowest.tokens_per_s))
-    chosen: list[Choice] = []
-    seen: set[tuple[Any, ...]] = set()
-    for layout, planned in [*near, *found]:
-        if layout.plainness in seen:
-            continue
-        seen.add(layout.plainness)
-        chosen.append(Choice(layout, planned, _why(layout, planned, machine, top)))
-        if len(chosen) == most:
-            break
-    return chosen
+def _best(found: list[tuple[Layout, Plan]], most: int) -> list[Choice]:
+    """One layout of each plainness, by tokens/s; what is within 1 % counts as equal.
+
+    Of equal micro-batches the one that needs least memory; of equal layouts the plainest.
+    """
+    kinds: dict[tuple[Any, ...], list[tuple[Layout, Plan]]] = {}
+    for item in found:
+        kinds.setdefault(item[0].plainness, []).append(item)
+    picked = [min(_near(kind), key=lambda item: item[1].device_gib) for kind in kinds.values()]
+    near = sorted(_near(picked), key=lambda item: item[0].plainness)
+    rest = [item for item in sorted(picked, key=_slowness) if item not in near]
+    return [Choice(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:most]]
 
 
-def _why(layout: Layout, planned: Plan, machine: Machine, top: float) -> str:
-    """In a sentence or two."""
-    slowest = planned.slowest
-    parts = [f"{slowest.tokens_per_s / top:.0%} of the fastest, bound by {slowest.bound}"]
+def _near(found: list[tuple[Layout, Plan]]) -> list[tuple[Layout, Plan]]:
+    """Those that are as fast as the fastest, but for SIMPLER_WITHIN."""
+    top = max((planned.slowest.tokens_per_s for _, planned in found), default=0.0)
+    return [item for item in found if item[1].slowest.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
+
+
+def _slowness(item: tuple[Layout, Plan]) -> float:
+    return -item[1].slowest.tokens_per_s
+
+
+def _why(layout: Layout, planned: Plan) -> str:
+    """What bounds it, and what each of its choices does."""
+    parts = [f"bound by {planned.slowest.bound}"]
     if layout.vocab_group_size > 1:
         spared = planned.head_bytes_sent_unsharded - planned.head_bytes_sent
         verb = "spares" if spared > 0 else "costs"
-        parts.append(
-            f"the rows over {layout.vocab_group_size} ranks: {verb} {abs(spared) / 2**30:.2f} GiB on the wire a step"
-        )
+        rows = f"the word head's rows over {layout.vocab_group_size} ranks"
+        parts.append(f"{rows}: {verb} {abs(spared) / 2**20:,.0f} MiB on the wire a step")
     elif planned.world > 1:
         parts.append("every rank holds the whole word head")
     if layout.zero_stage == 3:

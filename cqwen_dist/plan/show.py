@@ -10,9 +10,9 @@ from rich.text import Text
 
 from cqwen_dist.plan.cost import StageCost
 from cqwen_dist.plan.make import Plan
-from cqwen_dist.plan.memory import GIB
+from cqwen_dist.plan.memory import GIB, MIB
 from cqwen_dist.plan.scaling import Point
-from cqwen_dist.plan.search import Choice
+from cqwen_dist.plan.search import SIMPLER_WITHIN, Choice
 
 
 def render(plan: Plan, choices: Sequence[Choice] = ()) -> Group:
@@ -21,32 +21,46 @@ def render(plan: Plan, choices: Sequence[Choice] = ()) -> Group:
     facts = (
         f"{ranks}; base {plan.base_parameters:,} parameters, trained {plan.trainable_parameters:,}; "
         f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} a step; "
-        f"checkpoint {plan.checkpoint_bytes / GIB:.2f} GiB"
+        f"checkpoint {_size(plan.checkpoint_bytes)}"
     )
     if plan.world > 1:
-        sent, whole = (size / GIB for size in (plan.head_bytes_sent, plan.head_bytes_sent_unsharded))
-        facts += f"\nheads: a rank sends {sent:.3f} GiB a step ({whole:.3f} GiB with the whole head on every rank)"
+        sent, whole = _size(plan.head_bytes_sent), _size(plan.head_bytes_sent_unsharded)
+        facts += f"\nheads: a rank sends {sent} a step ({whole} with the whole head on every rank)"
     verdict = Text(plan.reason, style="green" if plan.fits else "red")
     shown: list[RenderableType] = [Text(facts), _memory(plan), _stages(plan), Text(_total(plan)), verdict]
     if choices:
-        shown.append(_choices(choices))
+        shown += _choices(plan, choices)
     return Group(*shown)
 
 
 def _memory(plan: Plan) -> Table:
     table = Table(title=f"Memory of one rank (stage {plan.stage}, {plan.moment})", title_justify="left")
     table.add_column("part")
-    table.add_column("GiB", justify="right")
+    whole = round(plan.device_gib * GIB)
+    unit, each = ("GiB", GIB) if whole >= GIB else ("MiB", MIB)
+    table.add_column(unit, justify="right")
     table.add_column("how")
     for part in plan.parts:
         how = Text(part.how + (" (host)" if part.place == "host" else ""))  # brackets are meant
-        table.add_row(part.name, f"{part.bytes / GIB:.3f}", how)
+        amount = part.bytes / each
+        table.add_row(part.name, f"{amount:.3f}" if amount >= 0.0005 else "<0.001", how)
     table.add_section()
-    table.add_row("all", f"{plan.device_gib:.3f}", f"host: {plan.host_gib:.3f} GiB" if plan.host_gib else "")
+    table.add_row("all", f"{whole / each:.3f}", f"host: {_size(round(plan.host_gib * GIB))}" if plan.host_gib else "")
     return table
 
 
-_FIGURES = ("seconds", "forward", "backward", "heads", "communication", "optimizer", "tokens/s", "MFU", "sent", "hours")
+def _size(count: float) -> str:
+    """Bytes as people say them."""
+    for unit, each in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
+        if abs(count) >= each:
+            return f"{count / each:,.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+_FIGURES = (
+    *("seconds", "forward", "backward", "heads", "communication", "optimizer", "starting kernels"),
+    *("tokens/s", "MFU", "a rank sends", "hours"),
+)
 
 
 def _stages(plan: Plan) -> Table:
@@ -64,13 +78,13 @@ def _stages(plan: Plan) -> Table:
 def _stage_cells(stage: StageCost) -> list[str]:
     """`_FIGURES` of one stage."""
     t = stage.time
-    parts = (t.backbone_forward, t.backbone_backward, t.heads, t.communication, t.optimizer)
+    parts = (t.backbone_forward, t.backbone_backward, t.heads, t.communication, t.optimizer, t.exposed_launches)
     return [
         f"{t.seconds:.4g}",
         *(f"{part / t.seconds:.0%}" for part in parts),
         f"{stage.tokens_per_s:,.0f}",
         f"{stage.mfu:.0%}",
-        f"{stage.bytes_sent / GIB:.3f} GiB in {stage.collectives}",
+        f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "nothing",
         "?" if stage.hours is None else f"{stage.hours:.2f}",
     ]
 
@@ -78,16 +92,25 @@ def _stage_cells(stage: StageCost) -> list[str]:
 def _total(plan: Plan) -> str:
     if plan.hours is None or plan.gpu_hours is None:
         return "hours: not known (a stage is given in epochs; say --sequences)"
-    return f"{plan.hours:.2f} hours, {plan.gpu_hours:.1f} GPU-hours (evaluations and checkpoints not counted)"
+    gpus = f", {plan.gpu_hours:.1f} GPU-hours" if plan.gpus_per_node else ""
+    return f"{plan.hours:.2f} hours{gpus} (evaluations and checkpoints not counted)"
 
 
-def _choices(choices: Sequence[Choice]) -> Table:
-    table = Table(title="Layouts that fit, the best first", title_justify="left")
-    for name in ("micro", "ZeRO", "group", "recompute", "offload", "GiB", "tokens/s", "why"):
-        table.add_column(name, justify="left" if name in ("why", "offload") else "right")
-    for choice in choices:
+def _choices(plan: Plan, choices: Sequence[Choice]) -> list[RenderableType]:
+    """A row a layout, narrow enough for 80 columns; below, what speaks for each, and the first as overrides.
+
+    gain: tokens/s against the config's own layout.
+    """
+    title = f"Layouts that fit, fastest first (within {SIMPLER_WITHIN:.0%}: plainest, least memory)"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "micro", "ZeRO", "group", "recompute", "offload", "GiB", "tokens/s", "gain"):
+        table.add_column(name, justify="left" if name == "offload" else "right")
+    notes = Table.grid(padding=(0, 1))
+    for number, choice in enumerate(choices, 1):
         at, planned = choice.layout, choice.plan
+        notes.add_row(f"{number}", Text(choice.why))
         table.add_row(
+            f"{number}",
             str(at.micro_batch_size),
             str(at.zero_stage),
             str(at.vocab_group_size),
@@ -95,15 +118,17 @@ def _choices(choices: Sequence[Choice]) -> Table:
             at.offload,
             f"{planned.device_gib:.1f}",
             f"{planned.slowest.tokens_per_s:,.0f}",
-            choice.why,
+            f"{round(100 * (planned.slowest.tokens_per_s / plan.slowest.tokens_per_s - 1)) or 0:+d}%",
         )
-    return table
+    overrides = " ".join(choices[0].layout.to_overrides())
+    return [table, notes, Text(f"The first, as overrides (--write FILE writes it): {overrides}")]
 
 
 def render_scaling(points: Sequence[Point]) -> Table:
     """Efficiency by number of ranks (rows) and layout (columns)."""
     layouts = list(dict.fromkeys((p.zero_stage, p.vocab_group_size) for p in points if p.ranks >= 64))
-    table = Table(title="Weak scaling: tokens/s a GPU against one GPU, and the share of the step spent talking")
+    title = "Weak scaling: tokens/s a GPU against one GPU (and the share of the step spent talking)"
+    table = Table(title=title, title_justify="left")
     table.add_column("GPUs", justify="right")
     for zero, group in layouts:
         table.add_column(f"ZeRO-{zero}, group {group}", justify="right")

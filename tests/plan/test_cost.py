@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import Architecture, plan
@@ -15,6 +18,7 @@ from cqwen_dist.plan.known import known_architecture
 from cqwen_dist.plan.machine import MACHINES, machine
 from cqwen_dist.plan.scaling import scaling
 from cqwen_dist.plan.search import crossover_tokens, layouts, search, with_layout
+from cqwen_dist.plan.show import render
 from cqwen_dist.plan.sizes import Sizes, stage_sizes
 
 ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
@@ -134,6 +138,27 @@ def test_the_search_tries_every_layout_that_is_allowed():
     assert {layout.vocab_group_size for layout in tried} == {1, 2, 4, 8}
     assert {layout.zero_stage for layout in tried} == {1, 2, 3}
     assert len(tried) == len(set(tried)) == 4 * 4 * 3 * 2 * 2
+
+
+def test_of_micro_batches_as_fast_the_one_that_needs_least_memory():
+    settings = config("Qwen/Qwen2.5-0.5B")
+    found = search(settings, **options(settings, gpus=1))
+    best = found[0]
+    for micro in (1, 2, 4, 8, 16, 32, 64):
+        other = plan(with_layout(settings, replace(best.layout, micro_batch_size=micro)), **options(settings, gpus=1))
+        if other.fits and other.slowest.tokens_per_s >= best.plan.slowest.tokens_per_s:
+            assert other.device_gib >= best.plan.device_gib
+    assert [choice.layout.plainness for choice in found] == list(dict.fromkeys(c.layout.plainness for c in found))
+
+
+def test_the_layouts_found_fit_80_columns_a_line_each():
+    settings = config()
+    found = search(settings, **options(settings, nodes=2))
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(plan(settings, **options(settings, nodes=2)), found))
+    table = out.getvalue().split("Layouts that fit")[1]
+    assert sum(line.startswith("│") for line in table.splitlines()) == len(found)
+    assert "train.micro_batch_size=" in table
 
 
 def test_where_sharding_the_head_says_less():
