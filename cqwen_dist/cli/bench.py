@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,19 +19,33 @@ def data(
     overrides: Overrides = None,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each.")] = 3,
     repeat: Annotated[int, typer.Option(min=1, help="The text so many times over.")] = 1,
-    workers: Annotated[list[int] | None, typer.Option(help="Processes; several times for several.")] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, help="Processes; several times for several. Default: 1 and a core each.")
+    ] = None,
+    corpus_gb: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Instead: data.train, one file, repeated to so many GB; prepared, read, memory watched."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """`cqwen prepare` beside the plain tokenizer: time on the same text, and memory when it is ten times as long."""
+    """`cqwen prepare` beside the plain tokenizer, and with several workers beside one: time and memory."""
     from cqwen_dist.config import load_config
 
     checked = load_config(config, overrides or [])
     quiet_libraries()
-    from cqwen_dist.bench.data import run, table
+    from cqwen_dist.bench import corpus
+    from cqwen_dist.bench import data as bench
     from cqwen_dist.report.prepared import tokenizer_of
 
-    result = run(checked.data, tokenizer_of(checked), rounds, repeat, workers or [1])
-    print_document(result, as_json, table)
+    cores = len(os.sched_getaffinity(0))
+    if corpus_gb is not None:
+        found = corpus.run(config, overrides or [], corpus_gb, max(workers or [cores]))
+        print_document(found, as_json, corpus.table)
+        return
+    result = bench.run(checked.data, tokenizer_of(checked), rounds, repeat, workers or sorted({1, cores}))
+    print_document(result, as_json, bench.table)
 
 
 def loss(
