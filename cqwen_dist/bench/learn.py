@@ -108,8 +108,8 @@ def preserve_rows(results: dict[str, Figures]) -> list[Figures]:
                         "base": at.get("eval/base_accuracy", result["start"]["base_accuracy"]),
                         "words": at["eval/accuracy"],
                         "loss": at["eval/cls_loss_mean"],
-                        "code_base": result["other_base"],
-                        "code": at["other/accuracy"],
+                        "code_base": at["watch/code/base_accuracy"],
+                        "code": at["watch/code/accuracy"],
                         "mdae": at.get("eval/reg_mdae"),
                         "kl": at.get("train/kl"),
                     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,7 @@ from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.train.conformal import for_calibration, half_width, interval_factors
-from cqwen_dist.train.evaluate import top1
 
 ROWS = 16  # texts a batch
 LEVEL = 0.9
@@ -78,26 +75,6 @@ def pieces(path: Path, tokenizer: NumericalAwareTokenizer, config: DataConfig) -
     """A file's texts as a run's own evaluation reads them: every token once, long texts cut into pieces."""
     texts = list(read_texts(str(path), config, ReadReport()))
     return list(EvalLoader(tokenise(texts, tokenizer, config), rank=0, world=1, micro_batch_size=ROWS))
-
-
-@torch.no_grad()
-def right_words(
-    model: CausalQwenModel, batches: list[Batch], groups: Groups, rank_by: str, unseen: bool = False
-) -> float:
-    """Share of labels that are argmax P ("ovr") or argmax loc_S ("loc"); unseen: numbers have no value."""
-    device = model.action.cls_weight.device
-    right = torch.zeros((), device=device)
-    total = 0
-    for batch in batches:
-        if unseen:
-            batch = replace(batch, numeric_values=torch.zeros_like(batch.numeric_values))
-        keep = batch.label_mask.flatten().nonzero()[:, 0]
-        there, keep = batch.to(device), keep.to(device)
-        u_prime = model.action.add_noise(model.abduction(model.kept_features(there, keep)))
-        ids = top1(model, u_prime, groups, torch.float32, rank_by)
-        right += (ids == there.labels.flatten()[keep]).sum()
-        total += keep.numel()
-    return float(right) / max(total, 1)
 
 
 @torch.no_grad()

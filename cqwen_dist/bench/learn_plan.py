@@ -116,6 +116,11 @@ LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def is_real(base: str) -> bool:
+    """Whether a base's task has the real vocabulary."""
+    return base.startswith(f"base-{REAL_VOCAB}-")
+
+
 class Planner:
     """Tasks of the experiments in one output folder."""
 
@@ -153,11 +158,12 @@ class Planner:
     def folders(self, base: str) -> tuple[str, str]:
         """(model, tokenizer) of a base."""
         folder = str(self.out / base / "base")
-        return folder, str(self.tokenizer) if base.startswith(f"base-{REAL_VOCAB}") else folder
+        return folder, str(self.tokenizer) if is_real(base) else folder
 
-    def batch(self, table: bool) -> int:
-        """Sequences a step; a table's are short and not packed."""
-        return self.scale.batch * (2 if table else 1)
+    def batch(self, base: str, table: bool) -> int:
+        """Sequences a step: more of a table's, which are short; fewer where each token costs the real vocabulary."""
+        whole = self.scale.batch * (2 if table else 1)
+        return max(whole // 2, 1) if is_real(base) else whole
 
     def causal(
         self,
@@ -169,11 +175,11 @@ class Planner:
         changes: dict[str, Any],
         *,
         table: bool = False,
-        other: bool = False,
+        watched: bool = False,
     ) -> None:
-        """A run of the product. changes: sections of the config that differ."""
+        """A run of the product. changes: sections of the config that differ. watched: look at what it does to code."""
         model, tokenizer = self.folders(base)
-        batch = self.batch(table)
+        batch = self.batch(base, table)
         config: dict[str, Any] = {
             "model": {"name_or_path": model, "tokenizer": tokenizer, "lora": LORA},
             "data": {
@@ -190,15 +196,14 @@ class Planner:
                 "seed": seed,
                 "eval_every": 100_000,
                 "checkpoint_every": 100_000,
-                "keep_checkpoints": 100,
             },
             "run": {"dir": str(self.out / "runs" / name)},
         }
+        if watched:
+            config["data"]["watch"] = {"code": {"source": self.file("code", "test")}}
         for section, value in changes.items():
             config[section] = {**config.get(section, {}), **value} if isinstance(value, dict) else value
         options = {"config": config, "numbers": self.file(corpus, "test"), "median": self.medians[corpus]}
-        if other:
-            options["other"] = self.file("code", "test")
         self.tasks[name] = Task(name, "causal", options, (base,))
 
     def plain(
@@ -226,7 +231,7 @@ class Planner:
                 "pack": not table,
             },
             "steps": steps,
-            "batch": self.batch(table),
+            "batch": self.batch(base, table),
             "lr": lr,
             "seed": seed,
             "lora": {
@@ -246,35 +251,54 @@ class Planner:
         self.tasks[name] = Task(name, "plain", options, (base,))
 
 
+# Rates of what each word has of its own, W_cls's row and C: they forget the words that training does not have.
+KEEPING = {"classifier": 1e-4, "thresholds": 1e-3}
+
+
 def stage(
-    name: str, steps: int, lr: float, scales: float, lora: float | None = None, heads: tuple[str, ...] = ("heads",)
+    name: str,
+    steps: int,
+    lr: float,
+    scales: float,
+    lora: float | None = None,
+    heads: tuple[str, ...] = ("heads",),
+    rates: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """A stage of heads (or some of them) and embedding, and of LoRA at its own rate where one is given."""
-    groups, every = [*heads, "embedding"], {"scales": scales}
+    """A stage of heads (or some of them) and embedding, and of LoRA at its own rate where one is given.
+
+    rates: of groups that do not go by lr and scales.
+    """
+    groups, every = [*heads, "embedding"], {"scales": scales, **(rates or {})}
     if lora is not None:
         groups, every = [*groups, "lora"], {**every, "lora": lora}
     return {"name": name, "train": groups, "steps": steps, "lr": lr, "lr_groups": every, "warmup_steps": steps // 20}
 
 
 def preserve(planner: Planner) -> None:
-    """Knowledge kept and forgotten: starts, both stages, with and without the constraint, beside ordinary LoRA."""
+    """Knowledge kept and forgotten: starts, rates, both stages, with and without KL's bound, beside ordinary LoRA."""
     scale, seed = planner.scale, 0
     base = planner.base(real=planner.tokenizer is not None, seed=seed)
 
-    def arm(name: str, start: str, heads: tuple[str, ...] = ("heads",), **more: Any) -> None:
+    def arm(
+        name: str,
+        start: str,
+        heads: tuple[str, ...] = ("heads",),
+        rates: dict[str, float] | None = KEEPING,
+        **more: Any,
+    ) -> None:
         stages = [
-            stage("heads", scale.heads_steps, 1e-3, 1e-1, heads=heads),
-            stage("lora", scale.lora_steps, 1e-3, 1e-1, lora=1e-3, heads=heads),
+            stage("heads", scale.heads_steps, 1e-3, 1e-1, heads=heads, rates=rates),
+            stage("lora", scale.lora_steps, 1e-3, 1e-1, lora=1e-3, heads=heads, rates=rates),
         ]
-        planner.causal(f"preserve {name}", base, "words", stages, seed, {**STARTS[start], **more}, other=True)
+        planner.causal(f"preserve {name}", base, "words", stages, seed, {**STARTS[start], **more}, watched=True)
 
     arm("calibrated", "calibrated")
-    arm("seed", "seed")
-    arm("seed-100", "seed-100")
-    arm("calibrated, words' rows asleep", "calibrated", ("abduction", "noise", "regression"))
-    arm("calibrated, C asleep", "calibrated", ("abduction", "classifier", "noise", "regression"))
-    arm("calibrated, one C", "calibrated", train={"thresholds": "scalar"})
+    arm("seed", "seed", rates=None)  # C and the rows have far to go
+    arm("seed-100", "seed-100", rates=None)
     arm("calibrated, KL <= 0.5", "calibrated", loss={"constraint": {"mode": "dual", "eps": 0.5}})
+    arm("calibrated, words at the heads' rate", "calibrated", rates=None)
+    arm("calibrated, words asleep", "calibrated", ("abduction", "noise", "regression"))
+    arm("calibrated, not levelled", "calibrated", model={"level_logits": False})
     steps = scale.heads_steps + scale.lora_steps
     planner.plain("preserve LoRA + softmax", base, "words", steps, 1e-3, seed, digits=False)
     planner.plain("preserve LoRA + softmax, head too", base, "words", steps, 1e-3, seed, digits=False, head=True)

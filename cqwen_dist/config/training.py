@@ -157,7 +157,9 @@ class Stage(Section):
     until: Until | None = Field(None, description="Until evaluation no longer improves; or give steps, or epochs.")
     lr: Above0 = Field(3e-4, description="Peak learning rate of every group not named below.")
     lr_groups: dict[Group | Literal["scales"], Above0] = Field(
-        {}, description="Peak learning rates by group; scales ({b_scale, b_noise, C}) defaults to 1e-2."
+        {},
+        description="Peak learning rates by group; scales ({b_scale, b_noise, C}) defaults to 1e-2. High ones of "
+        "classifier and thresholds, what each word has of its own, forget words that the data does not have.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="Decay after the warm-up.")
     warmup_steps: Count = Field(0, description="Steps of linear warm-up.")
