@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales
-from cqwen_dist.model.levelling import level_logits
+from cqwen_dist.model.levelling import LEVEL_TOKENS, level_logits
 from cqwen_dist.parallel.collectives import gather_lists, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_parallel_topk
@@ -57,13 +57,13 @@ def calibrate(
     b_noise_init: float | None = None,
     max_tokens: int = 1024,
     used_rows: int | None = None,
-    level: bool = True,
+    level_batches: Iterable[Batch] | None = None,
 ) -> Calibration:
     """Level the rows of W_cls (`levelling`), choose (C, gamma) that minimise the mean OvR loss, and set them.
 
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
     rank are used. features: (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO).
-    level: False keeps loc_S the base's logits to the bit, not only up to what softmax does not feel.
+    level_batches: what rows are levelled by (None: `batches`); empty, loc_S stays the base's logits to the bit.
     A grid of 5 x 5, then a pattern search; gamma is one for all word dimensions, so scale_S = gamma ||W_k||_1. With
     b_noise_init the total may come out larger than the best gamma; what is reported is of the total that is set.
     Collective over the world: with groups, every rank brings the same number of batches, and ends with the same
@@ -110,7 +110,12 @@ def calibrate(
         return _sum(same.float().sum(), groups) / count
 
     seed_loss, seed_accuracy = evaluate(0.0, SEED_GAMMA + SEED_NOISE)[0], share(top_word("ovr", 0.0) == labels)
-    levelled = level_logits(model, loc, groups) if level else 0.0
+    levelled = 0.0
+    if level_batches is None:
+        levelled = level_logits(model, loc, groups)
+    elif more := list(level_batches):
+        seen, _ = _labelled_features(model, more, features or model.kept_features, LEVEL_TOKENS, groups is not None)
+        levelled = level_logits(model, action.word_part(model.abduction(seen)).loc.contiguous(), groups)
     middle, spread, norm = _logit_range(model, loc, groups)
     best = _search(lambda f, g: evaluate(middle + f * spread, 10.0**g * spread / norm)[0])
     threshold, gamma = middle + best[0] * spread, 10.0 ** best[1] * spread / norm

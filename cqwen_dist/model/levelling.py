@@ -23,8 +23,8 @@ from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 if TYPE_CHECKING:
     from cqwen_dist.model.causal_qwen import CausalQwenModel
 
-TOKENS = 4096  # of all ranks that v is fitted to; the fit costs a decomposition of at most TOKENS x TOKENS
-RIDGES = np.geomspace(1e-6, 1e2, 17)  # tried, in units of the mean square of loc_U's dimensions, over all tokens
+LEVEL_TOKENS = 4096  # of all ranks, about: the fit decomposes a matrix of them
+RIDGES = np.geomspace(1e-5, 1e2, 15)  # tried, in units of the mean square of loc_U's dimensions, over all tokens
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def level_logits(model: CausalQwenModel, loc: Tensor, groups: Groups | None = No
     where even the best tells nothing (share <= 0), the rows stay. Collective over the world; all ranks take the same v.
     """
     world = 1 if groups is None else groups.world_size
-    own = loc[: max(TOKENS // world, 1)]
+    own = loc[: 2 * LEVEL_TOKENS // world]  # texts are of unequal lengths: a rank may have more than its share
     action = model.action
     norm = vocab_parallel_scores(
         own,

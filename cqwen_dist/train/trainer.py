@@ -15,14 +15,14 @@ from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.checkpoint.status import RunStatus, read_status
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
-from cqwen_dist.data.loader import EvalLoader, Loader
+from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.model.backbone import compile_layers, load_base
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import override_start
+from cqwen_dist.model.levelling import LEVEL_TOKENS
 from cqwen_dist.parallel.collectives import Stopped, gather_objects, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
@@ -30,14 +30,12 @@ from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.alarms import Alarms, GradientWatch, Refusals
 from cqwen_dist.train.base import build_run_base, load_tokenizer
-from cqwen_dist.train.conformal import CALIBRATION, IntervalFactors
+from cqwen_dist.train.conformal import CALIBRATION
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.deepspeed_config import deepspeed_config
 from cqwen_dist.train.engine import Engine, NonFiniteStep
-from cqwen_dist.train.evaluate import Evaluator
-from cqwen_dist.train.evaluation_folder import EvaluationFolder
+from cqwen_dist.train.evaluations import Evaluations
 from cqwen_dist.train.feature_cache import FeatureCache
-from cqwen_dist.train.frequency import ThresholdBands
 from cqwen_dist.train.loading import StageLoaders
 from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
 from cqwen_dist.train.partitioned import load_partitioned_base
@@ -48,7 +46,6 @@ from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.state import collect_state, restore_state
 from cqwen_dist.train.step import Stepper
 from cqwen_dist.train.warm_start import read_warm_start
-from cqwen_dist.train.watch import Watch, read_watched
 
 CALIBRATION_TOKENS = 512  # of all ranks together
 
@@ -142,18 +139,26 @@ class Trainer:
         self.gemm_dtype = dtype
         self.used_rows = model.config.used_rows if config.loss.negatives == "used" else None
         self.constraint = Constraint(model, config.loss.constraint, self.engine.forward)
-        self.word_counts = counts = self.datasets.train.word_counts(vocab_size)
+        counts = self.datasets.train.word_counts(vocab_size)
         self.stepper = Stepper(self.engine, config, dtype, self.used_rows, self.constraint, counts)
-        self.bands = ThresholdBands(counts, start, stop - start, self.groups)
         self.cache = FeatureCache(config, runtime, self.engine, self._forward, tokenizer, self._say)
-        held_out = self.datasets.eval
-        self.evaluator = None if held_out is None else self._evaluator(held_out)
-        self.watch = Watch(read_watched(config.data, tokenizer), self._evaluator)
+        self.evaluations = Evaluations(
+            config,
+            runtime,
+            self.groups,
+            model,
+            self._forward,
+            tokenizer,
+            self.datasets.eval,
+            baseline_value=self.statistics.median if self.statistics.count else None,
+            used_rows=self.used_rows,
+            gemm_dtype=dtype,
+            word_counts=counts,
+        )
         self.saver = run_saver(config, self.groups, runtime)
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
         self.noise = GradientWatch(model.action.b_noise)
-        self.evaluations = EvaluationFolder(self.folder, tokenizer)
 
     # ------------------------------------------------------------------------------------- the loop
 
@@ -172,7 +177,7 @@ class Trainer:
         log = None
         if self.runtime.is_main:
             logged = step - (self.place.due is not None)
-            base = None if self.evaluator is None else self.evaluator.base.get("eval/base_accuracy")
+            base = self.evaluations.base_accuracy
             alarms = Alarms.of(self.config, self.used_rows or self.model.config.vocab_size, base)
             everything = self.config.model_dump(mode="json")
             log = MetricsLog(self.folder, self.config.run, everything, logged, alarms, self._say)
@@ -299,9 +304,9 @@ class Trainer:
         for line in (*self.datasets.lines(), *self._warnings()):
             self._say(line)
         start: dict[str, Any] = {"start": self.config.start, "statistics": self.statistics.to_dict()}
-        if self.evaluator is not None:
-            start["base_accuracy"] = self.evaluator.measure_base()["eval/base_accuracy"]
-        self.watch.measure_base()
+        self.evaluations.measure_base()
+        if self.evaluations.base_accuracy is not None:
+            start["base_accuracy"] = self.evaluations.base_accuracy
         warm = read_warm_start(self.config, self.row_range)
         if warm is not None:
             warm.apply(self.engine, self.config)
@@ -311,28 +316,28 @@ class Trainer:
         if self.config.start == "calibrated" and headless:
             calibration = calibrate(
                 self.model,
-                self._calibration_batches(),
+                self._calibration_batches(CALIBRATION_TOKENS),
                 groups=self.groups,
                 features=self._forward,
                 b_noise_init=self.config.model.b_noise_init,
                 used_rows=self.used_rows,
-                level=self.config.model.level_logits,
+                level_batches=self._calibration_batches(LEVEL_TOKENS) if self.config.model.level_logits else (),
             )
             start["calibration"] = calibration.to_dict()
             self._say(
                 f"calibrated start: C {calibration.threshold:.3g}, gamma {calibration.gamma:.3g}, loss "
                 f"{calibration.loss:.3f} (the seeds' start: {calibration.seed_loss:,.1f}), accuracy of argmax P "
                 f"{calibration.accuracy:.1%} (base {calibration.base_accuracy:.1%}), median sum of P "
-                f"{calibration.prob_sum_median:.2f}"
+                f"{calibration.prob_sum_median:.2f}; levelled by {calibration.levelled:.0%}"
             )
         if headless:
             override_start(self.model, self.config.model.threshold_init, self.config.model.gamma_init)
             self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
-        figures = self._figures(0)
+        figures = self.evaluations(0, self.place.stage)
         self.schedule.check_metrics(figures)
         check_best_metric(self.config, figures)
         if self.config.loss.constraint.mode != "off":
-            self.constraint.begin(self.engine.feature_state()[0], self._calibration_batches())
+            self.constraint.begin(self.engine.feature_state()[0], self._calibration_batches(CALIBRATION_TOKENS))
             main_rank_first(lambda: self.constraint.save(self.folder / START_TENSORS))
         start["eval"] = figures
         if self.runtime.is_main:
@@ -348,31 +353,11 @@ class Trainer:
         self._say(f"stage {plan.stage.name}: {', '.join(sorted(plan.stage.groups))}; {at_most}{plan.steps} steps")
 
     def _evaluate(self, step: int, log: MetricsLog | None) -> dict[str, Any]:
-        figures = self._figures(step)
+        figures = self.evaluations(step, self.place.stage)
         if log is not None:
             log.add(figures)
-        shown = []
-        if self.evaluator is not None:
-            shown.append(f"accuracy {figures['eval/accuracy']:.1%} (base {figures.get('eval/base_accuracy', 0):.1%})")
-            shown.append(f"<NUM> F1 {figures['eval/num_f1']:.3f}")
-        if "eval/reg_mdae" in figures:
-            shown.append(f"MdAE {figures['eval/reg_mdae']:.4g}")
-        if "eval/baseline_mdae" in figures:
-            shown.append(f"always the median's {figures['eval/baseline_mdae']:.4g}")
-        for name in self.watch.evaluators:
-            now, base = (figures[f"watch/{name}/{key}"] for key in ("accuracy", "base_accuracy"))
-            shown.append(f"{name} {now:.1%} (base {base:.1%})")
-        if shown:
-            self._say(f"  evaluation at step {step}: {', '.join(shown)}")
-        return figures
-
-    def _figures(self, step: int) -> dict[str, Any]:
-        """An evaluation after `step`; what only a report needs of it is kept beside."""
-        figures = self.watch()
-        if self.evaluator is not None:
-            figures |= self.evaluator() | self.bands(self.model.action.threshold)
-            if self.runtime.is_main and self.evaluator.last is not None:
-                self.evaluations.write(step, self.place.stage, self.evaluator.last)
+        if shown := self.evaluations.shown(figures):
+            self._say(f"  evaluation at step {step}: {shown}")
         return figures
 
     def _save(self) -> None:
@@ -381,12 +366,9 @@ class Trainer:
             **self.place.to_dict(),
             "schedule": self.schedule.state_dict(),
             "constraint": self.constraint.state_dict(),
-            "base": {} if self.evaluator is None else self.evaluator.base,
-            "watch": self.watch.state_dict(),
+            **self.evaluations.state_dict(),
+            "figures": {**self.place.figures, **self.evaluations.factors()},
         }
-        if self.evaluator is not None and self.evaluator.factors is not None:
-            factors = self.evaluator.factors.to_dict()
-            progress["figures"] = {**self.place.figures, CALIBRATION: factors}
         about = About(
             self.place.step,
             self.place.stage,
@@ -407,10 +389,7 @@ class Trainer:
         if self.config.loss.constraint.mode != "off":
             self.constraint.load(self.folder / START_TENSORS, state.state["constraint"])
         self.loaders.load_state_dict(state.state["loader"])
-        self.watch.load_state_dict(state.state.get("watch", {}))
-        if self.evaluator is not None:
-            self.evaluator.base = state.state["base"]
-            self.evaluator.factors = None if factors is None else IntervalFactors.from_dict(factors)
+        self.evaluations.load_state_dict(state.state, factors)
 
     # ---------------------------------------------------------------------------------- small parts
 
@@ -428,10 +407,10 @@ class Trainer:
             warnings.append(f"vocab_reduction: mean makes reg_weight weigh {size:,} times as much against the words")
         return [f"[yellow]note:[/] {warning}" for warning in warnings]
 
-    def _calibration_batches(self) -> list[Batch]:
-        """This rank's share of about CALIBRATION_TOKENS tokens, the same texts on any number of ranks."""
+    def _calibration_batches(self, tokens: int) -> list[Batch]:
+        """This rank's share of about so many tokens, the same texts on any number of ranks."""
         report = self.datasets.train.report
-        samples = max(1, round(CALIBRATION_TOKENS * report.sequences / report.tokens))
+        samples = min(max(1, round(tokens * report.sequences / report.tokens)), report.sequences)
         loader = Loader(
             self.datasets.train,
             rank=self.runtime.rank,
@@ -441,24 +420,6 @@ class Trainer:
             seed=self.config.train.seed,
         )
         return next(iter(loader))
-
-    def _evaluator(self, held_out: TextDataset) -> Evaluator:
-        batches = EvalLoader(
-            held_out,
-            rank=self.runtime.rank,
-            world=self.groups.world_size,
-            micro_batch_size=self.config.train.micro_batch_size,
-        )
-        return Evaluator(
-            self.model,
-            self._forward,
-            batches,
-            self.groups,
-            baseline_value=self.statistics.median if self.statistics.count else None,
-            used_rows=self.used_rows,
-            gemm_dtype=self.gemm_dtype,
-            word_counts=self.word_counts,
-        )
 
     def _say(self, text: str) -> None:
         if self.runtime.is_main:

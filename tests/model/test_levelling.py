@@ -110,7 +110,7 @@ def test_calibration_levels_unless_told_not_to() -> None:
     batches = [random_batch(8, 20, numbers=False, seed=s) for s in range(2)]
     models = [model_of(), model_of()]
     rows = models[0].action.cls_weight.detach().clone()
-    levelled, plain = (calibrate(m, batches, level=on) for m, on in zip(models, (True, False), strict=True))
+    levelled, plain = (calibrate(m, batches, level_batches=by) for m, by in zip(models, (None, ()), strict=True))
     assert torch.equal(models[1].action.cls_weight, rows)
     assert plain.levelled == 0 < levelled.levelled
     assert levelled.loss < plain.loss
