@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,10 +25,11 @@ from cqwen_dist.config import Config, UserError, load_config
 _STEP = 64  # samples of a step that is read
 
 
-def run(config_file: Path, overrides: list[str], gb: float, workers: int) -> dict[str, Any]:
+def run(
+    config_file: Path, overrides: list[str], gb: float, workers: int, tokenizer_of: Callable[[Config], Any]
+) -> dict[str, Any]:
     """Raises: UserError where data.train is not one file of lines, or preparing it fails."""
     from cqwen_dist.bench.data import plain, texts_of
-    from cqwen_dist.report.prepared import tokenizer_of
 
     config = load_config(config_file, overrides)
     source = _file(config)
@@ -44,7 +46,7 @@ def run(config_file: Path, overrides: list[str], gb: float, workers: int) -> dic
         own = [f"data.train={corpus}", f"data.cache_dir={folder}/cache", "data.pack=true", "data.limit=null"]
         overrides = [*overrides, *own]
         prepared = _prepare(config_file, overrides, workers)
-        read = _read(load_config(config_file, overrides))
+        read = _read(load_config(config_file, overrides), tokenizer_of)
     cpu = prepared["cpu_s"] / (plain_s * copies)
     return {"bytes": size, "copies": copies, "texts": len(texts) * copies, "plain_cpu_s_once": plain_s} | {
         "prepare": prepared,
@@ -102,9 +104,9 @@ def _prepare(config_file: Path, overrides: list[str], workers: int) -> dict[str,
     }
 
 
-def _read(config: Config) -> dict[str, Any]:
+def _read(config: Config, tokenizer_of: Callable[[Config], Any]) -> dict[str, Any]:
     ours, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=_epoch, args=(config, theirs))
+    process = get_context("spawn").Process(target=_epoch, args=(config, tokenizer_of, theirs))
     process.start()
     theirs.close()
     assert process.pid is not None
@@ -118,12 +120,11 @@ def _read(config: Config) -> dict[str, Any]:
     return {**found, "main_mib": watch.root_mib}
 
 
-def _epoch(config: Config, answer: Connection) -> None:
+def _epoch(config: Config, tokenizer_of: Callable[[Config], Any], answer: Connection) -> None:
     from itertools import islice
 
     from cqwen_dist.data.load import load_datasets
     from cqwen_dist.data.loader import Loader
-    from cqwen_dist.report.prepared import tokenizer_of
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     began = time.monotonic()

@@ -41,7 +41,7 @@ def data(
 
     cores = len(os.sched_getaffinity(0))
     if corpus_gb is not None:
-        found = corpus.run(config, overrides or [], corpus_gb, max(workers or [cores]))
+        found = corpus.run(config, overrides or [], corpus_gb, max(workers or [cores]), tokenizer_of)
         print_document(found, as_json, corpus.table)
         return
     result = bench.run(checked.data, tokenizer_of(checked), rounds, repeat, workers or sorted({1, cores}))
