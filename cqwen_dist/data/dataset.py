@@ -231,5 +231,6 @@ def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overf
     report.numbers, report.targets = int(numbers[own].sum()), int(targets[own].sum())
     report.overflows = int(store.column("overflows")[own].sum(dtype=np.int64))
     report.left = int(store.column("left")[own].sum(dtype=np.int64))
-    mine = None if texts is None else set(texts.tolist())
-    report.first_overflow = next((said for row, said in overflows if mine is None or row in mine), "")
+    told = np.array([row for row, _ in overflows], np.int64)
+    mine = np.ones(len(told), bool) if texts is None else np.isin(told, texts)
+    report.first_overflow = next((overflows[i][1] for i in np.flatnonzero(mine)), "")
