@@ -17,6 +17,7 @@ from cqwen_dist.config.schema import (
 from cqwen_dist.config.training import (
     GROUPS,
     HEADS,
+    JUDGED,
     ConstraintConfig,
     LoraConfig,
     LossConfig,
@@ -29,6 +30,7 @@ from cqwen_dist.config.training import (
 __all__ = [
     "GROUPS",
     "HEADS",
+    "JUDGED",
     "TRAIN_TOKENIZER",
     "Config",
     "ConstraintConfig",

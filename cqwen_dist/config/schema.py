@@ -202,7 +202,7 @@ class TrainConfig(Section):
     keep_best: Count = Field(1, description="Best checkpoints that are kept besides; 0: none.")
     best_metric: str = Field(
         "eval/cls_loss_mean",
-        pattern="^eval/.",
+        pattern="^(eval|watch)/.",
         description="Figure of an evaluation at the checkpoint's own step that says which is best: the highest "
         "accuracy, precision, recall or f1, the lowest of any other.",
     )
@@ -293,7 +293,7 @@ class Config(Section):
             found = micro if stage.global_batch_size is None else size
             allowed = f"global_batch_size ({size}) to be a multiple of micro_batch_size ({micro}) in this stage"
             raise refused(f"stages.{index}.{own}", found, allowed)
-        if stage.until is not None and self.data.eval is None and self.data.eval_fraction == 0:
+        if stage.until is not None and not (self.data.eval or self.data.eval_fraction or self.data.watch):
             raise refused(f"stages.{index}.until", Said("it without held-out data"), "data.eval or data.eval_fraction")
 
     def _check_adapters(self) -> None:

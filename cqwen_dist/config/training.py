@@ -37,6 +37,9 @@ def rises(metric: str) -> bool:
     return metric.endswith(_RISING)
 
 
+# How an evaluation's figures begin: of what is held out, of what data.watch names.
+JUDGED = ("eval/", "watch/")
+
 # The linear maps of a layer of Qwen2, Qwen2.5 and Qwen3.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -125,7 +128,7 @@ class Until(Section):
     """A stage goes on until a held-out figure has stopped improving."""
 
     max_steps: Positive = Field(description="Where the stage ends at the latest; the learning rate decays over it.")
-    metric: str = Field("eval/cls_loss_mean", description="The figure of an evaluation to look at: eval/...")
+    metric: str = Field("eval/cls_loss_mean", description="The figure of an evaluation to look at: eval/..., watch/...")
     better: Literal["lower", "higher"] | None = Field(
         None, description="Which way is better; default: higher for accuracy, precision, recall, f1, else lower."
     )
@@ -134,7 +137,7 @@ class Until(Section):
 
     @model_validator(mode="after")
     def _held_out(self) -> Until:
-        if not self.metric.startswith("eval/"):
+        if not self.metric.startswith(JUDGED):
             raise refused("metric", self.metric, "a figure of an evaluation, such as eval/cls_loss_mean")
         return self
 

@@ -16,7 +16,7 @@ from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.checkpoint.status import RunStatus, end_status
-from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config import JUDGED, Config, UserError, rises
 from cqwen_dist.config.errors import Said
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.groups import Groups
@@ -103,7 +103,7 @@ def check_best_metric(config: Config, figures: Mapping[str, Any]) -> None:
     """Raises `UserError` where the best checkpoints go by a figure that evaluation does not give."""
     metric = config.train.best_metric
     if config.train.keep_best and figures and metric not in figures:
-        known = ", ".join(sorted(name for name in figures if name.startswith("eval/")))
+        known = ", ".join(sorted(name for name in figures if name.startswith(JUDGED)))
         raise UserError("train.best_metric", metric, f"a figure of an evaluation: {known}")
 
 

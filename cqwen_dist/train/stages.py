@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cqwen_dist.config import Ramp, Stage, UserError
+from cqwen_dist.config import JUDGED, Ramp, Stage, UserError
 
 # {b_scale, b_noise, C} have a rate of their own: from b_scale = 1 to where training ends are 10 units, 1e5 Adam
 # steps at 1e-4 and a thousand at 1e-2.
@@ -98,7 +98,7 @@ class Schedule:
         for plan in self.plans:
             metric = None if plan.stage.until is None else plan.stage.until.metric
             if metric is not None and metric not in figures:
-                known = ", ".join(sorted(name for name in figures if name.startswith("eval/")))
+                known = ", ".join(sorted(name for name in figures if name.startswith(JUDGED)))
                 raise UserError(f"stages.{plan.index}.until.metric", metric, f"a figure of an evaluation: {known}")
 
     def observe(self, step: int, figures: Mapping[str, Any]) -> bool:

@@ -30,7 +30,7 @@ def logits_of(model: CausalQwenModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False)])
 @torch.no_grad()
 def test_softmax_of_loc_is_the_base(start: str, shape: dict[str, int], kind: str, tied: bool) -> None:
-    """Exactly: the same products in the same order where C = H, and to fp32 rounding where C > H or rows are levelled."""
+    """Exactly: the same products in the same order where C = H; to fp32 rounding where C > H, or rows are levelled."""
     base = tiny_base(kind, tied=tied)
     ids = random_ids(3, 9)
     expected = base(input_ids=ids).logits

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.runs import cqwen_forked, losses, metrics, train_run, write_config, write_texts
 
+
 FIGURES = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 
 
@@ -42,6 +43,25 @@ def test_held_out_texts_that_are_watched_have_their_own_figures_at_every_evaluat
     assert found[0]["watch/plain/cls_loss_mean"] != found[-1]["watch/plain/cls_loss_mean"]
     train_run(config, "data.watch={}", f"run.dir={tmp_path}/unwatched")
     assert losses(run) == losses(tmp_path / "unwatched"), "looking changes nothing"
+
+
+def test_a_stage_and_the_best_checkpoint_may_go_by_what_is_watched(tmp_path: Path) -> None:
+    config, run = watching(tmp_path)
+    until = {"metric": "watch/plain/accuracy", "patience": 1, "min_delta": 2.0, "max_steps": 20}
+    train_run(
+        config,
+        f"stages.0.until={json.dumps(until)}",
+        "stages.0.steps=null",
+        "train.keep_best=1",
+        "train.best_metric=watch/plain/cls_loss_mean",
+    )
+    lengths = [record["stage"] for record in metrics(run)].count("heads")
+    assert lengths < 20, "no accuracy rises by 2, so the stage ends early"
+    other = (f"run.dir={tmp_path}/other", "train.keep_best=1", "train.best_metric=watch/tea/accuracy")
+    done = cqwen_forked("train", config, *other)
+    assert done.returncode == 2
+    assert "train.best_metric: found 'watch/tea/accuracy'" in done.stderr
+    assert "watch/plain/accuracy" in done.stderr
 
 
 def test_a_run_that_goes_on_on_two_ranks_knows_the_bases_figures(tmp_path: Path) -> None:
