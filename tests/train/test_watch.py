@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.runs import cqwen_forked, losses, metrics, train_run, write_config, write_texts
 
-
 FIGURES = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 
 
