@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -36,6 +37,7 @@ from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 
 ABOUT = "training.json"
+TRUST = "CQWEN_TRUST_REMOTE_CODE"
 ROUNDING = 1e-5  # relative, of fp32 sums taken in another order
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -84,8 +86,9 @@ def _place(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = Said(str(error).splitlines()[0])
-        raise UserError("--device", device, f"auto, cpu, or a CUDA device that is there ({reason})") from None
+        reason = str(error).splitlines()[0].split(" device type at start")[0]
+        allowed = "auto, cpu, or a CUDA device that is there" + (f" ({reason})" if len(reason) <= 80 else "")
+        raise UserError("--device", device, allowed) from None
     return device
 
 
@@ -103,10 +106,14 @@ def _intervals(folder: Path) -> dict[str, Any] | None:
 def run_of(path: str | Path) -> tuple[Config, Path]:
     """(config, checkpoint folder) of a run folder or a checkpoint folder. Raises `UserError`.
 
-    The run may have been moved: what it built for itself is looked for where the run lies now.
+    The run may have been moved: what it built for itself is looked for where the run lies now. It may also be a
+    stranger's, so its config alone does not let a model run its code here: TRUST in the environment has to agree.
     """
     run, folder = resolve_checkpoint(path)
-    return load_config(run / "config.yaml", [f"run.dir={json.dumps(str(run))}"]), folder
+    config = load_config(run / "config.yaml", [f"run.dir={json.dumps(str(run))}"])
+    if config.model.trust_remote_code and os.environ.get(TRUST) != "1":
+        raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 beside it", str(run / "config.yaml"))
+    return config, folder
 
 
 def assemble(state: TrainState, config: Config) -> CausalQwenForCausalLM:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,12 +40,17 @@ def _digest(file: Any) -> Any:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old one or the new one, whole, also after a power loss."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    # Not by the process's number: containers on several hosts have the same ones, and any rank may write a status.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

@@ -49,13 +49,13 @@ def data(
 
 
 def loss(
-    tokens: Annotated[int, typer.Option(help="N, tokens.")] = 512,
-    hidden: Annotated[int, typer.Option(help="H, the width of U.")] = 896,
-    vocab: Annotated[int, typer.Option(help="V, words.")] = 151_936,
+    tokens: Annotated[int, typer.Option(min=1, help="N, tokens.")] = 512,
+    hidden: Annotated[int, typer.Option(min=1, help="H, the width of U.")] = 896,
+    vocab: Annotated[int, typer.Option(min=1, help="V, words.")] = 151_936,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     impl: Annotated[str, typer.Option(help="auto, chunked, triton or reference.")] = "auto",
-    rounds: Annotated[int, typer.Option(help="Counted rounds of each contender.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each contender.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be given several times.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +66,8 @@ def loss(
     try:
         result = run(tokens, hidden, vocab, dtype, device, impl, rounds, only or None)
     except ValueError as error:
-        raise UserError("bench loss", Said(str(error)), "see cqwen bench loss --help") from None
+        allowed, _, found = str(error).rpartition(", found ")
+        raise UserError("bench loss", Said(found), allowed) from None
     print_document(result, as_json, table)
 
 
@@ -144,12 +145,12 @@ def learn(
 
 
 def generate(
-    hidden: Annotated[int, typer.Option(help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
-    layers: Annotated[int, typer.Option(help="Layers of the backbone.")] = 24,
-    vocab: Annotated[int, typer.Option(help="V, words.")] = 151_936,
+    hidden: Annotated[int, typer.Option(min=1, help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the backbone.")] = 24,
+    vocab: Annotated[int, typer.Option(min=1, help="V, words.")] = 151_936,
     batch: Annotated[list[int] | None, typer.Option(help="Prompts at once; several times for several.")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 8,
-    rounds: Annotated[int, typer.Option(help="Counted rounds of each contender.")] = 3,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each contender.")] = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:

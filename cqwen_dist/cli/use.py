@@ -82,10 +82,8 @@ def generate(
         typer.echo("" if stream else w.prompt + w.text)
         for number in w.numbers:
             low, high = number.intervals["0.9"]
-            typer.echo(
-                f"    {number.written:g}   90 % interval {low:.6g} to {high:.6g}   P(<NUM>) {number.p_num:.3f}",
-                err=True,
-            )
+            interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
+            typer.echo(f"    {number.written:g}   {interval}   P(<NUM>) {number.p_num:.3f}", err=True)
 
 
 def _side_by_side(
@@ -117,13 +115,9 @@ def _side_by_side(
         table.add_column(column)
     for i, w in enumerate(written, 1):
         first = w.numbers[0] if w.numbers else None
-        low, high = (None, None) if first is None else first.intervals["0.9"]
-        table.add_row(
-            str(i),
-            w.text,
-            "" if first is None else f"{first.written:g}",
-            "" if first is None else f"{low:.4g} to {high:.4g}",
-        )
+        low, high = (0.0, 0.0) if first is None else first.intervals["0.9"]
+        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # one individual's own number has none
+        table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
     console = Console(highlight=False, markup=False)
     console.print(table)
     console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
@@ -153,8 +147,10 @@ def predict(
     ] = None,
     reject_below: Annotated[float, typer.Option(help="With --option: none where the best P is below.")] = 0.0,
     digits: DigitsOption = "auto",
-    within: Annotated[int, typer.Option(help="Tokens in which the number has to come: 1 is directly behind.")] = 8,
-    batch_size: Annotated[int, typer.Option(help="Rows at once.")] = 16,
+    within: Annotated[
+        int, typer.Option(min=1, help="Tokens in which the number has to come: 1 is directly behind.")
+    ] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 16,
     device: DeviceOption = "auto",
 ) -> None:
     """Predict the number that comes next for every row of a table, with intervals, as CSV; or choose among texts."""

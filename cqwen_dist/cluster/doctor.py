@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import shutil
 import socket
 import subprocess
@@ -64,9 +65,9 @@ def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
     """How soon the first rank's file is seen by the others, and by whom never. Collective."""
     from cqwen_dist.parallel.collectives import barrier, gather_objects
 
-    token = folder / f".cqwen-doctor-{os.environ['MASTER_PORT']}"
+    token = folder / f".cqwen-doctor-{gather_objects(secrets.token_hex(4))[0]}"
     if main:
-        token.write_text(str(time.time()), encoding="utf-8")
+        token.touch(exist_ok=False)  # never through a link that lies there
     barrier()
     seen = gather_objects((host, _seconds_until(token)))
     if main:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import string
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
 from cqwen_dist.generate.continuation import input_device, padded
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, check_digits
@@ -26,12 +28,13 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
             reader = csv.DictReader(file, strict=True)
             columns, rows = list(reader.fieldnames or ()), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError("FILE", str(path), f"a CSV file with a header, UTF-8 ({error})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError("FILE", str(path), f"a CSV file with a header, UTF-8 ({reason})") from None
     if not columns or len(set(columns)) < len(columns):
-        raise UserError("FILE", f"columns {columns}", "a header with different names", str(path))
+        raise UserError("FILE", columns or "no header", "a header with different names", str(path))
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
-            raise UserError("FILE", f"row {number} of another length", f"{len(columns)} cells", str(path))
+            raise UserError("FILE", Said(f"row {number} of another length"), f"{len(columns)} cells", str(path))
     return columns, rows
 
 
@@ -121,14 +124,15 @@ def predict_table(
     taken = [name for name in added if name in columns]
     if taken:
         raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'", str(path))
-    writer = csv.DictWriter(out, [*columns, *added], lineterminator="\n")
-    writer.writeheader()
     found: Iterator[dict[str, Any]]
     if options:
         chosen = choose(model, tokenizer, prompts, options, reject_below)
         found = ({CHOICE: c.option or "", **{f"p {o}": f"{p:.6g}" for o, p in c.p.items()}} for c in chosen)
     else:
         found = predict_numbers(model, tokenizer, prompts, batch_size=batch_size, digits=digits, within=within)
-    for row, new in zip(rows, found, strict=True):
-        writer.writerow({**row, **new})
+    whole = ({**row, **new} for row, new in zip(rows, found, strict=True))
+    first = list(islice(whole, 1))  # whose making refuses wrong options, before a word is written
+    writer = csv.DictWriter(out, [*columns, *added], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(chain(first, whole))
     return len(rows)

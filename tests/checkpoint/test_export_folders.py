@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cqwen_dist.auto  # noqa: F401  registers
 from cqwen_dist.checkpoint import export as export_module
-from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.checkpoint.export import export, load_trained, run_of
 from cqwen_dist.config import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM
@@ -48,6 +49,20 @@ def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 
         x, y = (m(words(), logits_to_keep=2) for m in (a, b))
     for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits"):
         assert_close(y[name], x[name], tolerance, name)
+
+
+def test_a_strangers_run_alone_does_not_let_its_base_run_code(
+    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(one_rank, run := tmp_path / "run")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
+    with pytest.raises(
+        UserError, match=r"config\.yaml: model\.trust_remote_code: found True, allowed: false, or CQWEN_"
+    ):
+        run_of(run)
+    monkeypatch.setenv("CQWEN_TRUST_REMOTE_CODE", "1")
+    assert run_of(run)[0].model.trust_remote_code
 
 
 @pytest.mark.parametrize("merge", [False, True])

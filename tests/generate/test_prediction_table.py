@@ -6,6 +6,7 @@ import copy
 import csv
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_choices_and_rejection(pair, table: Path) -> None:
     ("text", "template", "match"),
     [
         ("a,a\n1,2\n", "{a}", "a header with different names"),
-        ("", "{a}", "a header with different names"),
+        ("", "{a}", "found no header, allowed: a header with different names"),
         ("a,b\n1\n", "{a}", "row 2 of another length"),
         ("a,b\n1,2,3\n", "{a}", "row 2 of another length"),
         ("a,b\n1,2\n", "{c} is", "--template: found 'c', allowed: columns in braces, out of a, b"),
@@ -107,6 +108,14 @@ def test_what_is_refused(pair, tmp_path: Path, text: str, template: str, match: 
     path.write_text(text)
     with pytest.raises(UserError, match=match):
         predict_table(*pair, path, template, io.StringIO())
+
+
+@pytest.mark.parametrize("wrong", [{"options": ["x", "x"]}, {"options": ["x"], "reject_below": 3.0}, {"digits": 99}])
+def test_a_wrong_option_writes_no_word(pair, table: Path, wrong: dict[str, Any]) -> None:
+    out = io.StringIO()
+    with pytest.raises(UserError):
+        predict_table(*pair, table, TEMPLATE, out, **wrong)
+    assert out.getvalue() == ""
 
 
 def test_files_that_are_not_tables(pair, tmp_path: Path) -> None:
