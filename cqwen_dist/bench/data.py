@@ -122,7 +122,7 @@ def table(found: dict[str, Any]) -> Any:
     from rich.console import Group
     from rich.table import Table
 
-    columns = ("CPU s, main", "workers", "wall s", "CPU, first = 1", "wall, first = 1")
+    columns = ("CPU s", "workers'", "wall s", "CPU", "wall, first = 1")
     keys = ("main_cpu_s", "workers_cpu_s", "wall_s", "cpu_ratio", "wall_ratio")
     shown = Table("", *columns, box=None, pad_edge=False)
     for i, row in enumerate(found["rows"]):
@@ -131,8 +131,8 @@ def table(found: dict[str, Any]) -> Any:
             shown.add_row("")
         shown.add_row(row["name"], *(f"{row[key]:.2f}" for key in keys))
     memory = [
-        f"memory, {name}: {own['bytes'] / 2**20:,.1f} MiB of text, RssAnon at most {own['main_mib']:,.0f} MiB, "
-        f"of a worker {own['worker_mib']:,.0f}"
+        f"{name}: {own['bytes'] / 2**20:,.0f} MiB of text, RssAnon {own['main_mib']:,.0f} MiB, a worker's "
+        f"{own['worker_mib']:,.0f}"
         for name, own in found["memory"].items()
     ]
     return Group(f"{found['texts']:,} texts, medians of {found['rounds']} rounds", shown, *memory)
