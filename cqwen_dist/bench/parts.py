@@ -12,8 +12,6 @@ from torch import Tensor
 
 from cqwen_dist.bench.rig import Rig
 
-PARTS = ("data", "backbone_forward", "heads", "backbone_backward", "optimizer", "rest")
-
 
 class Marks:
     """Moments of a step in order, each with the part that ends there."""

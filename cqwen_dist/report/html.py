@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -15,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from cqwen_dist import __version__
 from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.report.charts import GLANCE, TILES, Chart, sections, watched_names
+from cqwen_dist.report.console import finite
 from cqwen_dist.report.diagnosis import diagnose
 from cqwen_dist.report.run_data import RunData, read_run
 
@@ -181,13 +181,5 @@ def _drawn(name: str, run: RunData) -> dict[str, Any]:
 
 def _embedded(data: Any) -> str:
     """JSON that may stand inside a script element: nothing in it ends the element, nothing is not finite."""
-    text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

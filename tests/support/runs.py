@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import yaml
 from support.ranks import fork_server, run_ranks
 
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, write_atomically
 from cqwen_dist.config import load_config
 
 VOCAB = 291  # not divisible by 2
@@ -98,6 +100,18 @@ def _train(config: str, overrides: list[str]) -> dict[str, Any]:
     from cqwen_dist.train.trainer import train_on
 
     return train_on(load_config(config, overrides), as_rank())
+
+
+def set_back(run: Path, copy: Path, step: int) -> Path:
+    """A copy of a finished run as a kill after the checkpoint of `step` would have left it; its config file."""
+    shutil.copytree(run, copy)
+    for later in (copy / "checkpoints").glob("step-*"):
+        if later.name > checkpoint_folder(copy, step).name:
+            shutil.rmtree(later)
+    write_atomically(copy / "latest", f"checkpoints/step-{step:08d}\n")
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/tot')  # cut off
+    return run.parent / "config.yaml"
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -1,18 +1,16 @@
 """KL against the start: the number, the gradient, what the start is, and that it holds what it is asked to hold."""
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from support.ranks import run_ranks
-from support.runs import as_rank, losses, metrics, train_run, write_config, write_texts
+from support.runs import as_rank, losses, metrics, set_back, train_run, write_config, write_texts
 from support.tiny import random_batch, tiny_model
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, write_atomically
 from cqwen_dist.config import ConstraintConfig, load_config
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
@@ -188,11 +186,7 @@ def test_a_run_that_is_held_goes_on_as_it_was(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__checkpoint_every=1, train__keep_checkpoints=9)
     train_run(config, *options)
     copy = tmp_path / "copy"
-    shutil.copytree(tmp_path / "run", copy)
-    for later in (copy / "checkpoints").glob("step-*"):
-        if later.name > checkpoint_folder(copy, 4).name:
-            shutil.rmtree(later)
-    write_atomically(copy / "latest", "checkpoints/step-00000004\n")
+    set_back(tmp_path / "run", copy, 4)
     spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2"]
     train_run(config, f"run.dir={copy}", *options, *spread, world=2)
     alone, resumed = metrics(tmp_path / "run"), metrics(copy)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,12 @@ from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import load_config
 
 
-def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
-    """One step of a stage whose last rank meets a NaN; (what was raised, what changed, gradient norm without it)."""
-    from cqwen_dist.train.engine import NonFiniteStep
+def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
+    """A trainer that has begun a stage, its plan and its batches."""
     from cqwen_dist.train.run_folder import open_run
     from cqwen_dist.train.trainer import Trainer
 
-    config = load_config(path)
-    runtime = as_rank()
+    config, runtime = load_config(path), as_rank()
     if runtime.is_main:
         open_run(config)
     dist.barrier()
@@ -33,7 +32,15 @@ def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
     plan = trainer.schedule.plans[stage]
     trainer._enter_stage(plan, fresh=True)
     trainer.engine.set_lr(plan, plan.start)
-    batches = trainer.loaders.enter(plan)
+    return trainer, plan, trainer.loaders.enter(plan)
+
+
+def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
+    """One step of a stage whose last rank meets a NaN; (what was raised, what changed, gradient norm without it)."""
+    from cqwen_dist.train.engine import NonFiniteStep
+
+    trainer, plan, batches = entered(path, stage)
+    runtime = trainer.runtime
     good, bad = next(batches), next(batches)
     figures, _ = trainer.stepper(good, plan, plan.start)
     if runtime.rank == runtime.world_size - 1:
@@ -68,20 +75,9 @@ def everything(trainer: object) -> dict[str, Tensor]:
 def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
     """A step, one that is refused (or none), a step: everything after it."""
     from cqwen_dist.train.engine import NonFiniteStep
-    from cqwen_dist.train.run_folder import open_run
-    from cqwen_dist.train.trainer import Trainer
 
-    config = load_config(path)
-    runtime = as_rank()
-    if runtime.is_main:
-        open_run(config)
-    dist.barrier()
-    trainer = Trainer(config, runtime)
-    trainer._start_or_resume()
-    plan = trainer.schedule.plans[1]
-    trainer._enter_stage(plan, fresh=True)
-    trainer.engine.set_lr(plan, plan.start)
-    batches = trainer.loaders.enter(plan)
+    trainer, plan, batches = entered(path, 1)
+    runtime = trainer.runtime
     first, second = next(batches), next(batches)
     trainer.stepper(first, plan, plan.start)
     if poison:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import cqwen_forked, losses, metrics, train_run, write_config
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, file_record, write_atomically
+from cqwen_dist.checkpoint.manifest import file_record
 from cqwen_dist.train.feature_shards import FeatureShards
 
 EPOCHS_OF_HEADS = [
@@ -66,11 +66,7 @@ def test_a_run_goes_on_in_the_middle_of_a_cached_stage_on_other_ranks(
     uncached: Path, kept: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "run"
-    shutil.copytree(kept / "run", copy)
-    for later in (copy / "checkpoints").glob("step-*"):
-        if later.name > checkpoint_folder(copy, 2).name:
-            shutil.rmtree(later)
-    write_atomically(copy / "latest", "checkpoints/step-00000002\n")
+    set_back(kept / "run", copy, 2)
     own = ["train.feature_cache.dir=null", "train.micro_batch_size=3"]
     train_run(kept / "config.yaml", f"run.dir={copy}", *own, *same_data(uncached))
     assert losses(copy) == pytest.approx(losses(uncached), rel=1e-6)

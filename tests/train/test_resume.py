@@ -1,27 +1,14 @@
 """Going on from a checkpoint: the same weights to the bit, each step logged once, and what is refused."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from support.runs import losses, metrics, train_run
+from support.runs import losses, metrics, set_back, train_run
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, verify, write_atomically
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, verify
 from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.train.metrics import MetricsFile
-
-
-def set_back(run: Path, copy: Path, step: int) -> Path:
-    """A copy of a finished run as a kill after the checkpoint of `step` would have left it; its config file."""
-    shutil.copytree(run, copy)
-    for later in (copy / "checkpoints").glob("step-*"):
-        if later.name > checkpoint_folder(copy, step).name:
-            shutil.rmtree(later)
-    write_atomically(copy / "latest", f"checkpoints/step-{step:08d}\n")
-    with (copy / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "train/tot')  # cut off
-    return run.parent / "config.yaml"
 
 
 def weights_of(run: Path, step: int = 6) -> dict[str, str]:
