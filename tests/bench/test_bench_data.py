@@ -40,7 +40,8 @@ def test_the_watch_sees_what_a_process_that_was_started_holds() -> None:
         time.sleep(1.5)
         child.communicate(b"")
     assert watch.root_mib > 10
-    assert 150 < watch.worker_mib[0] < 250
+    assert 150 < watch.peaks[child.pid] < 250
+    assert watch.peaks[child.pid] in watch.worker_mib
 
 
 def test_a_corpus_is_one_file_of_lines(tmp_path: Path) -> None:
