@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
 from cqwen_dist.checkpoint.as_qwen2 import HELD, plain_model
-from cqwen_dist.checkpoint.manifest import resolve_checkpoint
+from cqwen_dist.checkpoint.manifest import let_read, resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
 from cqwen_dist.config import Config, UserError, load_config
@@ -197,6 +197,7 @@ def export(
             _write_whole(model, tokenizer, beside, shard_size, about, out.name)
         if out.exists():
             out.rmdir()
+        let_read(beside)
         beside.rename(out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -54,6 +54,14 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def let_read(path: Path) -> None:
+    """Let those read a file, or a folder's files, who may read the folder: safetensors writes for its owner alone."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    for file in files:
+        if file.is_file() and not file.is_symlink():
+            file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 def sync_folder(path: Path) -> None:
     """Make renames inside a folder durable."""
     handle = os.open(path, os.O_RDONLY)

@@ -35,6 +35,7 @@ from cqwen_dist.checkpoint.manifest import (
     checkpoint_folder,
     file_record,
     git_commit,
+    let_read,
     list_checkpoints,
     read_manifest,
     sync_folder,
@@ -250,6 +251,7 @@ def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
     if empty:
         raise RuntimeError(f"{path.name}: {empty[0]} is empty; nothing was saved")
     save_file(ready, path)
+    let_read(path)
     record = _synced(path)
     _read_back(path, ready)
     return record
@@ -317,7 +319,9 @@ def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> N
         if manifest is not None:
             manifests[int(manifest["step"])] = manifest.get("figures") or {}
     for step in retention.outdated(manifests, newest_step):
-        shutil.rmtree(checkpoint_folder(run_dir, step))
+        folder = checkpoint_folder(run_dir, step)
+        if not folder.is_symlink():  # somebody put it elsewhere to keep it
+            shutil.rmtree(folder)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

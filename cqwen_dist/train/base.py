@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from cqwen_dist.checkpoint.manifest import let_read
 from cqwen_dist.config import TRAIN_TOKENIZER, Config, UserError
 from cqwen_dist.data.sources import ReadReport, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
@@ -56,4 +57,5 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         pretrain_base(base, architecture, data, plan, config.train.seed, say, device or CPU)
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # where generation ends
     base.save_pretrained(beside)
+    let_read(beside)
     beside.rename(folder)

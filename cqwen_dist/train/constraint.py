@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.manifest import let_read
 from cqwen_dist.config import ConstraintConfig, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, is_lora_b
@@ -106,6 +107,7 @@ class Constraint:
         tensors["adapted"] = torch.tensor(self._adapted)
         beside = path.with_name(f".{path.name}.partial")
         save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, beside)
+        let_read(beside)
         beside.replace(path)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from cqwen_dist.checkpoint.manifest import write_atomically
+from cqwen_dist.checkpoint.manifest import let_read, write_atomically
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.train.evaluate import Evaluation
@@ -36,6 +36,7 @@ class EvaluationFolder:
         start = self.folder / PROBE
         if step == 0 or not start.is_file():
             save_file({"loc": found.probe.loc.contiguous(), "scale": found.probe.scale.contiguous()}, start)
+            let_read(start)
         content = {
             "step": step,
             "stage": stage,

@@ -74,6 +74,8 @@ def test_whole_or_merged_and_an_adapter_for_peft(tmp_path: Path, merge: bool) ->
     assert (again.config.lora is None) == merge
     assert (out / "adapter" / "adapter_model.safetensors").is_file() != merge
     assert not list(tmp_path.glob(".out*"))
+    allowed = out.stat().st_mode & 0o666
+    assert all(file.stat().st_mode & 0o666 == allowed for file in out.rglob("*") if file.is_file())
     card = (out / "README.md").read_text()
     assert "# out" in card
     assert str(tmp_path) not in card

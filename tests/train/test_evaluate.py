@@ -171,3 +171,11 @@ def test_the_factors_of_the_intervals_are_in_the_checkpoint_and_come_back(one_ra
     assert factors["n"] + metrics(one_rank)[-1]["eval/conformal_numbers"] == metrics(one_rank)[-1]["eval/numbers"]
     assert factors["levels"]["0.5"] > 0
     assert "calibration" not in metrics(one_rank)[-1]
+
+
+def test_who_may_read_a_runs_folder_may_read_what_is_in_it(one_rank: Path) -> None:
+    """Colleagues on a cluster: safetensors alone writes files that only their owner can read."""
+    allowed = one_rank.stat().st_mode & 0o666
+    files = [path for path in one_rank.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".safetensors" for path in files)
+    assert [path.name for path in files if path.stat().st_mode & 0o444 != allowed & 0o444] == []
