@@ -60,7 +60,7 @@ SCALES = {
         start_steps=120,
         texts=1500,
         held_out=60,
-        rates=((1e-3, 1e-2), (1e-3, 1e-1)),
+        rates=((1e-3, 1e-2), (1e-3, 1e-1), (3e-3, 3e-1)),
         lrs=(2e-3,),
         seeds=1,
     ),
