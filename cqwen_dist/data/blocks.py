@@ -66,7 +66,7 @@ def _bundled(source: str, key: str) -> Block:
 
 def _of_file(path: Path, source: str, config: DataConfig, key: str) -> Iterator[Block]:
     if not path.is_file():
-        raise UserError(key, f"no file {source}", "an existing JSONL file, or bundled:NAME")
+        raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else (suffixes or [""])[-1]
     if ending == ".parquet":

@@ -219,7 +219,7 @@ def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str,
         return {"kind": source, "revision": _revision(source, name, key)}
     path = Path(source).expanduser()
     if not path.is_file():
-        raise UserError(key, f"no file {source}", "an existing JSONL file, or bundled:NAME")
+        raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
     return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": _file_digest(path, root)}
 
 

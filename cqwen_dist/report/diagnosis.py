@@ -102,7 +102,7 @@ def _errors(run: RunData) -> Iterator[Finding]:
     if mae is None or mdae is None:
         return
     baseline = run.last.get("eval/baseline_mdae")
-    if baseline is not None and mdae >= baseline:
+    if baseline is not None and mdae >= 0.99 * baseline:
         yield Finding(
             "bad",
             "Numbers are no better than always saying the median",
