@@ -280,6 +280,10 @@ class Config(Section):
                 allowed = "a group that learns (train.thresholds is fixed), or train.thresholds per-word or scalar"
                 raise refused(f"stages.{index}.train", stage.train, allowed)
             self._check_lengths(index, stage)
+        context = (self.model.architecture or {}).get("max_position_embeddings")
+        for key, length in self.sequence_lengths().items():
+            if isinstance(context, int) and length > context:
+                raise refused(key, length, f"at most {context}, model.architecture.max_position_embeddings")
         if self.run.stop_after not in (None, *names):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         self._check_adapters()

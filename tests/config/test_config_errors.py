@@ -53,6 +53,11 @@ WRONG = [
     (MODEL + "data: {train: [3]}", "FILE, line 2: data.train.0: found 3, allowed: text"),
     (MODEL + "data: {train: []}", "FILE, line 2: data.train: found [], allowed: text (put it in quotes) or at least 1"),
     (MODEL + "data: {train: ''}", "FILE, line 2: data.train: found '', allowed: paths that are not empty"),
+    (
+        "model: {architecture: {model_type: qwen2, max_position_embeddings: 64}}\n"
+        "data: {train: a, sequence_length: 65}",
+        "FILE, line 2: data.sequence_length: found 65, allowed: at most 64, model.architecture.max_position_embeddings",
+    ),
     (BASE + "stages: 5", "FILE, line 3: stages: found 5, allowed: a list"),
     (BASE + "stages: []", "FILE, line 3: stages: found [], allowed: at least 1 item"),
     (BASE + "stages: [3]", "FILE, line 3: stages.0: found 3, allowed: a section with name, train"),

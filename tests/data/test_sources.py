@@ -60,7 +60,8 @@ def test_nan_is_no_json_number(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_an_unknown_bundle_and_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.train: found no file .*nowhere\.jsonl, allowed: a file or folder that exists"):
+    allowed = "a file or folder that exists, hf:NAME or bundled:NAME"
+    with pytest.raises(UserError, match=rf"data\.train: found no file .*nowhere\.jsonl, allowed: {allowed}"):
         _texts(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(UserError, match="contain any data files"):
         _texts(str(tmp_path))
