@@ -46,7 +46,7 @@ def test_the_run_counts_what_the_plan_counts() -> None:
         config = Config.model_validate(
             {
                 "model": {"architecture": own, "tokenizer": "x", "lora": lora or {}, "number_dims": 0},
-                "data": {"train": "x"},
+                "data": {"train": "x", "sequence_length": 64},
                 "stages": [stage],
             }
         )
