@@ -35,15 +35,17 @@ class HangWatch:
             return
         path = run_dir / STACKS / f"rank-{rank}.txt"
         path.parent.mkdir(exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            self._file, self._seconds, self._last = file, SHARE * timeout_s, 0.0
-            try:
-                yield
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-                self._seconds = 0.0
-        if not path.stat().st_size:
-            path.unlink()
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                self._file, self._seconds, self._last = file, SHARE * timeout_s, 0.0
+                try:
+                    yield
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+                    self._seconds = 0.0
+        finally:  # also of a run that was told to stop
+            if not path.stat().st_size:
+                path.unlink()
 
     def alive(self) -> None:
         """This rank gets on: the clock starts again. Cheap: it is wound at most a hundred times a timeout."""
