@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from cqwen_dist.model.causal_qwen import CausalQwenModel
 
 LEVEL_TOKENS = 4096  # of all ranks, about: the fit decomposes a matrix of them
-RIDGES = torch.logspace(
-    -5, 2, 15, dtype=torch.float64
-)  # tried, in units of the mean square of loc_U's dimensions, over all tokens
+# Tried, in units of the mean over loc_U's dimensions of their squares summed over the tokens.
+RIDGES = torch.logspace(-5, 2, 15, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -89,7 +88,8 @@ def ridge_by_leave_one_out(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
         error = float((((told - scores @ (shrunk * along)) / (1 - own)).square()).mean())
         if error < least:
             best, least = ridge, error
-    found = (
-        vectors @ (along / (values + best)) if n > p else centred.T @ (vectors @ (vectors.T @ told / (values + best)))
-    )
+    if n > p:
+        found = vectors @ (along / (values + best))
+    else:
+        found = centred.T @ (vectors @ (vectors.T @ told / (values + best)))
     return found, 1 - least / variance
