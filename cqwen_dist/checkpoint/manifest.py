@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -204,13 +205,30 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
     return UserError("checkpoint", Said(problems[0]), f"a whole checkpoint ({offer})", str(folder))
 
 
+def put_aside(folder: Path) -> Path:
+    """Take a checkpoint's name from it, so that one half deleted is none; what is to be deleted then."""
+    aside = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
+    folder.rename(aside)
+    return aside
+
+
 def finish_renames(run_dir: Path) -> None:
-    """Give a checkpoint that was whole when its run was killed, and had not got its name yet, its name."""
-    for partial in (run_dir / "checkpoints").glob(".step-*.partial"):
+    """Give a checkpoint that was whole when its run was killed, and had no name then, its name; delete the rest of one
+    whose deletion a kill cut short."""
+    folder = run_dir / "checkpoints"
+    for partial in folder.glob(".step-*.partial"):
         final = partial.with_name(partial.name[1 : -len(".partial")])
         if not final.exists() and not verify(partial):
             partial.rename(final)
-            sync_folder(final.parent)
+    for aside in folder.glob(".step-*.replaced"):
+        final = aside.with_name(aside.name[1 : -len(".replaced")])
+        if not final.exists() and not verify(aside):
+            aside.rename(final)
+        else:
+            shutil.rmtree(aside, ignore_errors=True)
+    if folder.is_dir():
+        sync_folder(folder)
 
 
 def refuse_pickles(folder: Path) -> None:

@@ -37,6 +37,7 @@ from cqwen_dist.checkpoint.manifest import (
     git_commit,
     let_read,
     list_checkpoints,
+    put_aside,
     read_manifest,
     sync_folder,
     versions,
@@ -296,13 +297,12 @@ def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], s
     for folder in (path for path in (beside / adapter.FOLDER, beside) if path.is_dir()):
         sync_folder(folder)
     write_atomically(beside / MANIFEST, json.dumps(manifest, indent=1))
-    replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():  # the same step again, after a resume from before it; `finish_renames` knows of a kill here
-        final.rename(replaced)
+    # The same step again, after a resume from before it; `finish_renames` knows of a kill here.
+    replaced = put_aside(final) if final.exists() else None
     beside.rename(final)
     sync_folder(final.parent)
     write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
-    if replaced.exists():
+    if replaced is not None:
         shutil.rmtree(replaced)
 
 
@@ -321,7 +321,7 @@ def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> N
     for step in retention.outdated(manifests, newest_step):
         folder = checkpoint_folder(run_dir, step)
         if not folder.is_symlink():  # somebody put it elsewhere to keep it
-            shutil.rmtree(folder)
+            shutil.rmtree(put_aside(folder))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

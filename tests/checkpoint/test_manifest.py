@@ -16,6 +16,7 @@ from cqwen_dist.checkpoint.manifest import (
     finish_renames,
     latest_checkpoint,
     list_checkpoints,
+    put_aside,
     resolve_checkpoint,
     verify,
     write_atomically,
@@ -125,6 +126,17 @@ def test_a_whole_checkpoint_that_a_kill_left_without_its_name_gets_it(tmp_path: 
     finish_renames(tmp_path)
     assert latest_checkpoint(tmp_path) == folder
     assert torn.is_dir(), "what is not whole gets no name"
+
+
+def test_a_deletion_that_a_kill_cut_short_leaves_no_checkpoint_and_is_finished(tmp_path: Path) -> None:
+    """A name is taken first; one that nothing took the place of, and that is whole still, gets it back."""
+    kept, half, whole = (make_checkpoint(tmp_path, step) for step in (9, 3, 5))
+    (put_aside(half) / "a.safetensors").unlink()
+    put_aside(whole)
+    assert list_checkpoints(tmp_path) == [kept]
+    finish_renames(tmp_path)
+    assert list_checkpoints(tmp_path) == [whole, kept]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_without_any_good_one_the_error_says_so(tmp_path: Path) -> None:
