@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from cqwen_dist.bench.data import cpu_seconds, plain, texts_of
 from cqwen_dist.bench.memory_watch import Watch
 from cqwen_dist.config import Config, UserError, load_config
 
@@ -29,8 +30,6 @@ def run(
     config_file: Path, overrides: list[str], gb: float, workers: int, tokenizer_of: Callable[[Config], Any]
 ) -> dict[str, Any]:
     """Raises: UserError where data.train is not one file of lines, or preparing it fails."""
-    from cqwen_dist.bench.data import plain, texts_of
-
     config = load_config(config_file, overrides)
     source = _file(config)
     copies = -(-int(gb * 1e9) // source.stat().st_size)
@@ -88,16 +87,15 @@ def _repeat(source: Path, corpus: Path, copies: int) -> None:
 
 def _prepare(config_file: Path, overrides: list[str], workers: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "cqwen_dist", "prepare", str(config_file), *overrides]
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    before, began = cpu_seconds(resource.RUSAGE_CHILDREN), time.monotonic()
     process = subprocess.Popen([*command, "--workers", str(workers), "--json"], stdout=subprocess.PIPE, text=True)
     with Watch(process.pid) as watch:
         said = process.communicate()[0]
     if process.returncode:
         raise UserError("cqwen prepare", f"no data (exit {process.returncode})", "see above")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "wall_s": time.monotonic() - began,
-        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "cpu_s": cpu_seconds(resource.RUSAGE_CHILDREN) - before,
         "main_mib": watch.root_mib,
         "workers_mib": watch.worker_mib,
         "tokens": json.loads(said)["train"]["tokens"],

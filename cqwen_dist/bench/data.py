@@ -92,9 +92,9 @@ def _in_turn(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str
     for _ in range(rounds):
         for name, work in contenders.items():
             began = time.monotonic()
-            before = _cpu(resource.RUSAGE_SELF), _cpu(resource.RUSAGE_CHILDREN)
+            before = cpu_seconds(resource.RUSAGE_SELF), cpu_seconds(resource.RUSAGE_CHILDREN)
             work()
-            after = _cpu(resource.RUSAGE_SELF), _cpu(resource.RUSAGE_CHILDREN)
+            after = cpu_seconds(resource.RUSAGE_SELF), cpu_seconds(resource.RUSAGE_CHILDREN)
             took = Took(after[0] - before[0], after[1] - before[1], time.monotonic() - began)
             times.setdefault(name, []).append(took)
     return times
@@ -138,6 +138,7 @@ def table(found: dict[str, Any]) -> Any:
     return Group(f"{found['texts']:,} texts, medians of {found['rounds']} rounds", shown, *memory)
 
 
-def _cpu(who: int) -> float:
+def cpu_seconds(who: int) -> float:
+    """Of this process or of its children that have ended (`resource.RUSAGE_...`), since they began."""
     used = resource.getrusage(who)
     return used.ru_utime + used.ru_stime

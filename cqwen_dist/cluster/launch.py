@@ -16,7 +16,7 @@ from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.node import rank_environment
 from cqwen_dist.cluster.rank import Order
-from cqwen_dist.config import Config, UserError, load_config, refuse_ranks
+from cqwen_dist.config import Config, UserError, load_config, refuse_missing, refuse_ranks
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
@@ -36,10 +36,7 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
     watched = [(f"data.watch.{name}.source", texts.source) for name, texts in config.data.watch.items()]
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval), *watched):
         for source in [sources] if isinstance(sources, str) else sources or []:
-            folder = Path(source.partition("#")[0]).expanduser()
-            if source.startswith(("bundled:", "hf:")) or folder.is_dir() or Path(source).expanduser().is_file():
-                continue
-            raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
+            refuse_missing(source, key)
     refuse_changes(config)
     return config
 

@@ -1,6 +1,6 @@
 """What a run is: one YAML file, checked before anything is started (floor 0: no torch, reads only)."""
 
-from cqwen_dist.config.data import DataConfig, NumberPolicy
+from cqwen_dist.config.data import DataConfig, NumberPolicy, refuse_missing
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.ranks import refuse_ranks
 from cqwen_dist.config.reading import changed_keys, json_schema, load_config
@@ -51,6 +51,7 @@ __all__ = [
     "changed_keys",
     "json_schema",
     "load_config",
+    "refuse_missing",
     "refuse_ranks",
     "rises",
 ]

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import string
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, Positive, Section, Share, refused
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
+# Keys of `data` that hold for watched texts too.
+_OF_ALL_TEXTS = (
+    "sequence_length",
+    "numbers",
+    "calculator_marks",
+    "max_text_mib",
+    "on_bad_line",
+    "on_nonfinite",
+    "sample_by",
+)
+
+
+def refuse_missing(source: str, key: str) -> None:
+    """Raises `UserError` for a source that is neither bundled, nor of the hub, nor a folder or file that exists."""
+    if source.startswith(("bundled:", "hf:")):
+        return
+    if not Path(source.partition("#")[0]).expanduser().is_dir() and not Path(source).expanduser().is_file():
+        raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
 
 
 class NumberPolicy(Section):
@@ -110,11 +129,8 @@ class DataConfig(Section):
     def of_watched(self, name: str) -> DataConfig:
         """How the texts of `watch[name]` are read: numbers and lengths as those of the run, whole, in order."""
         own = self.watch[name]
-        kept = {key: getattr(self, key) for key in ("sequence_length", "numbers", "calculator_marks", "max_text_mib")}
-        policies = {key: getattr(self, key) for key in ("on_bad_line", "on_nonfinite", "sample_by")}
-        return DataConfig(
-            train=own.source, text_field=own.text_field, text_template=own.text_template, **kept, **policies
-        )
+        kept = {key: getattr(self, key) for key in _OF_ALL_TEXTS}
+        return DataConfig(train=own.source, text_field=own.text_field, text_template=own.text_template, **kept)
 
     @model_validator(mode="after")
     def _sources(self) -> DataConfig:

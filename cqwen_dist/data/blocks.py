@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config import DataConfig, UserError, refuse_missing
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.records import BadLine, Literal, Text, needed_fields, too_long
 
@@ -65,8 +65,7 @@ def _bundled(source: str, key: str) -> Block:
 
 
 def _of_file(path: Path, source: str, config: DataConfig, key: str) -> Iterator[Block]:
-    if not path.is_file():
-        raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
+    refuse_missing(source, key)
     suffixes = [suffix.lower() for suffix in path.suffixes]
     ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else (suffixes or [""])[-1]
     if ending == ".parquet":

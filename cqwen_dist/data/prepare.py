@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config import DataConfig, UserError, refuse_missing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
@@ -217,9 +217,8 @@ def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str,
         return {"kind": f"folder#{split}", "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest()}
     if source.startswith("hf:"):
         return {"kind": source, "revision": _revision(source, name, key)}
+    refuse_missing(source, key)
     path = Path(source).expanduser()
-    if not path.is_file():
-        raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
     return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": _file_digest(path, root)}
 
 

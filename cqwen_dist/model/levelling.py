@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.parallel.collectives import main_rank_says
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
@@ -51,15 +51,14 @@ def level_logits(model: CausalQwenModel, loc: Tensor, groups: Groups | None = No
     seen = torch.cat([own, norm[:, None]], 1)
     if groups is not None:
         seen = gather_tokens(seen, exchange_counts(own.shape[0], groups.world, own.device), groups.world)
-    found = torch.zeros(loc.shape[1] + 1, dtype=torch.float64, device=loc.device)
-    if groups is None or groups.world.rank() == 0:  # the others take its v: two machines may round apart
+
+    def fit() -> tuple[Tensor, float]:
         v, told = ridge_by_leave_one_out(seen[:, :-1].double(), seen[:, -1].double())
-        found.copy_(torch.cat([v, v.new_tensor([told])]))
-    if groups is not None:
-        sum_over(found, groups.world)
-    share = float(found[-1])
+        return v.cpu(), told
+
+    v, share = fit() if groups is None else main_rank_says(fit)  # two machines may round apart
     if share > 0:
-        action.cls_weight.sub_(found[:-1].to(action.cls_weight))
+        action.cls_weight.sub_(v.to(action.cls_weight))
     return share
 
 
