@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -140,6 +141,15 @@ class NumericalAwareTokenizer:
             if token_id is not None:
                 return token_id
         return 0
+
+    @cached_property
+    def numeral_ids(self) -> list[int]:
+        """The tokens that the tokenizer spells numerals with: all of digits, a space before them or not. Ascending.
+
+        Ten in Qwen and SmolLM2, which cut numerals into digits; every group of up to three digits in Llama 3.
+        """
+        words = ((token.lstrip("\u0120\u2581"), i) for token, i in self.tokenizer.get_vocab().items())  # Ġ ▁: a space
+        return sorted(i for word, i in words if word.isascii() and word.isdigit())
 
     def encode(self, text: str) -> tuple[list[int], list[float]]:
         """Ids and float64 values of one text, of one length; the value is 0.0 at words. No token is added.
