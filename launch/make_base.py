@@ -10,7 +10,6 @@ checked by digest; the folder appears whole, once its logits, read back, equal t
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
