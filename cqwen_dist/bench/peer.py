@@ -17,8 +17,6 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.model.lora import peft_config
 
-LIGER = {"qwen2": "apply_liger_kernel_to_qwen2", "qwen3": "apply_liger_kernel_to_qwen3"}
-
 
 def peer_step(
     config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False
@@ -32,7 +30,9 @@ def peer_step(
     if liger:
         import liger_kernel.transformers as kernels
 
-        getattr(kernels, LIGER[architecture["model_type"]])(model=base, fused_linear_cross_entropy=True)
+        getattr(kernels, f"apply_liger_kernel_to_{architecture['model_type']}")(
+            model=base, fused_linear_cross_entropy=True
+        )
     model = get_peft_model(base, peft_config(config.model.lora), autocast_adapter_dtype=False)
     base.get_output_embeddings().requires_grad_(True)
     if config.model.gradient_checkpointing:

@@ -65,7 +65,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
         raise UserError("adapter", Said(str(error)), "safetensors that can be read", str(folder / WEIGHTS)) from None
     odd = [name for name in tensors if not name.startswith(_PEFT)]
     if odd:
-        allowed = f"adapters of a Qwen2 or Qwen3 causal model alone: names that begin with {_PEFT}"
+        allowed = f"adapters of a causal base model alone: names that begin with {_PEFT}"
         raise UserError("adapter", odd[0], allowed, str(folder / WEIGHTS))
     return {_our_name(name): tensor for name, tensor in tensors.items()}
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
-from cqwen_dist.checkpoint.as_qwen2 import HELD, plain_model
+from cqwen_dist.checkpoint.as_base import HELD, plain_model
 from cqwen_dist.checkpoint.manifest import let_read, resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
@@ -121,7 +121,8 @@ def assemble(state: TrainState, config: Config) -> CausalQwenForCausalLM:
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     shape = CausalQwenConfig(**saved)
-    base = load_base(config.base_folder, dtype, config.model.trust_remote_code)
+    rows = shape.vocab_size
+    base = load_base(config.base_folder, dtype, config.model.trust_remote_code, rows_for=lambda _: rows)
     model = CausalQwenModel(shape, base=base)
     _put(model.features, state.features, only_these=True)
     heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
@@ -151,14 +152,14 @@ def export(
     merge: bool = False,
     *,
     dtype: str | None = None,
-    as_qwen2: bool = False,
+    as_base: bool = False,
     drop_bias: bool = False,
     shard_size: str = "5GB",
 ) -> Path:
     """Write a checkpoint's model for Hugging Face users; returns the folder.
 
     merge: fold the adapters into the backbone. dtype: "fp32" or "bf16", of backbone and adapters (default: as they
-    are); the heads stay fp32. as_qwen2: a plain Qwen2 or Qwen3 instead (`checkpoint.as_qwen2`), in one dtype;
+    are); the heads stay fp32. as_base: a plain model of the base's kind instead (`checkpoint.as_base`), in one dtype;
     drop_bias: without what that has no place for. shard_size: at most so much in one safetensors file.
 
     The folder appears whole, after it was loaded again and gave what the model gives. Raises `UserError` where `out`
@@ -181,7 +182,7 @@ def export(
     about["dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(model.dtype, str(model.dtype))
     rounding = {name: _change(a, b) for (name, a), b in zip(before.items(), probe(model).values(), strict=True)}
     about["rounding"] = rounding if any(rounding.values()) else None
-    plain = plain_model(model, drop_bias) if as_qwen2 else None
+    plain = plain_model(model, drop_bias) if as_base else None
     if plain is not None and about["adapter"] is not None:
         about["adapter"] = "merged"
     beside = out.with_name(f".{out.name}.partial")
@@ -244,11 +245,11 @@ def _write_plain(
     plain.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.tokenizer.save_pretrained(str(folder))
     _finish(folder, model_card(name, model.config, about, type(plain).__name__), about)
-    ids, _ = _sixteen_tokens(model)
+    ids = _sixteen_tokens(model)[0].clamp(max=plain.config.vocab_size - 1)
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         found = again(input_ids=ids).logits.float() + bias
-        wanted = model(ids, logits_to_keep=ids.shape[1]).logits
+        wanted = model(ids, logits_to_keep=ids.shape[1]).logits[..., : plain.config.vocab_size]
     error = _change(wanted, found)
     if error > (ROUNDING if again.dtype == torch.float32 else 0.05):
         raise RuntimeError(f"the plain model's logits differ by {error:.1e} of their size: not exported")

@@ -32,7 +32,7 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
     """Markdown. config: a `CausalQwenConfig`.
 
     about: base, step, stages, figures (an evaluation's), dtype, adapter ("merged", "beside" or None), rounding (name
-    -> largest relative change by the dtype). plain: the class that --as-qwen2 wrote, if it did; about["bias"] is then
+    -> largest relative change by the dtype). plain: the class that --as-base wrote, if it did; about["bias"] is then
     what it left out, or None.
     """
     base = about.get("base")
@@ -43,8 +43,7 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
     if plain:
         lines += [
             f"A plain `{plain}` folded out of a CausalQwen: its logits are that model's loc_S. Sampling from it is the "
-            "CausalQwen's mode `compatible`. It reads a number as the token `<NUM>` without a value "
-            f"(id {config.num_token_id}), or as the digits that the plain tokenizer makes of it, and writes no values.",
+            f"CausalQwen's mode `compatible`. {_plain_numbers(config)}",
             "",
         ]
         if about.get("bias"):
@@ -54,8 +53,9 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
             ]
     else:
         lines += [
-            "A CausalQwen: a Qwen that reads and writes numbers as numbers. A numeral is one token, `<NUM>`, with its "
-            "value beside it; words are chosen one-vs-rest, P = P(S > C), and numbers come with their uncertainty.",
+            "A CausalQwen: a language model that reads and writes numbers as numbers. A numeral is one token, "
+            "`<NUM>`, with its value beside it; words are chosen one-vs-rest, P = P(S > C), and numbers come with "
+            "their uncertainty.",
             "",
         ]
     lines += ["| | |", "|---|---|"]
@@ -81,6 +81,19 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
     if not plain:
         lines += ["", "## Intervals", "", _intervals_text(config)]
     return "\n".join(lines) + "\n"
+
+
+def _plain_numbers(config: Any) -> str:
+    if config.added_rows:
+        return (
+            f"The base's vocabulary has no row to spare: the {config.added_rows} that were added for `<NUM>` are left "
+            "out again, so it reads a number as the digits that its tokenizer makes of it, and writes no `<NUM>`: what "
+            "was trained to write a number there as one token has no token to write."
+        )
+    return (
+        f"It reads a number as the token `<NUM>` without a value (id {config.num_token_id}), or as the digits that the "
+        "plain tokenizer makes of it, and writes no values."
+    )
 
 
 def _use() -> list[str]:

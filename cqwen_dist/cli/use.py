@@ -190,18 +190,20 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet, or is empty.")],
     merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16, of the backbone; default: as trained. Heads: fp32.")] = "",
-    as_qwen2: Annotated[
+    as_base: Annotated[
         bool,
-        typer.Option("--as-qwen2", help="A plain Qwen2 or Qwen3 whose logits are loc_S, for any server of those."),
+        typer.Option(
+            "--as-base", "--as-qwen2", help="A plain model of the base's kind whose logits are loc_S, for any server."
+        ),
     ] = False,
     drop_bias: Annotated[
-        bool, typer.Option("--drop-bias", help="With --as-qwen2: leave out what such a model can't hold.")
+        bool, typer.Option("--drop-bias", help="With --as-base: leave out what such a model can't hold.")
     ] = False,
     shard_size: Annotated[str, typer.Option(help="At most so much in one file, such as 5GB.")] = "5GB",
 ) -> None:
     """Write a folder that from_pretrained loads: verified before it appears, with a model card."""
-    if drop_bias and not as_qwen2:
-        raise UserError("--drop-bias", True, "with --as-qwen2")
+    if drop_bias and not as_base:
+        raise UserError("--drop-bias", True, "with --as-base")
     quiet_libraries()
     from cqwen_dist.checkpoint.export import export as write
 
@@ -210,7 +212,7 @@ def export(
         out,
         merge,
         dtype=dtype or None,
-        as_qwen2=as_qwen2,
+        as_base=as_base,
         drop_bias=drop_bias,
         shard_size=shard_size,
     )

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cqwen_dist.config import yaml_text
+from cqwen_dist.config.bases import check_model_type
 from cqwen_dist.config.data import DataConfig, Sources
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import (
     Above0,
     Count,
@@ -25,8 +26,6 @@ from cqwen_dist.config.fields import (
 from cqwen_dist.config.training import LINEARS, LoraConfig, LossConfig, Stage
 
 TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
-# What a base model's `model_type` may be (Qwen2.5 is qwen2).
-ARCHITECTURES = ("qwen2", "qwen3")
 
 
 class PretrainConfig(Section):
@@ -52,11 +51,14 @@ class ModelConfig(Section):
     """The base model and how it is turned causal."""
 
     name_or_path: str | None = Field(
-        None, description="A Qwen2/2.5/3 folder or hub name; omit when `architecture` describes a model to build."
+        None,
+        description="A Qwen2/2.5/3, Llama or Mistral folder or hub name; omit when `architecture` describes a model to "
+        "build.",
     )
     architecture: dict[str, Any] | None = Field(
         None,
-        description="A transformers config (model_type qwen2 or qwen3, hidden_size, ...): built with random weights.",
+        description="A transformers config (model_type qwen2, qwen3, llama or mistral, hidden_size, ...): built with "
+        "random weights.",
     )
     tokenizer: str | None = Field(
         None,
@@ -127,10 +129,10 @@ class ModelConfig(Section):
         if self.pretrain is not None and self.architecture is None:
             raise refused("pretrain", Said("it beside name_or_path"), "only beside architecture, on random weights")
         if self.architecture is not None:
-            kind = self.architecture.get("model_type")
-            if kind not in ARCHITECTURES:
-                found = Said("no value") if kind is None else kind
-                raise refused("architecture.model_type", found, " or ".join(ARCHITECTURES))
+            try:
+                check_model_type(self.architecture.get("model_type"), "architecture.model_type")
+            except UserError as error:
+                raise refused(error.key, error.found, error.allowed) from None
         targets = self.lora.target_modules
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:

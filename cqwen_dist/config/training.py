@@ -40,7 +40,7 @@ def rises(metric: str) -> bool:
 # How an evaluation's figures begin: of what is held out, of what data.watch names.
 JUDGED = ("eval/", "watch/")
 
-# The linear maps of a layer of Qwen2, Qwen2.5 and Qwen3.
+# The linear maps of a layer of every base that is supported.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

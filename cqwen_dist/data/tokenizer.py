@@ -1,9 +1,9 @@
 """Text to ids and values, and back: numerals become <NUM>, the first reserved row of the vocabulary.
 
 Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>,
-" dollars", which is also how Qwen's own pre-tokeniser cuts around a digit. No embedding is ever resized: a Qwen2.5
-vocabulary has spare rows (its V is 151,936 or 152,064, its tokenizer uses 151,665). The letters of the shapes stand
-in `cqwen_dist.batch`.
+" dollars", which is also how Qwen's own pre-tokeniser cuts around a digit. <NUM> is the first row that no word uses: a
+Qwen2.5 vocabulary has spare ones (its V is 151,936 or 152,064, its tokenizer uses 151,665); to one that has none (most
+Llamas') rows are added (`model.backbone.add_rows`). The letters of the shapes stand in `cqwen_dist.batch`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.numbers import find_numbers, write_numbers
@@ -43,9 +44,9 @@ class NumericalAwareTokenizer:
     Args:
         tokenizer: a fast tokenizer; it is not changed.
         num_token_id: row of <NUM>; default: the first row behind the tokenizer's own (K = len(tokenizer)).
-        vocab_size: V of the model, to check that <NUM> has a row there.
+        vocab_size: V of the model, to check that <NUM> has a row there, or can have one (`rows_for`).
         policy: which numerals are numbers; default: `NumberPolicy()`.
-    Raises: UserError when the vocabulary has no spare row, num_token_id is a word's row, or the tokenizer is slow.
+    Raises: UserError when the vocabulary is too small, num_token_id is a word's row, or the tokenizer is slow.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class NumericalAwareTokenizer:
                 allowed = f"a reserved row, {self.text_size} or above, or an added token of its own"
                 raise UserError("model.num_token_id", self.num_token_id, allowed)
             literal = str(added[self.num_token_id])
-        if vocab_size is not None and max(self.num_token_id + 1, self.text_size) > vocab_size:
-            raise UserError(
-                "model.num_token_id",
-                f"no spare row for <NUM>: id {self.num_token_id} of a tokenizer with {self.text_size} words",
-                f"ids below the model's vocabulary size {vocab_size}",
-            )
+        if vocab_size is not None:
+            self.rows_for(vocab_size)
         self.encoder = NumberEncoder(backend, self.num_token_id, self._reads, literal)
+
+    def rows_for(self, vocab_size: int) -> int:
+        """Rows that a model's vocabulary of this size is to have: more, where words use all. Raises `UserError`."""
+        return rows_with_number(vocab_size, self.text_size, self.num_token_id)
 
     @property
     def _reads(self) -> NumberPolicy | None:

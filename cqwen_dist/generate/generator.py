@@ -110,6 +110,11 @@ def generate(
     sampling = (sampling if do_sample is None else do_sample) and heat > 0.0
     if mode == "compatible" and sampling:
         processors += warpers(heat, top_k or 0, 1.0 if top_p is None else top_p)
+    if getattr(base, "added_rows", 0):  # compatible is the base's softmax, and these are not the base's
+        used = int(model.config.used_rows)
+        processors.insert(
+            0, lambda _, logits: logits.where(torch.arange(logits.shape[1], device=logits.device) < used, -math.inf)
+        )
     device = input_ids.device
     draws = Draws(_generator(generator, seed, device), temperature=heat, eps_truncation=eps_truncation)
     ends = _as_list(base.eos_token_id if eos_token_id is None else eos_token_id)

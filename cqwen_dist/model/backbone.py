@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.bases import check_model_type
 from cqwen_dist.model.quantized import quantized_loading
-
-SUPPORTED = ("qwen2", "qwen3")
 
 
 class FeatureExtractionNetwork(nn.Module):
-    """z = QwenTransformer(e): composition, not a rebuilt transformer; weights are the base's own.
+    """z = Transformer(e): composition, not a rebuilt transformer; weights are the base's own.
 
     The transformer is fed with `inputs_embeds`; its token table lives in `NumericalAwareEmbedding`.
     """
@@ -48,22 +48,18 @@ class FeatureExtractionNetwork(nn.Module):
         ).last_hidden_state
 
 
-def check_architecture(config: Any, where: str) -> None:
-    """Raises `UserError` unless the config is of a model family that is supported."""
-    if getattr(config, "model_type", None) not in SUPPORTED:
-        raise UserError("model_type", getattr(config, "model_type", None), " or ".join(SUPPORTED), where)
-
-
 def load_base(
     name_or_path: str,
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     quantize: str = "none",
     device: torch.device | None = None,
+    rows_for: Callable[[int], int] | None = None,
 ) -> PreTrainedModel:
-    """A Qwen2/2.5/3 causal model by folder or hub name, safetensors only. Raises `UserError`.
+    """A causal model (Qwen2/2.5/3, Llama, Mistral) by folder or hub name, safetensors only. Raises `UserError`.
 
-    quantize: `model.quantize`; with nf4 it is loaded on the device, in 4 bits (`model.quantized`).
+    quantize: `model.quantize`; with nf4 it is loaded on the device, in 4 bits (`model.quantized`). rows_for: how many
+    rows its vocabulary is to have, from how many it has (a tokenizer's own `rows_for`); those missing are added.
     """
     loading = quantized_loading(quantize, device or torch.device("cpu"))
     looks_local = name_or_path.startswith((".", "/", "~")) or os.path.isdir(name_or_path)
@@ -72,7 +68,8 @@ def load_base(
         raise UserError("model.name_or_path", name_or_path, "a folder with a config.json, or a hub name")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        check_architecture(config, name_or_path)
+        check_model_type(getattr(config, "model_type", None), "model_type", name_or_path)
+        rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
         base = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **loading
         )
@@ -82,14 +79,53 @@ def load_base(
     if loading:
         base.model.is_loaded_in_4bit = True  # where PEFT looks, and adapters go on the transformer alone
         del base.config.quantization_config  # of this run's memory, not of the model that is exported
+    add_rows(base, rows)
     return base
+
+
+@torch.no_grad()
+def add_rows(base: PreTrainedModel, rows: int) -> None:
+    """Rows behind a causal model's vocabulary, in place, until there are `rows`: each the mean of those it has.
+
+    In the output head that gives an added word the mean of all logits, so at most 1/V of the softmax (Jensen); zeros
+    would give it logit 0, which may be more than any other, and the scale 0. The config says how many were added.
+    """
+    table: Any = base.get_input_embeddings()
+    head: Any = base.get_output_embeddings()
+    if rows <= base.config.vocab_size:
+        return
+    tied = head.weight is table.weight
+    table.weight = nn.Parameter(with_mean_rows(table.weight, rows), requires_grad=table.weight.requires_grad)
+    if tied:
+        head.weight = table.weight
+    else:
+        head.weight = nn.Parameter(with_mean_rows(head.weight, rows), requires_grad=head.weight.requires_grad)
+    table.num_embeddings = head.out_features = rows
+    say_added(base.config, rows)
+
+
+def with_mean_rows(matrix: Tensor, rows: int) -> Tensor:
+    """[V,H] -> [rows,H]."""
+    return torch.cat([matrix, mean_row(matrix, len(matrix)).to(matrix).expand(rows - len(matrix), -1)])
+
+
+def mean_row(matrix: Any, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The mean of the rows of [rows,H], a tensor or a file's slice, in float64; of numbers as `dtype` holds them."""
+    parts = (matrix[first : min(first + 8192, rows)] for first in range(0, rows, 8192))
+    total: Tensor = sum((part.to(dtype or part.dtype).double().sum(0) for part in parts), torch.tensor(0.0))
+    return total / rows
+
+
+def say_added(config: Any, rows: int) -> None:
+    """In a base's config: its rows, and that the last `added_rows` of them are not its own."""
+    config.added_rows = rows - config.vocab_size
+    config.vocab_size = rows
 
 
 def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A randomly initialised base from a transformers config given in the file. Raises `UserError`."""
-    kind = architecture.get("model_type")
-    if kind not in SUPPORTED:
-        raise UserError("model.architecture.model_type", kind, " or ".join(SUPPORTED))
+    check_model_type(architecture.get("model_type"), "model.architecture.model_type")
+    kind = str(architecture["model_type"])
     known = set(AutoConfig.for_model(kind).to_dict())
     unknown = sorted(set(architecture) - known)
     if unknown:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import LoraConfig, UserError
+from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, translate
 from cqwen_dist.model import calibration, initialise
@@ -94,10 +95,10 @@ class CausalQwenModel(nn.Module):
         super().__init__()
         head = None
         if isinstance(source, str):
-            base = load_base(source, torch.float32)
+            used = tokenizer_rows(source)
+            base = load_base(source, torch.float32, rows_for=_with_number(used, used))
             head = base.get_output_embeddings()
-            spare = first_spare_row(source, base.config.vocab_size)
-            config = CausalQwenConfig(base.config.to_dict(), spare, causal_size=causal_hidden_size)
+            config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)
         else:
             config = source
         if base is None:
@@ -239,6 +240,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = [  # noqa: RUF012  what accelerate keeps on one device
         "Qwen2DecoderLayer",
         "Qwen3DecoderLayer",
+        "LlamaDecoderLayer",
+        "MistralDecoderLayer",
         "NumericalAwareEmbedding",
         "AbductionNetwork",
         "ActionNetwork",
@@ -280,16 +283,17 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         calibration_batches: Iterable[Batch] | None = None,
         **options: Any,
     ) -> CausalQwenForCausalLM:
-        """A Qwen2/2.5/3 turned causal (seed S3 section 4).
+        """A base model turned causal (seed S3 section 4).
 
         start: "seed", "seed-100", or "calibrated" (then calibration_batches are needed). num_token_id: default
         len(tokenizer) of the tokenizer beside the model, or the last row where there is none. options: of
         `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). Raises `UserError`.
         """
-        base = load_base(name_or_path, options.pop("dtype", torch.float32))
-        if num_token_id is None:
-            num_token_id = first_spare_row(name_or_path, base.config.vocab_size)
         used = tokenizer_rows(name_or_path)
+        rows_for = _with_number(used, used if num_token_id is None else num_token_id)
+        base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
+        if num_token_id is None:
+            num_token_id = base.config.vocab_size - 1 if used is None else used
         options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))
         model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options)
         if start == "calibrated":
@@ -439,14 +443,11 @@ def tokenizer_rows(name_or_path: str) -> int | None:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def first_spare_row(name_or_path: str, vocab_size: int) -> int:
-    """<NUM>'s row of a base: the first its tokenizer leaves, or the last row where it has none. Raises `UserError`."""
-    used = tokenizer_rows(name_or_path)
-    if used is None:
-        return vocab_size - 1
-    if used >= vocab_size:
-        raise UserError("model", f"{used} tokens in a vocabulary of {vocab_size}", "a vocabulary with a spare row")
-    return used
+def _with_number(used: int | None, num_token_id: int | None) -> Callable[[int], int] | None:
+    """`load_base`'s rows_for, of a tokenizer that uses so many rows; None where there is no tokenizer."""
+    if used is None or num_token_id is None:
+        return None
+    return lambda rows: rows_with_number(rows, used, num_token_id)
 
 
 def register() -> None:

@@ -13,10 +13,10 @@ from cqwen_dist.targets import TargetTransform
 class CausalQwenConfig(PretrainedConfig):
     """The shape of a CausalQwen and the constants that inference needs.
 
-    base: the base model's own config, as a dict. num_token_id: the row used for <NUM>. used_rows: words from here on
-    are spare and never written (default num_token_id + 1). causal_size: C without the number dimensions (default H).
-    number_dims: m. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words. target: the
-    regression's unit (`TargetTransform.to_dict`).
+    base: the base model's own config, as a dict, and `added_rows` in it, if any. num_token_id: the row used for
+    <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
+    the number dimensions (default H). number_dims: m. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for
+    all words. target: the regression's unit (`TargetTransform.to_dict`).
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: what held-out numbers said of
     the intervals (`Intervals.to_dict`), or None.
     """
@@ -57,6 +57,11 @@ class CausalQwenConfig(PretrainedConfig):
         self.calibration = calibration
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
+
+    @property
+    def added_rows(self) -> int:
+        """How many of the last rows are not the base's own: it had none to spare for <NUM>."""
+        return int(self.base.get("added_rows", 0))
 
     @property
     def base_config(self) -> PretrainedConfig:

@@ -11,8 +11,8 @@ INT64, BOOL = 8, 1
 
 
 def masked(s: Sizes) -> bool:
-    """Whether attention has a mask: packed documents; plain causal attention needs none."""
-    return s.config.data.pack
+    """Whether attention has a mask: packed documents, a window it looks through; plain causal attention needs none."""
+    return s.config.data.pack or (s.base.window is not None and s.length >= s.base.window)
 
 
 def layer_saved(s: Sizes) -> int:

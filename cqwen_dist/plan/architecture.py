@@ -1,4 +1,4 @@
-"""The sizes of a Qwen2/2.5/3 base model and how many parameters they make, without building it.
+"""The sizes of a base model and how many parameters they make, without building it.
 
 H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers, V vocabulary.
 """
@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.bases import check_model_type, rows_with_number
 from cqwen_dist.config.errors import Said
-from cqwen_dist.config.schema import ARCHITECTURES
 from cqwen_dist.plan.known import known_architecture
 
 # What transformers takes for a key that is left out.
-DEFAULTS: dict[str, int] = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
+_COMMON = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+_QWEN = {**_COMMON, "vocab_size": 151936, "intermediate_size": 22016}
+DEFAULTS: dict[str, dict[str, int]] = {
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "llama": {**_COMMON, "vocab_size": 32000, "intermediate_size": 11008},
+    "mistral": {**_COMMON, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8},
 }
-QWEN3_HEAD_DIM = 128
+MISTRAL_WINDOW = 4096
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,33 @@ class Architecture:
     head_dim: int
     tied: bool
     attention_bias: bool
+    mlp_bias: bool
+    window: int | None  # how far attention looks back, where that is limited
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Architecture:
-        """From a transformers config. Raises `UserError` for what cannot be a Qwen2 or Qwen3."""
+        """From a transformers config. Raises `UserError` for what cannot be a base."""
         kind = found.get("model_type")
-        if kind not in ARCHITECTURES:
-            shown = "no value" if kind is None else kind
-            raise UserError("model.architecture.model_type", shown, " or ".join(ARCHITECTURES))
-        size = {key: _size(found, key, default) for key, default in DEFAULTS.items() if key != "num_key_value_heads"}
+        check_model_type(kind, "model.architecture.model_type")
+        defaults = DEFAULTS[str(kind)]
+        size = {key: _size(found, key, default) for key, default in defaults.items() if key != "num_key_value_heads"}
         heads = size["num_attention_heads"]
-        # null stands for "as many as there are heads", a key that is left out for transformers' 32
-        kv_default = heads if "num_key_value_heads" in found else DEFAULTS["num_key_value_heads"]
-        kv_heads = _size(found, "num_key_value_heads", kv_default)
-        default_dim = QWEN3_HEAD_DIM if kind == "qwen3" else max(1, size["hidden_size"] // heads)
+        # null stands for "as many as there are heads", as a key that is left out does to a Llama
+        as_heads = "num_key_value_heads" in found or kind == "llama"
+        kv_heads = _size(found, "num_key_value_heads", heads if as_heads else defaults["num_key_value_heads"])
         return cls(
-            model_type=kind,
+            model_type=str(kind),
             vocab=size["vocab_size"],
             hidden=size["hidden_size"],
             intermediate=size["intermediate_size"],
             layers=size["num_hidden_layers"],
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=_size(found, "head_dim", default_dim),
+            head_dim=_size(found, "head_dim", defaults.get("head_dim") or max(1, size["hidden_size"] // heads)),
             tied=bool(found.get("tie_word_embeddings", False)),
-            attention_bias=bool(found.get("attention_bias", False)),
+            attention_bias=bool(found.get("attention_bias", False)) and kind in ("qwen3", "llama"),
+            mlp_bias=bool(found.get("mlp_bias", False)) and kind == "llama",
+            window=found.get("sliding_window", MISTRAL_WINDOW) if kind == "mistral" else None,
         )
 
     @property
@@ -73,15 +75,14 @@ class Architecture:
         """Every linear map of a layer by name: (in, out, has a bias)."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         qkv_bias = self.attention_bias or self.model_type == "qwen2"
-        o_bias = self.attention_bias and self.model_type == "qwen3"
         return {
             "q_proj": (self.hidden, q, qkv_bias),
             "k_proj": (self.hidden, kv, qkv_bias),
             "v_proj": (self.hidden, kv, qkv_bias),
-            "o_proj": (q, self.hidden, o_bias),
-            "gate_proj": (self.hidden, self.intermediate, False),
-            "up_proj": (self.hidden, self.intermediate, False),
-            "down_proj": (self.intermediate, self.hidden, False),
+            "o_proj": (q, self.hidden, self.attention_bias),
+            "gate_proj": (self.hidden, self.intermediate, self.mlp_bias),
+            "up_proj": (self.hidden, self.intermediate, self.mlp_bias),
+            "down_proj": (self.intermediate, self.hidden, self.mlp_bias),
         }
 
     @property
@@ -123,9 +124,31 @@ def _size(found: dict[str, Any], key: str, default: int) -> int:
 
 def read_architecture(config: Config) -> dict[str, Any]:
     """The transformers config of the run's base model: from the file, config.json in the model's folder, or by its name
-    where that is a public Qwen's. Raises `UserError`."""
+    where that is a public one's; with the rows that its vocabulary gets for <NUM>. Raises `UserError`."""
     if config.model.architecture is not None:
         return config.model.architecture
+    found = _read(config)
+    number, rows = config.model.num_token_id, Architecture.of(found).vocab
+    used = _rows_in_use(Path(config.tokenizer_source).expanduser() / "tokenizer.json")
+    if used is None and found["model_type"] in ("llama", "mistral"):
+        used = rows  # as the public ones' do
+    if used is None:
+        return found
+    return {**found, "vocab_size": rows_with_number(rows, used, used if number is None else number)}
+
+
+def _rows_in_use(file: Path) -> int | None:
+    """Rows that a tokenizer uses; None where the file does not say."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        words = found["model"]["vocab"]
+        ids = words.values() if isinstance(words, dict) else range(len(words))
+        return 1 + max([*ids, *(token["id"] for token in found["added_tokens"])])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _read(config: Config) -> dict[str, Any]:
     name = str(config.model.name_or_path)
     file = Path(name).expanduser() / "config.json"
     key, where = "model.name_or_path", str(file)

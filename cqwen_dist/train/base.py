@@ -18,10 +18,10 @@ from cqwen_dist.train.pretrain import further_texts, pretrain_base, read_for_pre
 CPU = torch.device("cpu")
 
 
-def load_tokenizer(config: Config, vocab_size: int) -> NumericalAwareTokenizer:
-    """The run's tokenizer, checked to have a spare row for <NUM>. Raises `UserError`."""
+def load_tokenizer(config: Config) -> NumericalAwareTokenizer:
+    """The run's tokenizer. Raises `UserError`."""
     return NumericalAwareTokenizer.from_pretrained(
-        config.tokenizer_source, config.model.num_token_id, vocab_size, config.data.numbers
+        config.tokenizer_source, config.model.num_token_id, policy=config.data.numbers
     )
 
 
@@ -50,7 +50,9 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         tokenizer = NumericalAwareTokenizer(trained, config.model.num_token_id, vocab_size, config.data.numbers)
         tokenizer.save_pretrained(beside)
     else:
-        tokenizer = load_tokenizer(config, vocab_size)
+        tokenizer = load_tokenizer(config)
+    if tokenizer.rows_for(vocab_size) > vocab_size:
+        raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
         plan = config.model.pretrain
         data = read_for_pretraining(config, texts, tokenizer, plan.numerals)

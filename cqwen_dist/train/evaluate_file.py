@@ -89,7 +89,11 @@ def evaluate_checkpoint(
             known_factors=known,
         )
         if base is not None:
-            model_of_base: Any = load_base(base, dtype, remote_code)
+            rows = inner.config.vocab_size
+            own = rows - inner.config.added_rows
+            model_of_base: Any = load_base(
+                base, dtype, remote_code, rows_for=lambda found: rows if found == own else found
+            )
             evaluator.base = base_figures(model_of_base.to(runtime.device), batches, base)
         return evaluator()
 

@@ -8,6 +8,7 @@ is not built at all; its rows are read by range where they are wanted.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
-from cqwen_dist.model.backbone import check_architecture
+from cqwen_dist.config.bases import check_model_type
+from cqwen_dist.model.backbone import mean_row, say_added
 from cqwen_dist.parallel.collectives import main_rank_first, naming
 from cqwen_dist.parallel.runtime import Runtime
 
@@ -65,16 +67,40 @@ class WeightFiles:
         return self.slice_of(HEAD if HEAD in self._files else EMBEDDING)
 
 
+class WithMeanRows:
+    """A file's matrix [V,H] with rows behind it, each the mean of its own: read by what is cut out of it.
+
+    dtype: what its numbers are held in before their mean is taken (default: the file's).
+    """
+
+    def __init__(self, own: Any, rows: int, dtype: torch.dtype | None = None) -> None:
+        self._own, self._dtype = own, dtype
+        self._mean: Tensor | None = None
+        self.own_rows, hidden = own.get_shape()
+        self.shape = torch.Size((rows, hidden))
+
+    def __getitem__(self, at: slice) -> Tensor:
+        start, stop, _ = at.indices(self.shape[0])
+        own: Tensor = self._own[min(start, self.own_rows) : min(stop, self.own_rows)]
+        added = stop - max(start, self.own_rows)
+        if added <= 0:
+            return own
+        if self._mean is None:
+            self._mean = mean_row(self._own, self.own_rows, self._dtype)
+        return torch.cat([own, self._mean.to(self._dtype or own.dtype).to(own.dtype).expand(added, -1)])
+
+
 def load_partitioned_base(
     name_or_path: str,
     dtype: torch.dtype,
     deepspeed_config: dict[str, Any],
     runtime: Runtime,
     trust_remote_code: bool = False,
+    rows_for: Callable[[int], int] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """(base, its output head as a slice of the file). Collective over the world. Raises `UserError`.
 
-    deepspeed_config: the one of the engine that will hold it, stage 3.
+    deepspeed_config: the one of the engine that will hold it, stage 3. rows_for: as `load_base`'s.
     """
     main_rank_first(lambda: base_folder_of(name_or_path))  # one downloads, the others find it there
     folder = base_folder_of(name_or_path)
@@ -82,8 +108,13 @@ def load_partitioned_base(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise _refusal(name_or_path, error) from None
-    check_architecture(config, name_or_path)
-    files = WeightFiles(folder)
+    check_model_type(config.model_type, "model_type", name_or_path)
+    rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
+    files, head, table = WeightFiles(folder), None, None
+    if rows > config.vocab_size:
+        head = WithMeanRows(files.head(), rows)
+        table = WithMeanRows(files.slice_of(EMBEDDING), rows, dtype)
+        say_added(config, rows)
     join_deepspeed()
     with init_empty_weights(include_buffers=False):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -94,11 +125,11 @@ def load_partitioned_base(
             for key, parameter in own.items():
                 value = torch.empty(parameter.shape, dtype=dtype, device=runtime.device)
                 if runtime.is_main:
-                    value.copy_(_whole(files, f"{name}.{key}", parameter.shape))
+                    value.copy_(_whole(files, f"{name}.{key}", parameter.shape, table))
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
             with naming("DeepSpeed's partitioning"):
                 deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config, dtype=dtype)
-    return base, files.head()
+    return base, files.head() if head is None else head
 
 
 def base_folder_of(name_or_path: str) -> Path:
@@ -119,8 +150,9 @@ def _refusal(name_or_path: str, error: Exception) -> UserError:
     return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})")
 
 
-def _whole(files: WeightFiles, name: str, shape: torch.Size) -> Tensor:
-    value: Tensor = files.slice_of(name)[:]
+def _whole(files: WeightFiles, name: str, shape: torch.Size, table: WithMeanRows | None) -> Tensor:
+    """A parameter as the files have it; `table` in place of the token table, where rows are added."""
+    value: Tensor = (table if table is not None and name == EMBEDDING else files.slice_of(name))[:]
     if value.shape != shape:
         raise UserError("model.name_or_path", f"{name} of shape {tuple(value.shape)}", f"{tuple(shape)}")
     return value

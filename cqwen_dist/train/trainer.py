@@ -85,21 +85,20 @@ class Trainer:
         )  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say, runtime.device))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        head = None
+        tokenizer, head, code = load_tokenizer(config), None, config.model.trust_remote_code
         if config.parallel.zero_stage == 3:
             settings = deepspeed_config(config, self.groups.world_size, 1)
-            code = config.model.trust_remote_code
-            base, head = load_partitioned_base(config.base_folder, dtype, settings, runtime, code)
-        else:
-            base = load_base(
-                config.base_folder, dtype, config.model.trust_remote_code, config.model.quantize, runtime.device
+            base, head = load_partitioned_base(
+                config.base_folder, dtype, settings, runtime, code, rows_for=tokenizer.rows_for
             )
+        else:
+            how = (code, config.model.quantize, runtime.device)
+            base = load_base(config.base_folder, dtype, *how, rows_for=tokenizer.rows_for)
         vocab_size = base.config.vocab_size
         context = base.config.max_position_embeddings
         for key, length in config.sequence_lengths().items():
             if length > context:
                 raise UserError(key, length, f"at most {context}, the base model's context")
-        tokenizer = load_tokenizer(config, vocab_size)
         self.datasets: Datasets = load_datasets(config.data, tokenizer, main_rank_first)
         self.statistics: NumericStatistics = self.datasets.train.statistics(
             runtime.rank, self.groups.world_size, gather_objects

@@ -170,7 +170,7 @@ def test_a_plain_qwen_has_loc_s_as_its_logits_without_this_package(tmp_path: Pat
         with torch.no_grad():
             expected.append(model(ids, logits_to_keep=ids.shape[1]).logits)
         source = write_folder(tmp_path / f"in{i}", model, tokenizer)
-        folders.append(export(source, tmp_path / f"out{i}", as_qwen2=True))
+        folders.append(export(source, tmp_path / f"out{i}", as_base=True))
         assert "A plain `Qwen" in (folders[-1] / "README.md").read_text()
         assert not (folders[-1] / "number_policy.json").exists()
     command = [sys.executable, "-c", ALONE, json.dumps(ids.tolist()), *map(str, folders)]
@@ -187,10 +187,10 @@ def test_a_bias_is_refused_with_its_size_or_left_out_and_said(tmp_path: Path) ->
     with torch.no_grad():
         bias = action.cls_weight @ net.loc_net.bias[: action.word_size] + action.cls_bias
     size = f"{float(bias.abs().max()):.3g}"
-    with pytest.raises(UserError, match=f"--as-qwen2: found a bias of up to {size} in the logits"):
-        export(folder, tmp_path / "out", as_qwen2=True)
+    with pytest.raises(UserError, match=f"--as-base: found a bias of up to {size} in the logits"):
+        export(folder, tmp_path / "out", as_base=True)
     assert not list(tmp_path.glob("*out*"))
-    out = export(folder, tmp_path / "out", as_qwen2=True, drop_bias=True)
+    out = export(folder, tmp_path / "out", as_base=True, drop_bias=True)
     assert f"a bias of up to {size} in the logits" in (out / "README.md").read_text()
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(out)(words()).logits
@@ -200,8 +200,8 @@ def test_a_bias_is_refused_with_its_size_or_left_out_and_said(tmp_path: Path) ->
 def test_a_curved_abduction_is_no_plain_qwen(tmp_path: Path) -> None:
     model, folder = folder_of(tmp_path, abduction="two_layer")
     same(model, load_trained(export(folder, tmp_path / "whole"))[0])
-    with pytest.raises(UserError, match="--as-qwen2: found abduction network two_layer"):
-        export(folder, tmp_path / "out", as_qwen2=True)
+    with pytest.raises(UserError, match="--as-base: found abduction network two_layer"):
+        export(folder, tmp_path / "out", as_base=True)
 
 
 def test_intervals_go_with_the_model(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_settings_that_contradict_each_other_are_refused(line):
 @pytest.mark.parametrize(
     ("architecture", "key", "found"),
     [
-        ("{model_type: llama}", "model_type", "'llama'"),
+        ("{model_type: gpt2}", "model_type", "'gpt2'"),
         ("{hidden_size: 8}", "model_type", "no value"),
         ("{model_type: qwen2, rope: {a: [.nan]}}", "rope.a.0", "nan"),
     ],

@@ -143,14 +143,17 @@ def test_a_literal_num_is_text_even_where_num_is_an_added_token() -> None:
     assert tokenizer.decode(ids, values) == "a <NUM> b 5<NUM>"
 
 
-def test_no_spare_row_is_refused_in_one_line(small: NumericalAwareTokenizer) -> None:
+def test_a_vocabulary_without_a_spare_row_gets_rows_and_one_that_is_too_small_is_refused(
+    small: NumericalAwareTokenizer,
+) -> None:
     size = len(small.tokenizer)
-    with pytest.raises(
-        UserError, match=f"no spare row for <NUM>: id {size} .*below the model's vocabulary size {size}"
-    ):
-        NumericalAwareTokenizer(small.tokenizer, vocab_size=size)
+    assert small.rows_for(size) == (size // 64 + 1) * 64
+    assert small.rows_for(size + 1) == size + 1
+    assert NumericalAwareTokenizer(small.tokenizer, vocab_size=size).num_token_id == size
+    with pytest.raises(UserError, match=f"no row for <NUM>: id {size} .*below the model's vocabulary size {size - 1}"):
+        NumericalAwareTokenizer(small.tokenizer, vocab_size=size - 1)
     assert NumericalAwareTokenizer(small.tokenizer, vocab_size=size + 1).num_token_id == size
-    with pytest.raises(UserError, match="no spare row"):
+    with pytest.raises(UserError, match="no row for <NUM>"):
         NumericalAwareTokenizer(small.tokenizer, vocab_size=size + 1, num_token_id=size + 1)
     for word in (5, -1, small.eos_token_id):
         with pytest.raises(UserError, match=f"a reserved row, {size} or above"):

@@ -87,9 +87,9 @@ def test_a_table_in_and_a_table_out(cqwen: Callable[..., Ran], tmp_path: Path) -
 def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
     assert "exported to" in cqwen("export", tmp_path / "a", "--dtype", "bf16", "--shard-size", "50KB").stdout
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
-    said = cqwen("export", tmp_path / "b", "--as-qwen2", code=2).stderr
-    assert "--as-qwen2: found a bias of up to" in said
-    cqwen("export", tmp_path / "b", "--as-qwen2", "--drop-bias")
+    said = cqwen("export", tmp_path / "b", "--as-base", code=2).stderr
+    assert "--as-base: found a bias of up to" in said
+    cqwen("export", tmp_path / "b", "--as-base", "--drop-bias")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
 
 

@@ -1,9 +1,10 @@
-"""A plain Qwen2 or Qwen3 out of a CausalQwen: its logits are loc_S, so any server of those serves mode compatible.
+"""A plain model of the base's kind out of a CausalQwen: its logits are loc_S, so any server serves mode compatible.
 
     loc_S = W_cls (W_loc z + b_loc) + b_cls = (W_cls W_loc) z + (W_cls b_loc + b_cls)
 
 The product is the head. The rest is a bias, for which these architectures have no place. What stays behind: scales,
-thresholds, the regression (a `<NUM>` has no value there), and w_num: numbers are read as `<NUM>` of value 0.
+thresholds, the regression (a `<NUM>` has no value there), and w_num: numbers are read as `<NUM>` of value 0. Rows that
+were added for `<NUM>` go again, so there the plain model has the base's own vocabulary, and numerals as digits alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.causal_qwen import CausalQwenForCausalLM
 
+OPTION = "--as-base"
 HELD = 1e-6  # a bias up to this, in logits, is rounding
 
 
@@ -28,7 +30,7 @@ def folded_head(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
     """
     net, action = model.model.abduction, model.model.action
     if type(net) is not AbductionNetwork:
-        raise UserError("--as-qwen2", Said(f"abduction network {model.config.abduction}"), "the linear one")
+        raise UserError(OPTION, Said(f"abduction network {model.config.abduction}"), "the linear one")
     to_words = net.loc_net.weight[: action.word_size].double()
     shift = net.loc_net.bias[: action.word_size].double()
     head = torch.empty(action.rows, to_words.shape[1])
@@ -44,26 +46,28 @@ def folded_head(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
 def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrainedModel, Tensor]:
     """The plain model, and the bias [V] that it leaves out. The backbone's tensors are shared; adapters are merged.
 
-    Raises `UserError` where the bias is more than rounding, unless it is to be left out.
+    V are the base's own rows. Raises `UserError` where the bias is more than rounding, unless it is to be left out.
     """
-    head, bias = folded_head(model)
+    words = model.config.vocab_size - model.config.added_rows
+    head, bias = (part[:words] for part in folded_head(model))
     size = float(bias.abs().max())
     if size > HELD and not drop_bias:
         found = f"a bias of up to {size:.3g} in the logits (std {float(bias.std()):.3g} over the words)"
         allowed = "none, as these models have no place for one; --drop-bias leaves it out (the model card says so)"
-        raise UserError("--as-qwen2", Said(found), allowed)
+        raise UserError(OPTION, Said(found), allowed)
     if model.config.lora is not None:
         model.merge_adapters()
-    config = AutoConfig.for_model(**{**model.config.base, "tie_word_embeddings": False})
+    own = {key: value for key, value in model.config.base.items() if key != "added_rows"}
+    config = AutoConfig.for_model(**{**own, "vocab_size": words, "tie_word_embeddings": False})
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    table = model.model.features.embedding.token_embedding
-    num_row = model.model.features.embedding.num_row
-    words = nn.Embedding.from_pretrained(table.weight.detach().clone(), padding_idx=table.padding_idx)
-    row = words.weight[model.config.num_token_id]
-    words.weight[model.config.num_token_id] = (row.float() + num_row.float()).to(row.dtype)
+    embedding, num = model.model.features.embedding, model.config.num_token_id
+    whole = embedding.token_embedding.weight.detach()
+    table = nn.Embedding.from_pretrained(whole[:words].clone(), padding_idx=embedding.token_embedding.padding_idx)
+    if num < words:
+        table.weight[num] = (whole[num].float() + embedding.num_row.float()).to(whole.dtype)
     plain.model = model.model.transformer
-    plain.model.embed_tokens = words
+    plain.model.embed_tokens = table
     plain.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
     plain.lm_head.weight = nn.Parameter(head.to(model.dtype), requires_grad=False)
     plain.generation_config = model.generation_config

@@ -1,0 +1,123 @@
+"""A base whose tokenizer leaves no row for <NUM>: rows are added, and nothing that the base has changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.numerics import assert_close
+from support.tiny import VOCAB, random_ids, tiny_base
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.config import UserError
+from cqwen_dist.config.bases import rows_with_number
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model.backbone import load_base
+
+ROWS = 128  # the next multiple of 64 above V = 101
+KINDS = [("llama", True), ("llama", False), ("mistral", False), ("qwen2", True)]
+
+
+def full_base(folder: Path, kind: str, tied: bool) -> Path:
+    """A base in whose vocabulary words use every row, and its tokenizer."""
+    tiny_base(kind, tied=tied).save_pretrained(folder)
+    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w1", eos_token="<|endoftext|>").save_pretrained(
+        folder
+    )
+    return folder
+
+
+def logits(model: CausalQwenForCausalLM, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(ids, logits_to_keep=ids.shape[1]).logits
+
+
+def test_rows_are_added_where_words_use_all_and_nowhere_else() -> None:
+    assert rows_with_number(49_152, 49_152, 49_152) == 49_216
+    assert rows_with_number(101, 101, 101) == ROWS
+    assert rows_with_number(101, 101, 127) == ROWS
+    assert rows_with_number(101, 101, 7) == 101, "<NUM> is an added token of the tokenizer's own"
+    assert rows_with_number(151_936, 151_665, 151_665) == 151_936
+    for used, number in ((101, 128), (102, 102), (90, 101)):
+        with pytest.raises(UserError, match="no row for <NUM>"):
+            rows_with_number(101, used, number)
+
+
+@pytest.mark.parametrize(("kind", "tied"), KINDS)
+def test_the_base_is_unchanged_and_the_added_rows_take_little(kind: str, tied: bool, tmp_path: Path) -> None:
+    folder = str(full_base(tmp_path, kind, tied))
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = random_ids(2, 9, high=VOCAB)
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits
+        z = plain.model(input_ids=ids).last_hidden_state
+    causal = CausalQwenForCausalLM.from_base(folder)
+    assert (causal.config.vocab_size, causal.config.added_rows) == (ROWS, ROWS - VOCAB)
+    assert (causal.config.num_token_id, causal.config.used_rows) == (VOCAB, VOCAB + 1)
+    with torch.no_grad():
+        zeros = torch.zeros(ids.shape, dtype=torch.float64)
+        assert torch.equal(causal.eval().model.features(ids, zeros), z)
+    found = logits(causal, ids)
+    assert_close(found[..., :VOCAB], expected, 1e-6, "logits")
+    assert_close(found[..., VOCAB:], expected.mean(-1, keepdim=True).expand(2, 9, ROWS - VOCAB), 1e-5, "added logits")
+    assert float(found.softmax(-1)[..., VOCAB:].max()) <= 1 / VOCAB
+    assert torch.equal(causal.model.action.cls_weight[:VOCAB], plain.lm_head.weight)
+    seeds = CausalQwenModel(folder)
+    assert (seeds.config.num_token_id, seeds.config.added_rows) == (VOCAB, ROWS - VOCAB)
+
+
+def test_tied_stays_tied_and_bf16_rows_are_the_means_of_bf16(tmp_path: Path) -> None:
+    for tied in (True, False):
+        folder = str(full_base(tmp_path / str(tied), "llama", tied))
+        base = load_base(folder, torch.bfloat16, rows_for=lambda _: ROWS)
+        table, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+        assert (table is head) is tied
+        assert table.shape == head.shape == (ROWS, base.config.hidden_size)
+        assert torch.equal(table[-1], table[:VOCAB].double().mean(0).bfloat16())
+
+
+@pytest.mark.parametrize(("kind", "tied"), KINDS)
+def test_an_export_keeps_the_rows_and_a_plain_one_drops_them(kind: str, tied: bool, tmp_path: Path) -> None:
+    base = full_base(tmp_path / "base", kind, tied)
+    causal = CausalQwenForCausalLM.from_base(str(base))
+    tokenizer = NumericalAwareTokenizer.from_pretrained(base, vocab_size=VOCAB)
+    source = tmp_path / "source"
+    causal.save_pretrained(source)
+    CausalQwenTokenizer.of(tokenizer).save_pretrained(source)
+    with torch.no_grad():
+        causal.model.features.embedding.num_row.normal_()
+    causal.save_pretrained(source)
+    again, its = load_trained(export(source, tmp_path / "whole"))
+    assert (again.config.vocab_size, again.config.added_rows, its.num_token_id) == (ROWS, ROWS - VOCAB, VOCAB)
+    ids = torch.tensor([[5, 9, VOCAB, 7]])
+    assert torch.equal(logits(again, ids), logits(causal, ids))
+
+    out = export(source, tmp_path / "plain", as_base=True)
+    plain = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert (plain.config.vocab_size, len(AutoTokenizer.from_pretrained(out))) == (VOCAB, VOCAB)
+    assert "added_rows" not in (out / "config.json").read_text()
+    assert f"the {ROWS - VOCAB} that were added for `<NUM>` are left out again" in (out / "README.md").read_text()
+    ids = random_ids(2, 9, high=VOCAB)
+    with torch.no_grad():
+        own = AutoModelForCausalLM.from_pretrained(base).eval()(input_ids=ids).logits
+        assert_close(plain(input_ids=ids).logits, own, 1e-5, "the original's logits")
+
+
+def test_added_rows_are_never_written_but_for_num(tmp_path: Path) -> None:
+    causal = CausalQwenForCausalLM.from_base(str(full_base(tmp_path, "llama", True))).eval()
+    with torch.no_grad():
+        causal.model.action.cls_bias[VOCAB + 1 :] = 1e4
+    ids = random_ids(2, 4)
+    for mode in ("standard", "compatible", "ovr"):
+        for options in ({}, {"do_sample": True, "seed": 0} if mode == "compatible" else {}):
+            new = causal.generate(ids, mode=mode, max_new_tokens=6, **options)[:, 4:]
+            assert int(new.max()) <= VOCAB
