@@ -153,7 +153,7 @@ def _base(
                 AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
             barrier()
             partition = deepspeed_config(config, runtime.world_size, 1)
-            base, head = load_partitioned_base(str(folder), dtype, partition, runtime)
+            base, head, _ = load_partitioned_base(str(folder), dtype, partition, runtime)
             return base, head[:]
     with runtime.device:  # random weights of a large model are drawn where they will be
         return AutoModelForCausalLM.from_config(settings, dtype=dtype), None

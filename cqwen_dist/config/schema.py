@@ -94,14 +94,17 @@ class ModelConfig(Section):
     )
     w_num_scale: NonNegative | None = Field(
         None,
-        description="Factor on the start of w_num; 0 keeps the base exact on numbers too; default: 0.2 when start is "
-        "calibrated (half a point of top-1 at most), 1 in the seed presets (some five points).",
+        description="Factor on the start of w_num; 0: no value is read at first; default: when start is calibrated 0.2, "
+        "or where <NUM> inherits from digits 0.08 of their rows' norm; 1 in the seed presets (some five points).",
     )
     b_noise_init: NonNegative | None = Field(
         None, description="Start of |b_noise|; default: half of the calibrated scale, or 0.1 in the seed presets."
     )
-    num_row_init: Literal["inherit", "mean", "small"] = Field(
-        "inherit", description="Start of <NUM>'s row: the reserved row, the mean row, or a small random one."
+    num_row_init: Literal["digits", "inherit", "mean", "small"] | None = Field(
+        None,
+        description="Start of <NUM>'s rows. digits: the mean of the digits' at the input, at the output one fitted to "
+        "where the base would write a numeral; else the output's: the reserved row, the mean row, or a small random "
+        "one. Default: digits when start is calibrated and the base never saw <NUM>, else inherit.",
     )
     num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
     gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
@@ -358,11 +361,21 @@ class Config(Section):
         return 8 if self.start == "calibrated" else 0
 
     @property
-    def w_num_scale(self) -> float:
-        """The factor on w_num's start, resolved."""
-        if self.model.w_num_scale is not None:
+    def w_num_scale(self) -> float | None:
+        """The factor on w_num's start, resolved; None: by the norm of the digits' rows."""
+        if self.model.w_num_scale is not None or self.num_row_init == "digits":
             return self.model.w_num_scale
         return 0.2 if self.start == "calibrated" else 1.0
+
+    @property
+    def num_row_init(self) -> str:
+        """How <NUM>'s rows start, resolved: a base that this run pretrained on texts with <NUM> knows it already."""
+        if self.model.num_row_init is not None:
+            return self.model.num_row_init
+        saw_digits = self.model.architecture is None
+        if self.model.pretrain is not None:
+            saw_digits = self.model.pretrain.numerals == "digits"
+        return "digits" if self.start == "calibrated" and saw_digits else "inherit"
 
     @property
     def target_transform(self) -> str:

@@ -1,28 +1,44 @@
-"""The calibrated start: rows levelled, (C, gamma) chosen so that the OvR loss of real text is least, and its report.
+"""The calibrated start: what a base knows, moved into the heads by closed forms on some tokens of the training data.
+
+One procedure, in this order (docs/training.md tells it with figures):
+
+1. <NUM>'s row of W_cls, and those of the tokens that numerals are spelt with (`levelling.fit_numeral_rows`);
+2. all rows levelled, so that logits are near log-probabilities (`levelling.level_logits`);
+3. (C, gamma), the thresholds and the total scale of U, of least OvR loss;
+4. W_reg, b_reg and what of U they read: a robust ridge regression of the numbers, the median where it tells nothing.
 
 With the seeds' constants argmax P is not argmax loc_S and the loss begins in the thousands (seeds S3 section 4, S1).
-What a run chose stands in its start.json; a run that goes on does not choose again.
+Two word-head products in all: one for the normalisers, one for the logits of the search, which it holds in memory: at
+the start scale_S,k = gamma ||W_k||_1, and neither C nor gamma enters a location. What a run chose stands in its
+start.json; a run that goes on does not choose again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales
-from cqwen_dist.model.levelling import LEVEL_TOKENS, level_logits
-from cqwen_dist.parallel.collectives import gather_lists, sum_over
+from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales, start_regression
+from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
+from cqwen_dist.model.ridge import robust_ridge
+from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
+from cqwen_dist.parallel.collectives import main_rank_says
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_parallel_topk
+from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
+from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 
 if TYPE_CHECKING:
     from cqwen_dist.model.causal_qwen import CausalQwenModel
+
+LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
+NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
+Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
 
 
 @dataclass(frozen=True)
@@ -32,15 +48,21 @@ class Calibration:
     threshold: float  # C
     gamma: float  # total scale of U' on the word dimensions
     loss: float  # mean OvR loss of the calibration tokens
-    seed_loss: float  # the same at the seeds' start (C = 0, gamma = softplus(1) + 0.1)
+    seed_loss: float  # the same at the seeds' start (C = 0, gamma = softplus(1) + 0.1), of the base's own rows
     accuracy: float  # of argmax P
-    base_accuracy: float  # of argmax loc_S on the same features
+    base_accuracy: float  # of argmax loc_S of the base's rows on the same features; a digit is right where a number is
     agreement: float  # share of tokens on which the two are one word
     seed_accuracy: float  # of argmax P at the seeds' start
     uniform_loss: float  # 1 + ln V, the loss of P = 1/V for every word: a run that ends here has learnt nothing
     prob_sum_median: float  # median over tokens of sum_k P_k; 1 is calibrated
     tokens: int
-    levelled: float  # share of the normaliser's variance that `levelling` takes from the logits; 0: rows untouched
+    levelled: float  # share of the normaliser's variance that levelling takes from the logits; 0: rows untouched
+    num_row_told: float  # share of its target's variance that <NUM>'s fitted row tells; 0: the row is the base's
+    num_f1: float | None  # of argmax P being <NUM> where a number follows; None: no number among the tokens
+    num_p_mean: float | None  # mean P of <NUM> where a number follows: what the gate lets through at the first step
+    numbers: int  # that the regression was fitted to
+    reg_mdae: float | None  # median absolute error of those numbers, each told by the others, raw unit
+    reg_median_mdae: float | None  # of always their median
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -57,167 +79,182 @@ def calibrate(
     b_noise_init: float | None = None,
     max_tokens: int = 1024,
     used_rows: int | None = None,
-    level_batches: Iterable[Batch] | None = None,
+    fit_batches: Iterable[Batch] | None = None,
+    level: bool = True,
+    numerals: Sequence[int] = (),
+    progress: Progress = lambda what, done, of: None,
 ) -> Calibration:
-    """Level the rows of W_cls (`levelling`), choose (C, gamma) that minimise the mean OvR loss, and set them.
+    """Fit the rows, choose (C, gamma) and start the regression; the model is changed in place.
 
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
-    rank are used. features: (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO).
-    level_batches: what rows are levelled by (None: `batches`); empty, loc_S stays the base's logits to the bit.
-    A grid of 5 x 5, then a pattern search; gamma is one for all word dimensions, so scale_S = gamma ||W_k||_1. With
-    b_noise_init the total may come out larger than the best gamma; what is reported is of the total that is set.
-    Collective over the world: with groups, every rank brings the same number of batches, and ends with the same
-    values. Raises ValueError where no rank holds a label.
+    rank choose (C, gamma). fit_batches: what rows and regression are fitted to (None: `batches`). features:
+    (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO). level: whether to; if not, and without
+    numerals, loc_S stays the base's logits to the bit. numerals: the tokens that the base spells numerals with, where
+    <NUM>'s row is to inherit from them. progress: called often, on every rank alike; may raise to end it. gamma is one
+    for all word dimensions. With b_noise_init the total may come out larger than the best gamma; what is reported is
+    of the total that is set. Collective over the world: with groups, every rank brings the same number of batches, and
+    ends with the same values. Raises ValueError where no rank holds a label.
     """
-    z, labels = _labelled_features(model, batches, features or model.kept_features, max_tokens, groups is not None)
-    vocab = None if groups is None else groups.vocab
-    action = model.action
-    loc = action.word_part(model.abduction(z)).loc.contiguous()
-    count = _sum(torch.tensor(float(labels.numel()), device=z.device), groups)
-    if not count:
+    features = features or model.kept_features
+    search = _seen(model, batches, features, max_tokens, groups, progress, "features")
+    if fit_batches is None:
+        fit = search
+    else:
+        fit = _seen(model, fit_batches, features, None, groups, progress, "features to fit rows to")
+    action, num = model.action, model.config.num_token_id
+    shown = StartLogits(model, _word_loc(model, search.z), search.labels, groups, progress, used_rows)
+    if not shown.tokens:
         raise ValueError("no labelled positions to calibrate on")
+    norms = action.cls_weight.abs().sum(1)
+    seed_loss, seed_said, _ = shown.at(0.0, SEED_GAMMA + SEED_NOISE, norms)
+    base_said = shown.best_logit()
 
-    def evaluate(threshold: float, gamma: float) -> tuple[float, Tensor]:
-        out = vocab_parallel_ovr(
-            loc,
-            torch.full_like(loc, gamma),
-            action.cls_weight,
-            action.cls_bias,
-            torch.tensor(threshold, device=z.device),
-            labels,
-            group=vocab,
-            vocab_start=action.vocab_start,
-            vocab_size=action.vocab_size,
-            used_rows=used_rows,
-        )
-        return _sum(out.per_token.sum(), groups) / count, out.prob_sum
+    levelled = told = 0.0
+    if level or numerals:
+        own = _word_loc(model, fit.z)
+        log_norm = _normalisers(model, own, groups, progress)
+        counts = exchange_counts(len(own), None if groups is None else groups.world, own.device)
+        world = None if groups is None else groups.world
+        loc, log_norm, labels = (gather_tokens(part, counts, world) for part in (own, log_norm, fit.labels))
+        cut = slice(0, 2 * LEVEL_TOKENS)  # texts are of unequal lengths: there may be more than was asked for
+        if numerals:
+            progress("<NUM>'s row", 0, 1)
+            told = fit_numeral_rows(model, loc[cut], log_norm[cut], labels[cut], numerals, groups)
+            shown.redo([*numerals, num])
+        if level:
+            progress("levelling", 0, 1)
+            levelled, v = level_logits(model, loc[cut], log_norm[cut], groups)
+            shown.take(v)
+    norms = action.cls_weight.abs().sum(1)
 
-    def top_word(rank_by: str, threshold: float) -> Tensor:
-        _, ids = vocab_parallel_topk(
-            loc,
-            torch.ones_like(loc),  # one gamma for all words moves no rank
-            action.cls_weight,
-            action.cls_bias,
-            torch.full_like(action.threshold, threshold),
-            1,
-            group=vocab,
-            vocab_start=action.vocab_start,
-            rank_by=rank_by,
-        )
-        return ids[:, 0]
+    def choose() -> tuple[float, float]:
+        return best_threshold_and_gamma(histogram)
 
-    def share(same: Tensor) -> float:
-        return _sum(same.float().sum(), groups) / count
-
-    seed_loss, seed_accuracy = evaluate(0.0, SEED_GAMMA + SEED_NOISE)[0], share(top_word("ovr", 0.0) == labels)
-    levelled = 0.0
-    if level_batches is None:
-        levelled = level_logits(model, loc, groups)
-    elif more := list(level_batches):
-        seen, _ = _labelled_features(model, more, features or model.kept_features, LEVEL_TOKENS, groups is not None)
-        levelled = level_logits(model, action.word_part(model.abduction(seen)).loc.contiguous(), groups)
-    middle, spread, norm = _logit_range(model, loc, groups)
-    best = _search(lambda f, g: evaluate(middle + f * spread, 10.0**g * spread / norm)[0])
-    threshold, gamma = middle + best[0] * spread, 10.0 ** best[1] * spread / norm
+    progress("C and gamma", 0, 1)
+    histogram = shown.histogram(norms)
+    threshold, gamma = choose() if groups is None else main_rank_says(choose)
     gamma = set_scales(model, gamma, b_noise_init)
     action.threshold.fill_(threshold)
-    loss, prob_sum = evaluate(threshold, gamma)
-    if groups is not None:
-        prob_sum = gather_lists(prob_sum)
-    said, base_said = top_word("ovr", threshold), top_word("loc", threshold)
+    loss, said, prob_sum = shown.at(threshold, gamma, norms)
+    labels = shown.labels
+    digits = torch.isin(base_said, torch.tensor(list(numerals), dtype=torch.int64, device=base_said.device))
+    base_right = (base_said == labels) | (digits & (labels == num))
+    is_num, said_num = labels == num, said == num
+    p_num = shown.p_of(num, threshold, gamma, norms)
+
+    def mean(values: Tensor) -> float:
+        return shown.mean(values.float())
+
+    numbers = mean(is_num)
+    reg = _fit_regression(model, fit, groups)
     return Calibration(
         threshold=threshold,
         gamma=gamma,
         loss=loss,
         seed_loss=seed_loss,
-        accuracy=share(said == labels),
-        base_accuracy=share(base_said == labels),
-        agreement=share(said == base_said),
-        seed_accuracy=seed_accuracy,
+        accuracy=mean(said == labels),
+        base_accuracy=mean(base_right),
+        agreement=mean(said == base_said),
+        seed_accuracy=mean(seed_said == labels),
         uniform_loss=1.0 + math.log(action.vocab_size),
-        prob_sum_median=float(prob_sum.quantile(0.5)),
-        tokens=int(count),
-        levelled=max(levelled, 0.0),
+        prob_sum_median=float(shown.everyone(prob_sum).quantile(0.5)),
+        tokens=shown.tokens,
+        levelled=levelled,
+        num_row_told=told,
+        num_f1=2 * mean(is_num & said_num) / (numbers + mean(said_num)) if numbers else None,
+        num_p_mean=mean(p_num * is_num) / numbers if numbers else None,
+        numbers=reg[0],
+        reg_mdae=reg[1],
+        reg_median_mdae=reg[2],
     )
 
 
-def _labelled_features(
+class _Seen(NamedTuple):
+    """Labelled positions of this rank: z [N,H], labels [N]; those whose value is learnt, by index, and the values."""
+
+    z: Tensor
+    labels: Tensor
+    learnt: Tensor
+    values: Tensor
+
+
+def _seen(
     model: CausalQwenModel,
     batches: Iterable[Batch],
     features: Callable[[Batch, Tensor], Tensor],
-    max_tokens: int,
-    collective: bool,
-) -> tuple[Tensor, Tensor]:
-    """z [N,H] and labels [N] of the first max_tokens labelled positions of this rank (N may be 0).
-
-    collective: features may need the other ranks (ZeRO-3), so no rank leaves a batch out.
-    """
+    max_tokens: int | None,
+    groups: Groups | None,
+    progress: Progress,
+    what: str,
+) -> _Seen:
+    """One forward pass over the batches. With groups no rank leaves one out: features may need the others (ZeRO-3)."""
     device = model.action.cls_weight.device
-    kept: list[Tensor] = []
-    labels: list[Tensor] = []
-    for batch in batches:
+    batches = list(batches)
+    z, labels, learnt, values = [], [], [], []
+    for i, batch in enumerate(batches):
+        progress(what, i, len(batches))
         index = batch.label_mask.flatten().nonzero()[:, 0]
-        keep = index.to(device)
-        there = batch.to(device)
-        kept.append(features(there, keep))
+        keep, there = index.to(device), batch.to(device)
+        z.append(features(there, keep).float())
         labels.append(there.labels.flatten()[keep])
-        if not collective and sum(part.numel() for part in labels) >= max_tokens:
+        learnt.append(there.numeric_mask.flatten()[keep])
+        values.append(there.numeric_labels.flatten()[keep])
+        if groups is None and max_tokens is not None and sum(map(len, labels)) >= max_tokens:
             break
-    if not kept:
-        return torch.zeros(0, model.config.hidden_size, device=device), torch.zeros(0, dtype=torch.int64, device=device)
-    return torch.cat(kept)[:max_tokens], torch.cat(labels)[:max_tokens]
+    if not z:
+        none = torch.zeros(0, device=device)
+        return _Seen(none.new_zeros(0, model.config.hidden_size), none.long(), none.bool(), none.double())
+    return _Seen(*(torch.cat(parts)[:max_tokens] for parts in (z, labels, learnt, values)))
 
 
-def _logit_range(model: CausalQwenModel, loc: Tensor, groups: Groups | None) -> tuple[float, float, float]:
-    """(mean logit, mean top logit minus it, mean ||W_k||_1): the units the search works in."""
+def _word_loc(model: CausalQwenModel, z: Tensor) -> Tensor:
+    return model.action.word_part(model.abduction(z)).loc.contiguous()
+
+
+def _normalisers(model: CausalQwenModel, loc: Tensor, groups: Groups | None, progress: Progress) -> Tensor:
+    """log sum_k exp loc_S,k [N] of this rank's tokens; the first of the two word-head products."""
     action = model.action
-    vocab = None if groups is None else groups.vocab
-    one = torch.ones((), device=loc.device)
-    top, _ = vocab_parallel_topk(
-        loc,
-        torch.ones_like(loc),
-        action.cls_weight,
-        action.cls_bias,
-        torch.zeros_like(one),
-        1,
-        group=vocab,
-        vocab_start=action.vocab_start,
-        rank_by="loc",
-    )
-    count = max(_sum(one * loc.shape[0], groups), 1.0)
-    mean_row = action.cls_weight.sum(0) / action.vocab_size
-    norms = action.cls_weight.abs().sum(1)
-    norm = norms.sum() / action.vocab_size
+    longest = max(exchange_counts(len(loc), None if groups is None else groups.world, loc.device))
+    parts = []
+    for start in range(0, longest, NORM_TOKENS):
+        progress("normalisers", start, longest)
+        own = loc[start : start + NORM_TOKENS]
+        scores = vocab_parallel_scores(
+            own,
+            torch.ones_like(own),
+            action.cls_weight,
+            action.cls_bias,
+            action.threshold,
+            torch.zeros(own.shape[0], dtype=torch.int64, device=own.device),
+            group=None if groups is None else groups.vocab,
+            vocab_start=action.vocab_start,
+        )
+        parts.append(scores.log_norm)
+    return torch.cat(parts) if parts else loc.new_zeros(0)
+
+
+def _fit_regression(
+    model: CausalQwenModel, seen: _Seen, groups: Groups | None
+) -> tuple[int, float | None, float | None]:
+    """Start W_reg, b_reg and U's number dimensions; returns (numbers, their median error left out, the median's)."""
+    x = seen.z if model.config.number_dims else _word_loc(model, seen.z)
+    x, values = x[seen.learnt], seen.values[seen.learnt]
     if groups is not None:
-        sum_over(mean_row, groups.vocab)
-        sum_over(norm, groups.vocab)
-    mean = _sum((loc @ mean_row).sum(), groups) / count
-    spread = _sum(top.sum(), groups) / count - mean
-    return mean, max(spread, 1e-3), max(float(norm), 1e-6)
+        counts = exchange_counts(len(x), groups.world, x.device)
+        x, values = gather_tokens(x, counts, groups.world), gather_tokens(values, counts, groups.world)
+    if not len(values):
+        return 0, None, None
+    x, values = x[:LEVEL_TOKENS], values[:LEVEL_TOKENS]
 
+    def fit() -> tuple[Any, float, float]:
+        found = robust_ridge(x, model.target.forward(values).double())
+        error = (model.target.inverse(found.left_out) - values).abs().median()
+        return (
+            found._replace(coefficients=found.coefficients.cpu(), left_out=found.left_out[:0].cpu()),
+            float(error),
+            float((values - values.quantile(0.5)).abs().median()),
+        )
 
-def _search(loss: Callable[[float, float], float]) -> tuple[float, float]:
-    """Minimise over (share of the logits' range, log10 of the scale in that unit): a 5 x 5 grid, then 5 halvings."""
-    seen: dict[tuple[float, float], float] = {}
-
-    def at(point: tuple[float, float]) -> float:
-        if point not in seen:
-            value = loss(*point)
-            seen[point] = value if math.isfinite(value) else math.inf
-        return seen[point]
-
-    best = min(((f, g) for f in (0.25, 0.5, 0.75, 1.0, 1.25) for g in (-4.0, -3.0, -2.0, -1.0, 0.0)), key=at)
-    step = (0.125, 0.5)
-    for _ in range(5):
-        around = [(best[0] + i * step[0], best[1] + j * step[1]) for i, j in ((1, 0), (-1, 0), (0, 1), (0, -1))]
-        best = min([best, *around], key=at)
-        step = (step[0] / 2, step[1] / 2)
-    return best
-
-
-def _sum(value: Tensor, groups: Groups | None) -> float:
-    """A scalar summed over the world."""
-    total = value.detach().double().clone()
-    if groups is not None:
-        sum_over(total, groups.world)
-    return float(total)
+    found, error, of_median = fit() if groups is None else main_rank_says(fit)
+    start_regression(model, found.coefficients, found.intercept, found.scale)
+    return len(values), error, of_median

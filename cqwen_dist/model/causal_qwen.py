@@ -137,11 +137,13 @@ class CausalQwenModel(nn.Module):
         start: str,
         num_token_id: int,
         head: Any = None,
+        table: Any = None,
         vocab_start: int = 0,
         rows: int | None = None,
-        w_num_scale: float = 1.0,
+        w_num_scale: float | None = 1.0,
         b_noise_init: float | None = None,
         num_row_init: str = "inherit",
+        numerals: Sequence[int] = (),
         num_bias_init: float = 0.0,
         reg_gain: float = 1.0,
         **shape: Any,
@@ -149,8 +151,10 @@ class CausalQwenModel(nn.Module):
         """A base model turned causal; the base object is used up (its transformer moves in).
 
         start: "seed" or "seed-100", or "calibrated" (the seed's constants until `calibration.calibrate` is run).
-        head: the output head's weight where `base` has none (`train.partitioned`). num_row_init, num_bias_init: of
-        <NUM>'s row. reg_gain: of W_reg's Xavier start. shape: further fields of `CausalQwenConfig`.
+        head, table: the output head's weight and the token table where `base` does not hold them whole
+        (`train.partitioned`). num_row_init, num_bias_init: of <NUM>'s row; "digits": at the input it is the mean of
+        those of `numerals`, at the output what `calibration` fits. w_num_scale: None: w_num begins with VALUE_SHARE of
+        their mean norm. reg_gain: of W_reg's Xavier start. shape: further fields of `CausalQwenConfig`.
         """
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
@@ -159,7 +163,14 @@ class CausalQwenModel(nn.Module):
         if head is None:
             output = base.get_output_embeddings()
             weight, bias = output.weight.detach(), output.bias
-        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=w_num_scale)
+        if table is None:
+            table = base.get_input_embeddings().weight
+        whole = 1.0 if w_num_scale is None else w_num_scale
+        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole)
+        if num_row_init == "digits" and numerals:
+            norm = initialise.inherit_numeral_row(model, table, numerals)
+            if w_num_scale is None:
+                model.features.embedding.w_num.data.mul_(initialise.VALUE_SHARE * norm)
         initialise.inherit_head(
             model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain
         )

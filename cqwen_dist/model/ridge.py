@@ -19,7 +19,7 @@ LEAST_SCALE = 0.1  # of the targets' half interquartile range: weights do not fo
 
 
 class RobustFit(NamedTuple):
-    """y ~ x @ coefficients + intercept with residuals of Cauchy scale `scale`. left_out [n]: each y told by the others."""
+    """y ~ x @ coefficients + intercept, residuals of Cauchy scale `scale`. left_out [n]: each y told by the others."""
 
     coefficients: Tensor
     intercept: float
@@ -80,7 +80,6 @@ def robust_ridge(x: Tensor, y: Tensor) -> RobustFit:
     assert found is not None
     if not found.loss < worst:
         return at_median
-    # left out texts, not tokens, would be told a little worse: the scale is never below what it may have learnt by heart
     scale = max(_scale(found.residuals), LEAST_SCALE) * unit
     return RobustFit(found.coefficients * unit, middle + found.intercept * unit, scale, y - found.residuals * unit)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.levelling import rows_of
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr_scores import OvrScores
@@ -79,12 +80,16 @@ class Evaluator:
         word_counts: np.ndarray | None = None,
         decisions: Decisions | None = None,
         known_factors: IntervalFactors | None = None,
+        numerals: Sequence[int] = (),
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
         """batches: iterated anew at each evaluation. baseline_value: the training numbers' median, raw unit.
 
         word_counts [V]: how often training has each word, for accuracy by frequency. known_factors: of intervals,
-        measured before, to be tried on this data.
+        measured before, to be tried on this data. numerals: the tokens that the base spells numerals with: where a
+        number is next, any of them is right for the base. progress: told which batch is evaluated, and of how many.
         """
+        self.numerals, self.progress = list(numerals), progress
         self.model, self.features, self.batches, self.groups = model, features, batches, groups
         self.baseline_value, self.used_rows, self.gemm_dtype = baseline_value, used_rows, gemm_dtype
         self.decisions, self.known_factors = decisions or Decisions(), known_factors
@@ -98,8 +103,11 @@ class Evaluator:
     def measure_base(self) -> dict[str, float]:
         """The base model's own top-1 and perplexity: values unseen, adapters off, the heads as inherited.
 
-        Only before training.
+        Where a number is next, a digit is as right as <NUM>, and likely as all of them together. Only before training.
         """
+        rows, bias = rows_of(self.model.action, self.numerals, self.groups)
+        spelt = torch.tensor(self.numerals, dtype=torch.int64, device=self.device)
+        num = self.model.config.num_token_id
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         with adapters_disabled(self.model.transformer):
             for batch, keep in self._kept():
@@ -107,8 +115,11 @@ class Evaluator:
                 u = self.model.abduction(self.features(unseen, keep))
                 labels = batch.labels.flatten()[keep]
                 scores = self._scores(u, labels)
-                sums[0] += (self._top1(u, rank_by="loc") == labels).sum()
-                sums[1] += (scores.log_norm - scores.label_loc).sum()
+                best, number = self._top1(u, rank_by="loc"), labels == num
+                sums[0] += ((best == labels) | (number & torch.isin(best, spelt))).sum()
+                written = (self.model.action.word_part(u).loc @ rows.T + bias).logsumexp(1)
+                likely = torch.where(number, torch.logaddexp(scores.label_loc, written), scores.label_loc)
+                sums[1] += (scores.log_norm - likely).sum()
                 sums[2] += labels.numel()
         right, surprise, total = sum_over(sums).tolist()
         self.base = {
@@ -226,7 +237,9 @@ class Evaluator:
         return figures
 
     def _kept(self) -> Iterable[tuple[Batch, Tensor]]:
-        for batch in self.batches:
+        of = len(self.batches) if isinstance(self.batches, Sized) else 1
+        for i, batch in enumerate(self.batches):
+            self.progress("evaluating", i, of)
             keep = batch.label_mask.flatten().nonzero()[:, 0]
             yield batch.to(self.device), keep.to(self.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Evaluations:
         used_rows: int | None,
         gemm_dtype: torch.dtype,
         word_counts: np.ndarray,
+        numerals: Sequence[int] = (),
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
         """As `Evaluator`'s. Raises `UserError` for texts to watch that cannot be read."""
 
@@ -53,6 +56,8 @@ class Evaluations:
                 used_rows=used_rows,
                 gemm_dtype=gemm_dtype,
                 word_counts=word_counts,
+                numerals=numerals,
+                progress=progress,
             )
 
         self.action, self.is_main = model.action, runtime.is_main

@@ -117,6 +117,7 @@ class Progress:
         self.total, self.start, self.every_s = total_steps, start_step, every_s
         self._began = self._shown = time.monotonic()
         self._tokens = 0
+        self._part, self._part_began = "", self._began
 
     def step(self, step: int, stage: str, tokens: int, loss: float | None, force: bool = False) -> float:
         """Count a finished step; prints at most every few seconds. Returns tokens/s over the run so far."""
@@ -131,6 +132,16 @@ class Progress:
             shown = "" if loss is None else f"  loss {loss:.4f}"
             self.say(f"[bold]{stage}[/] step {step}/{self.total}{shown}  {rate:,.0f} tokens/s  {_duration(left)} left")
         return rate
+
+    def part(self, what: str, done: int, of: int) -> None:
+        """How far one part of the work is, with the time left of it; printed at most every few seconds."""
+        now = time.monotonic()
+        if what != self._part:
+            self._part, self._part_began = what, now
+        if now - self._shown >= self.every_s:
+            self._shown = now
+            left = f"  {_duration((of - done) * (now - self._part_began) / done)} left" if 0 < done < of else ""
+            self.say(f"  {what}" + (f" {done}/{of}" if of > 1 else "") + left)
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)

@@ -97,8 +97,8 @@ def load_partitioned_base(
     runtime: Runtime,
     trust_remote_code: bool = False,
     rows_for: Callable[[int], int] | None = None,
-) -> tuple[PreTrainedModel, Any]:
-    """(base, its output head as a slice of the file). Collective over the world. Raises `UserError`.
+) -> tuple[PreTrainedModel, Any, Any]:
+    """(base, its output head and its token table as slices of the file). Collective over the world. Raises `UserError`.
 
     deepspeed_config: the one of the engine that will hold it, stage 3. rows_for: as `load_base`'s.
     """
@@ -110,10 +110,10 @@ def load_partitioned_base(
         raise _refusal(name_or_path, error) from None
     check_model_type(config.model_type, "model_type", name_or_path)
     rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
-    files, head, table = WeightFiles(folder), None, None
+    files = WeightFiles(folder)
+    head, table = files.head(), files.slice_of(EMBEDDING)
     if rows > config.vocab_size:
-        head = WithMeanRows(files.head(), rows)
-        table = WithMeanRows(files.slice_of(EMBEDDING), rows, dtype)
+        head, table = WithMeanRows(head, rows), WithMeanRows(table, rows, dtype)
         say_added(config, rows)
     join_deepspeed()
     with init_empty_weights(include_buffers=False):
@@ -129,7 +129,7 @@ def load_partitioned_base(
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
             with naming("DeepSpeed's partitioning"):
                 deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config, dtype=dtype)
-    return base, files.head() if head is None else head
+    return base, head, table
 
 
 def base_folder_of(name_or_path: str) -> Path:
@@ -150,9 +150,9 @@ def _refusal(name_or_path: str, error: Exception) -> UserError:
     return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})")
 
 
-def _whole(files: WeightFiles, name: str, shape: torch.Size, table: WithMeanRows | None) -> Tensor:
-    """A parameter as the files have it; `table` in place of the token table, where rows are added."""
-    value: Tensor = (table if table is not None and name == EMBEDDING else files.slice_of(name))[:]
+def _whole(files: WeightFiles, name: str, shape: torch.Size, table: Any) -> Tensor:
+    """A parameter as the files have it; `table` is the token table, with the rows that are added."""
+    value: Tensor = (table if name == EMBEDDING else files.slice_of(name))[:]
     if value.shape != shape:
         raise UserError("model.name_or_path", f"{name} of shape {tuple(value.shape)}", f"{tuple(shape)}")
     return value

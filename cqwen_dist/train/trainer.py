@@ -19,10 +19,9 @@ from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.model.backbone import compile_layers, load_base
-from cqwen_dist.model.calibration import calibrate
+from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import override_start
-from cqwen_dist.model.levelling import LEVEL_TOKENS
 from cqwen_dist.parallel.collectives import Stopped, gather_objects, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
@@ -80,15 +79,16 @@ class Trainer:
         seed_everything(config.train.seed)
         self.groups: Groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
         self.progress: Progress | None = None
+        self._phases = Progress(0, 0)  # what is before the first step
         self.resume_from = main_rank_says(
             lambda: to_go_on_from(config, self._say)
         )  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say, runtime.device))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        tokenizer, head, code = load_tokenizer(config), None, config.model.trust_remote_code
+        tokenizer, head, table, code = load_tokenizer(config), None, None, config.model.trust_remote_code
         if config.parallel.zero_stage == 3:
             settings = deepspeed_config(config, self.groups.world_size, 1)
-            base, head = load_partitioned_base(
+            base, head, table = load_partitioned_base(
                 config.base_folder, dtype, settings, runtime, code, rows_for=tokenizer.rows_for
             )
         else:
@@ -107,18 +107,21 @@ class Trainer:
         self.schedule = Schedule(config.stages, self.loaders.steps_per_epoch)
         start, stop = vocab_range(vocab_size, self.groups.vocab_rank, self.groups.vocab_size)
         self.row_range = (start, stop)
+        self.numerals = tokenizer.numeral_ids if config.num_row_init == "digits" else []
         seed_everything(config.train.seed)  # w_num, W_reg and the adapters alike on all ranks, whatever was read
         model = CausalQwenModel.from_base_model(
             base,
             start=config.start,
             head=head,
+            table=table,
             num_token_id=tokenizer.num_token_id,
             used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
             vocab_start=start,
             rows=stop - start,
             w_num_scale=config.w_num_scale,
             b_noise_init=config.model.b_noise_init,
-            num_row_init=config.model.num_row_init,
+            num_row_init=config.num_row_init,
+            numerals=self.numerals,
             num_bias_init=config.model.num_bias_init,
             reg_gain=config.model.reg_gain,
             abduction=config.model.abduction,
@@ -153,6 +156,8 @@ class Trainer:
             used_rows=self.used_rows,
             gemm_dtype=dtype,
             word_counts=counts,
+            numerals=tokenizer.numeral_ids,
+            progress=self._show,
         )
         self.saver = run_saver(config, self.groups, runtime)
         self.refusals = Refusals(config.train.max_refused_steps)
@@ -320,7 +325,10 @@ class Trainer:
                 features=self._forward,
                 b_noise_init=self.config.model.b_noise_init,
                 used_rows=self.used_rows,
-                level_batches=self._calibration_batches(LEVEL_TOKENS) if self.config.model.level_logits else (),
+                fit_batches=self._calibration_batches(LEVEL_TOKENS),
+                level=self.config.model.level_logits,
+                numerals=self.numerals,
+                progress=self._at,
             )
             start["calibration"] = calibration.to_dict()
             self._say(
@@ -329,6 +337,16 @@ class Trainer:
                 f"{calibration.accuracy:.1%} (base {calibration.base_accuracy:.1%}), median sum of P "
                 f"{calibration.prob_sum_median:.2f}; levelled by {calibration.levelled:.0%}"
             )
+            if calibration.num_f1 is not None:
+                self._say(
+                    f"<NUM> at the start: F1 {calibration.num_f1:.3f}, mean P where a number follows "
+                    f"{calibration.num_p_mean:.2f}"
+                )
+            if calibration.reg_mdae is not None:
+                self._say(
+                    f"numbers at the start: median error {calibration.reg_mdae:.4g} where always the median has "
+                    f"{calibration.reg_median_mdae:.4g} ({calibration.numbers:,} numbers, each told by the others)"
+                )
         if headless:
             override_start(self.model, self.config.model.threshold_init, self.config.model.gamma_init)
             self.engine.heads.noise_unit = float(self.model.action.b_noise.abs().median()) or 1.0
@@ -420,6 +438,16 @@ class Trainer:
         )
         return next(iter(loader))
 
+    def _at(self, what: str, done: int, of: int) -> None:
+        """Between two parts of the start, on every rank: shown, and left where any rank was told to stop."""
+        self.runtime.hang.alive()
+        self.runtime.stop.agreed(self.runtime.device)
+        self._show(what, done, of)
+
+    def _show(self, what: str, done: int, of: int) -> None:
+        if self.runtime.is_main:
+            (self.progress or self._phases).part(what, done, of)
+
     def _say(self, text: str) -> None:
         if self.runtime.is_main:
-            (self.progress or Progress(0, 0)).say(text)
+            (self.progress or self._phases).say(text)

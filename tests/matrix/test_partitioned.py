@@ -40,7 +40,7 @@ def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runt
     config, runtime = config_of(case), runtime_of(case)
     torch.manual_seed(1)  # as tiny_model does
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-    base, head = load_partitioned_base(folder, dtype, deepspeed_config(config, case.world, 1), runtime)
+    base, head, _ = load_partitioned_base(folder, dtype, deepspeed_config(config, case.world, 1), runtime)
     sizes = [(p.numel(), p.ds_tensor.numel(), p.ds_numel) for p in base.parameters()]
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = CausalQwenModel.from_base_model(

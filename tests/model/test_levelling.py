@@ -12,7 +12,8 @@ from support.tiny import HIDDEN, NUM, VOCAB, random_batch, tiny_base
 
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.levelling import RIDGES, level_logits, ridge_by_leave_one_out
+from cqwen_dist.model.levelling import level_logits
+from cqwen_dist.model.ridge import RIDGES, ridge_by_leave_one_out
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
@@ -34,6 +35,12 @@ def locations(model: CausalQwenModel, seed: int = 0) -> torch.Tensor:
         return model.action.word_part(model.abduction(model.kept_features(batch, keep))).loc
 
 
+def level(model: CausalQwenModel, loc: torch.Tensor) -> float:
+    """`level_logits` by the normalisers of these tokens; the share it tells."""
+    norm = (loc @ model.action.cls_weight.T + model.action.cls_bias).logsumexp(-1).detach()
+    return level_logits(model, loc, norm)[0]
+
+
 def logits(model: CausalQwenModel, loc: torch.Tensor) -> torch.Tensor:
     return (loc.double() @ model.action.cls_weight.double().T + model.action.cls_bias.double()).detach()
 
@@ -43,7 +50,7 @@ def test_softmax_stays_and_the_normaliser_hardly_varies(shape: dict[str, int]) -
     model = model_of(**shape)
     loc, fresh = locations(model), locations(model, seed=1)
     before, unseen = logits(model, loc), logits(model, fresh)
-    told = level_logits(model, loc)
+    told = level(model, loc)
     after, unseen_after = logits(model, loc), logits(model, fresh)
     # a row of order 1 is rounded once, by 6e-8 of itself, over HIDDEN products with loc_U of order 1
     torch.testing.assert_close(after.softmax(-1), before.softmax(-1), atol=1e-6, rtol=1e-4)
@@ -60,7 +67,7 @@ def test_it_is_least_squares_where_tokens_are_many() -> None:
     x = torch.cat([loc.double(), torch.ones(len(loc), 1)], 1)
     expected = torch.linalg.lstsq(x, norm[:, None]).solution[:-1, 0]
     rows = model.action.cls_weight.detach().clone()
-    level_logits(model, loc)
+    level(model, loc)
     taken = (rows - model.action.cls_weight.detach()).double()
     assert float((taken - taken[0]).abs().max()) < 1e-6, "the same from every row"
     assert float((taken[0] - expected).norm() / expected.norm()) < 0.05, "the ridge is a small one"
@@ -85,7 +92,7 @@ def test_the_ridge_is_scikit_learns(n: int, p: int, noise: float) -> None:
 def test_too_few_tokens_change_nothing(tokens: int) -> None:
     model = model_of()
     rows = model.action.cls_weight.detach().clone()
-    assert level_logits(model, locations(model)[:tokens]) == 0
+    assert level(model, locations(model)[:tokens]) == 0
     assert torch.equal(model.action.cls_weight, rows)
 
 
@@ -96,25 +103,26 @@ def test_a_normaliser_that_loc_u_does_not_tell_changes_nothing() -> None:
     with torch.no_grad():
         model.action.cls_weight.copy_(torch.randn(VOCAB, HIDDEN) * 3)
     rows = model.action.cls_weight.detach().clone()
-    told = level_logits(model, torch.randn(8, HIDDEN))
+    told = level(model, torch.randn(8, HIDDEN))
     assert told > 0 or torch.equal(model.action.cls_weight, rows)
 
 
-def _levelled(loc: torch.Tensor, vocab_group: int) -> tuple[torch.Tensor, float]:
+def _levelled(loc: torch.Tensor, norm: torch.Tensor, vocab_group: int) -> tuple[torch.Tensor, float]:
     groups = build_groups(vocab_group)
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = model_of(start, stop - start)
-    own = loc[:5] if dist.get_rank() == 0 else loc[5:]  # unequal shares
-    told = level_logits(model, own, groups)
-    return model.action.cls_weight.detach(), told
+    if dist.get_rank():
+        norm = norm + 1.0  # what the main rank fits counts
+    return model.action.cls_weight.detach(), level_logits(model, loc, norm, groups)[0]
 
 
 @pytest.mark.parametrize("vocab_group", [1, 2])
 def test_two_ranks_take_what_one_takes(vocab_group: int) -> None:
     model = model_of()
     loc = locations(model)
-    results = run_ranks(_levelled, 2, loc, vocab_group)
-    told = level_logits(model, loc)
+    norm = (loc @ model.action.cls_weight.T).logsumexp(-1).detach()
+    results = run_ranks(_levelled, 2, loc, norm, vocab_group)
+    told = level(model, loc)
     for rank, (rows, said) in enumerate(results):
         start, stop = vocab_range(VOCAB, rank if vocab_group == 2 else 0, vocab_group)
         torch.testing.assert_close(rows, model.action.cls_weight.detach()[start:stop], atol=1e-6, rtol=1e-5)
@@ -125,7 +133,7 @@ def test_calibration_levels_unless_told_not_to() -> None:
     batches = [random_batch(8, 20, numbers=False, seed=s) for s in range(2)]
     models = [model_of(), model_of()]
     rows = models[0].action.cls_weight.detach().clone()
-    levelled, plain = (calibrate(m, batches, level_batches=by) for m, by in zip(models, (None, ()), strict=True))
+    levelled, plain = (calibrate(m, batches, level=level) for m, level in zip(models, (True, False), strict=True))
     assert torch.equal(models[1].action.cls_weight, rows)
     assert plain.levelled == 0 < levelled.levelled
     assert levelled.loss < plain.loss

@@ -1,0 +1,214 @@
+"""The search for (C, gamma) of the calibrated start: logits made once, every point looked at from a histogram of them.
+
+At the start scale_S,k = gamma ||W_k||_1 at every token, so the OvR loss of any (C, gamma) is a sum over pairs
+(loc_S, ||W_k||_1): those of labels one by one, all others by how many fall into a cell. [tokens, rows] is held in
+memory here, for a few hundred tokens, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.cauchy import log_prob_above, prob_above
+from cqwen_dist.ops.ovr_heads import chunk_rows
+from cqwen_dist.ops.ovr_inputs import rows_in_use
+from cqwen_dist.ops.products import product
+from cqwen_dist.parallel.collectives import gather_lists, gather_objects, sum_over
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
+
+if TYPE_CHECKING:
+    from cqwen_dist.model.causal_qwen import CausalQwenModel
+
+LOC_CELLS = 8192  # over the range of all logits: some hundredths of a nat
+NORM_CELLS = 24  # between the least and the largest norm, by their logarithm
+
+
+class Histogram(NamedTuple):
+    """Pairs of all words in use and all tokens, and of labels alone; the same on every rank. All float64, CPU."""
+
+    loc: Tensor  # [cells] middle of each
+    norm: Tensor  # [cells]
+    words: Tensor  # [cells] how many, labels among them
+    label_loc: Tensor  # [n]
+    label_norm: Tensor  # [n]
+    middle: float  # mean logit
+    spread: float  # mean top logit minus it
+
+    def loss(self, threshold: float, gamma: float) -> float:
+        """Mean OvR loss of a token."""
+        rest = -log_prob_above(gamma * self.norm, self.loc - threshold)
+        scale, gap = gamma * self.label_norm, threshold - self.label_loc
+        labels = log_prob_above(scale, -gap) - log_prob_above(scale, gap)
+        total = float((self.words * rest).sum() + labels.sum())
+        return total / max(len(self.label_loc), 1)
+
+
+class StartLogits:
+    """loc_S [n, rows] of this rank's rows for all tokens of its vocabulary group, kept while the start is chosen."""
+
+    def __init__(
+        self,
+        model: CausalQwenModel,
+        loc: Tensor,
+        labels: Tensor,
+        groups: Groups | None,
+        progress: Callable[[str, int, int], None],
+        used_rows: int | None,
+    ) -> None:
+        """loc [N,C_w] loc_U, labels [N]: this rank's. used_rows: the loss leaves words from here on out."""
+        self.model, self.groups = model, groups
+        self.vocab = None if groups is None else groups.vocab
+        action = model.action
+        self.start = action.vocab_start
+        counts = exchange_counts(len(loc), self.vocab, loc.device)
+        first = 0 if groups is None else sum(counts[: groups.vocab_rank])
+        self._own = slice(first, first + len(loc))
+        self.loc = gather_tokens(loc, counts, self.vocab)
+        self.labels = gather_tokens(labels, counts, self.vocab)
+        self.tokens = int(self._total(torch.tensor(float(len(loc)))))
+        self.in_loss = rows_in_use(action.rows, self.start, used_rows)
+        self.in_use = rows_in_use(action.rows, self.start, model.config.used_rows)
+        self.logits = loc.new_empty(len(self.loc), action.rows)
+        for at in range(0, action.rows, step := max(1024, chunk_rows(*self.loc.shape))):
+            progress("logits", at, action.rows)
+            rows = slice(at, min(at + step, action.rows))
+            self.logits[:, rows] = product(self.loc, action.cls_weight[rows]) + action.cls_bias[rows]
+
+    def take(self, v: Tensor) -> None:
+        """Every row has lost v [C_w]."""
+        self.logits -= (self.loc @ v.to(self.loc))[:, None]
+
+    def redo(self, words: Sequence[int]) -> None:
+        """These words' rows are others now."""
+        action = self.model.action
+        if at := [word - self.start for word in words if word - self.start in range(action.rows)]:
+            self.logits[:, at] = product(self.loc, action.cls_weight[at]) + action.cls_bias[at]
+
+    def at(self, threshold: float, gamma: float, norms: Tensor) -> tuple[float, Tensor, Tensor]:
+        """(mean loss of all ranks' tokens, argmax P [n], this rank's part of sum P [n]) at a point; norms [rows]."""
+        used, rows = slice(0, self.in_loss), self.in_loss
+        loss = torch.zeros((), dtype=torch.float64, device=norms.device)
+        prob_sum = torch.zeros(len(self.loc), device=norms.device)
+        for at in range(0, rows, step := chunk_rows(len(self.loc), 1)):
+            part = slice(at, min(at + step, rows))
+            gap, scale = threshold - self.logits[:, part], (gamma * norms[part]).expand(len(self.loc), -1)
+            loss -= log_prob_above(scale, -gap).double().sum()
+            prob_sum += prob_above(scale, gap).sum(1)
+        rows_at, label_at = self._labels(self.in_loss)
+        gap = threshold - self.logits[rows_at, label_at]
+        scale = gamma * norms[used][label_at]
+        loss += (log_prob_above(scale, -gap) - log_prob_above(scale, gap)).double().sum()
+        best = self._best((self.logits[:, : self.in_use] - threshold) / norms[: self.in_use].clamp(min=1e-30))
+        return self._total(loss) / max(self.tokens, 1), best, prob_sum
+
+    def best_logit(self) -> Tensor:
+        """argmax loc_S [n], of all rows."""
+        return self._best(self.logits)
+
+    def p_of(self, word: int, threshold: float, gamma: float, norms: Tensor) -> Tensor:
+        """P of one word [n]."""
+        p = torch.zeros(len(self.loc), device=norms.device)
+        if (at := word - self.start) in range(self.model.action.rows):
+            p = prob_above((gamma * norms[at]).expand(len(p)), threshold - self.logits[:, at])
+        return p if self.vocab is None else sum_over(p, self.vocab)
+
+    def histogram(self, norms: Tensor) -> Histogram:
+        """Of the logits as they are; norms [rows]."""
+        used = slice(0, self.in_loss)
+        logits, norms = self.logits[:, used], norms[used].clamp(min=1e-30)
+        low, high = self._range(logits)
+        least, largest = self._range(norms.log())
+        cell, wide = max(high - low, 1e-6) / LOC_CELLS, max(largest - least, 1e-6) / NORM_CELLS
+        column = ((norms.log() - least) / wide).long().clamp(0, NORM_CELLS - 1)
+        count = torch.zeros(LOC_CELLS * NORM_CELLS, dtype=torch.float64, device=norms.device)
+        for at in range(0, logits.shape[1], step := chunk_rows(len(logits), 1)):
+            part = slice(at, min(at + step, logits.shape[1]))
+            row = ((logits[:, part] - low) / cell).long().clamp_(0, LOC_CELLS - 1)
+            count += torch.bincount((row * NORM_CELLS + column[part]).flatten(), minlength=len(count))
+        rows_at, label_at = self._labels(self.in_loss)
+        own = torch.stack([logits[rows_at, label_at], norms[label_at]], 1)
+        top = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -math.inf)
+        if self.groups is not None:
+            sum_over(count, self.groups.world)
+            own = torch.cat([torch.from_numpy(part) for part in gather_objects(own.cpu().numpy())])
+            top = torch.stack(self._from_group(top)).amax(0)
+        loc = low + cell * (torch.arange(LOC_CELLS, dtype=torch.float64) + 0.5)
+        norm = (least + wide * (torch.arange(NORM_CELLS, dtype=torch.float64) + 0.5)).exp()
+        cells = loc.repeat_interleave(NORM_CELLS), norm.repeat(LOC_CELLS)
+        own, count = own.double().cpu(), count.cpu()
+        middle = float((count * cells[0]).sum() / count.sum().clamp(min=1))
+        spread = max(self.mean(top) - middle, 1e-3)
+        seen = count > 0
+        return Histogram(cells[0][seen], cells[1][seen], count[seen], own[:, 0], own[:, 1], middle, spread)
+
+    def mean(self, values: Tensor) -> float:
+        """Of [n], the group's tokens, over all tokens of the world."""
+        return self._total(values[self._own].double().sum()) / max(self.tokens, 1)
+
+    def everyone(self, part: Tensor) -> Tensor:
+        """[n] of a part that every rank of the group has of each token: the whole, of all ranks' tokens."""
+        if self.groups is None:
+            return part
+        return gather_lists(sum_over(part, self.vocab)[self._own])
+
+    def _labels(self, rows: int) -> tuple[Tensor, Tensor]:
+        """(token, row) of the labels that this rank holds."""
+        here = (self.labels >= self.start) & (self.labels < self.start + rows)
+        return here.nonzero()[:, 0], self.labels[here] - self.start
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """The word [n] of the largest score; the first of equals."""
+        if not scores.shape[1]:
+            value, word = scores.new_full((len(scores),), -math.inf), self.labels.new_zeros(len(scores))
+        else:
+            value, at = scores.max(1)
+            word = at + self.start
+        if self.groups is None or self.groups.vocab_size == 1:
+            return word
+        values, words = torch.stack(self._from_group(value)), torch.stack(self._from_group(word))
+        return words.gather(0, values.argmax(0, keepdim=True))[0]
+
+    def _from_group(self, part: Tensor) -> list[Tensor]:
+        """[n] of every rank of the vocabulary group."""
+        size = 1 if self.groups is None else self.groups.vocab_size
+        return list(gather_tokens(part.contiguous(), [len(part)] * size, self.vocab).view(size, -1))
+
+    def _range(self, values: Tensor) -> tuple[float, float]:
+        """(least, largest) of all ranks."""
+        own = (float(values.min()), float(values.max())) if values.numel() else (math.inf, -math.inf)
+        every = [own] if self.groups is None else gather_objects(own)
+        return min(low for low, _ in every), max(high for _, high in every)
+
+    def _total(self, value: Tensor) -> float:
+        """A scalar summed over the world."""
+        total = value.detach().double().to(self.loc.device)
+        return float(total if self.groups is None else sum_over(total.clone(), self.groups.world))
+
+
+def best_threshold_and_gamma(seen: Histogram) -> tuple[float, float]:
+    """(C, gamma) of least loss: a 5 x 5 grid over shares of the logits' range and powers of ten, then 7 halvings."""
+    typical = float((seen.words * seen.norm).sum() / seen.words.sum().clamp(min=1)) or 1.0
+    known: dict[tuple[float, float], float] = {}
+
+    def point(share: float, power: float) -> tuple[float, float]:
+        return seen.middle + share * seen.spread, 10.0**power * seen.spread / typical
+
+    def loss(at: tuple[float, float]) -> float:
+        if at not in known:
+            value = seen.loss(*point(*at))
+            known[at] = value if math.isfinite(value) else math.inf
+        return known[at]
+
+    best = min(((f, g) for f in (0.25, 0.5, 0.75, 1.0, 1.25) for g in (-4.0, -3.0, -2.0, -1.0, 0.0)), key=loss)
+    step = (0.125, 0.5)
+    for _ in range(7):
+        around = [(best[0] + i * step[0], best[1] + j * step[1]) for i, j in ((1, 0), (-1, 0), (0, 1), (0, -1))]
+        best = min([best, *around], key=loss)
+        step = (step[0] / 2, step[1] / 2)
+    return point(*best)
