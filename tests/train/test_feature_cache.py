@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.numerics import assert_close
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import file_record
@@ -74,16 +75,22 @@ def test_a_run_goes_on_in_the_middle_of_a_cached_stage_on_other_ranks(
 
 
 def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
-    damaged = sorted((tmp_path / "cache").glob("*/z-*.bin"))[0]
+    untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
+    damaged = sorted(untrained.glob("z-*.bin"))[0]
     block = bytearray(damaged.read_bytes())
-    block[100] ^= 0x40
+    block[103] ^= 0x40  # an exponent
     damaged.write_bytes(block)
     spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2"]
     train_run(config_in(tmp_path), f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached), *spread, world=2)
     assert losses(tmp_path / "run") == pytest.approx(losses(uncached), rel=1e-5), "with rows shared and ZeRO-3"
-    manifest = json.loads((damaged.parent / "manifest.json").read_text())
+    manifest = json.loads((untrained / "manifest.json").read_text())
     assert file_record(damaged) == manifest["files"][damaged.name], "it was not made again"
+    z, before = (
+        FeatureShards(folder, 16, torch.float32).read([3, 0]) for folder in (untrained, kept / "cache" / untrained.name)
+    )
+    assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
 
 
 def test_the_key_knows_the_data_and_the_dtype_is_the_run_s(uncached: Path, kept: Path, tmp_path: Path) -> None:
