@@ -292,7 +292,7 @@ def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, plac
     for mode in ("standard", "compatible", "ovr"):
         a, b = (m.generate(**batch, mode=mode, max_new_tokens=6, return_numbers=True, seed=1) for m in (model, placed))
         assert torch.equal(a[0], b[0])
-        assert torch.equal(a[1].values, b[1].values)
+        assert_close(a[1].values, b[1].values, 1e-5, "values")  # the same weights in another place
 
 
 def test_a_model_spread_within_the_memory_it_is_given(tmp_path: Path) -> None:
