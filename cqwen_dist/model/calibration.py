@@ -63,7 +63,7 @@ def calibrate(
 
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
     rank are used. features: (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO).
-    level_batches: what rows are levelled by (None: `batches`); empty, loc_S stays the base's logits to the bit.
+    level_batches: what rows are levelled by (None: `batches`); empty, no row of W_cls changes.
     A grid of 5 x 5, then a pattern search; gamma is one for all word dimensions, so scale_S = gamma ||W_k||_1. With
     b_noise_init the total may come out larger than the best gamma; what is reported is of the total that is set.
     Collective over the world: with groups, every rank brings the same number of batches, and ends with the same
