@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-matrix crash test-gpu test-cluster conformance lint format clean
+.PHONY: help setup quickstart test test-all test-rounding test-matrix crash test-gpu test-cluster conformance lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -27,6 +27,13 @@ test: setup lint ## lint, types and the test suite
 
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
 	$(BIN)/pytest -m 'not gpu and not cluster'
+
+# Instructions that every x86-64 has, and products that round by their shape: what only one CPU's rounding holds up, falls.
+OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
+ROUNDED    := tests/model tests/ops tests/generate tests/seeds tests/parallel/test_vocab_parallel.py tests/train/test_feature_cache.py \
+  tests/train/test_resume.py tests/train/test_boundaries.py
+test-rounding: setup ## numerical tests under another code path and another rounding
+	$(OTHER_PATH) $(BIN)/pytest --rounding $(ROUNDED) --deselect tests/seeds/test_presets.py
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'
