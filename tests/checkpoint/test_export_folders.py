@@ -44,7 +44,8 @@ def words(rows: int = 3, length: int = 9) -> Tensor:
     return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(4))
 
 
-def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 1e-6) -> None:
+def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 1e-5) -> None:
+    """To two layers of fp32's rounding: tensors mapped from a file begin anywhere, which a BLAS may go by."""
     with torch.no_grad():
         x, y = (m(words(), logits_to_keep=2) for m in (a, b))
     for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits"):
@@ -70,7 +71,7 @@ def test_whole_or_merged_and_an_adapter_for_peft(tmp_path: Path, merge: bool) ->
     model, folder = folder_of(tmp_path, lora=LORA)
     out = export(folder, tmp_path / "out", merge)
     again, _ = load_trained(out)
-    same(model, again, 1e-5)
+    same(model, again)
     assert (again.config.lora is None) == merge
     assert (out / "adapter" / "adapter_model.safetensors").is_file() != merge
     assert not list(tmp_path.glob(".out*"))
