@@ -6,7 +6,8 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all test-matrix crash base test-gpu test-cluster conformance lint format clean
+.PHONY: help setup base quickstart test test-all test-rounding test-matrix crash test-gpu test-cluster conformance \
+  lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -31,6 +32,14 @@ test: setup lint ## lint, types and the test suite
 
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
 	$(BIN)/pytest -m 'not gpu and not cluster'
+
+# Instructions that every x86-64 has, and products that round by their shape: what only one CPU's rounding holds up, falls.
+OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
+ROUNDED    := tests/model tests/ops/test_ovr_best.py tests/ops/test_ovr_heads.py tests/ops/test_ovr_masters.py \
+  tests/generate/test_generator.py tests/generate/test_modes.py tests/seeds/test_formulas.py tests/train/test_resume.py \
+  tests/train/test_feature_cache.py --ignore tests/model/test_compile_layers.py
+test-rounding: setup ## numerical tests under another code path and another rounding
+	$(OTHER_PATH) $(BIN)/pytest --rounding $(ROUNDED)
 
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'

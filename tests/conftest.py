@@ -17,6 +17,18 @@ if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounding", action="store_true", help="products round by their shape (support/rounding.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--rounding"):
+        from support.rounding import ASKED, install_if_asked
+
+        os.environ[ASKED] = "1"  # for the ranks
+        install_if_asked()
+
+
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of one rank with a checkpoint at each of its 6 steps (stage heads to 3, stage lora from 4)."""

@@ -94,7 +94,7 @@ class ModelConfig(Section):
     )
     w_num_scale: NonNegative | None = Field(
         None,
-        description="Factor on the start of w_num; 0: no value is read at first; default: when start is calibrated 0.2, "
+        description="Factor on the start of w_num; 0: no value is read at first; default: when calibrated 0.2, "
         "or where <NUM> inherits from digits 0.08 of their rows' norm; 1 in the seed presets (some five points).",
     )
     b_noise_init: NonNegative | None = Field(

@@ -89,7 +89,7 @@ def calibrate(
     batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
     rank choose (C, gamma). fit_batches: what rows and regression are fitted to (None: `batches`). features:
     (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO). level: whether to; if not, and without
-    numerals, loc_S stays the base's logits to the bit. numerals: the tokens that the base spells numerals with, where
+    numerals, no row of W_cls changes. numerals: the tokens that the base spells numerals with, where
     <NUM>'s row is to inherit from them. progress: called often, on every rank alike; may raise to end it. gamma is one
     for all word dimensions. With b_noise_init the total may come out larger than the best gamma; what is reported is
     of the total that is set. Collective over the world: with groups, every rank brings the same number of batches, and

@@ -30,7 +30,7 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
 def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
     """Add adapters in place. Raises `UserError` where no module has one of the names, or DoRA's weights are not whole.
 
-    The model stays exact: B = 0, and DoRA's magnitude is the norm that it divides by, to the bit.
+    The model stays exact: B = 0, and DoRA's magnitude is the norm that it divides by, computed alike.
     """
     if config.dora and any(hasattr(p, "ds_id") for p in transformer.parameters()):
         raise UserError("model.lora.dora", True, "false where ZeRO-3 partitions the base: its norms need whole weights")

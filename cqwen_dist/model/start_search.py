@@ -73,10 +73,9 @@ class StartLogits:
         self.labels = gather_tokens(labels, counts, self.vocab)
         self.tokens = int(self._total(torch.tensor(float(len(loc)))))
         self.in_loss = rows_in_use(action.rows, self.start, used_rows)
-        self.in_use = rows_in_use(action.rows, self.start, model.config.used_rows)
         self.logits = loc.new_empty(len(self.loc), action.rows)
+        progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
         for at in range(0, action.rows, step := max(1024, chunk_rows(*self.loc.shape))):
-            progress("logits", at, action.rows)
             rows = slice(at, min(at + step, action.rows))
             self.logits[:, rows] = product(self.loc, action.cls_weight[rows]) + action.cls_bias[rows]
 
@@ -92,7 +91,7 @@ class StartLogits:
 
     def at(self, threshold: float, gamma: float, norms: Tensor) -> tuple[float, Tensor, Tensor]:
         """(mean loss of all ranks' tokens, argmax P [n], this rank's part of sum P [n]) at a point; norms [rows]."""
-        used, rows = slice(0, self.in_loss), self.in_loss
+        rows = self.in_loss
         loss = torch.zeros((), dtype=torch.float64, device=norms.device)
         prob_sum = torch.zeros(len(self.loc), device=norms.device)
         for at in range(0, rows, step := chunk_rows(len(self.loc), 1)):
@@ -100,11 +99,11 @@ class StartLogits:
             gap, scale = threshold - self.logits[:, part], (gamma * norms[part]).expand(len(self.loc), -1)
             loss -= log_prob_above(scale, -gap).double().sum()
             prob_sum += prob_above(scale, gap).sum(1)
-        rows_at, label_at = self._labels(self.in_loss)
+        rows_at, label_at = self._labels(rows)
         gap = threshold - self.logits[rows_at, label_at]
-        scale = gamma * norms[used][label_at]
+        scale = gamma * norms[label_at]
         loss += (log_prob_above(scale, -gap) - log_prob_above(scale, gap)).double().sum()
-        best = self._best((self.logits[:, : self.in_use] - threshold) / norms[: self.in_use].clamp(min=1e-30))
+        best = self._best((self.logits - threshold) / norms.clamp(min=1e-30))
         return self._total(loss) / max(self.tokens, 1), best, prob_sum
 
     def best_logit(self) -> Tensor:

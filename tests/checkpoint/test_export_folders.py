@@ -44,7 +44,8 @@ def words(rows: int = 3, length: int = 9) -> Tensor:
     return torch.randint(0, 250, (rows, length), generator=torch.Generator().manual_seed(4))
 
 
-def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 1e-6) -> None:
+def same(a: CausalQwenForCausalLM, b: CausalQwenForCausalLM, tolerance: float = 1e-5) -> None:
+    """To two layers of fp32's rounding: tensors mapped from a file begin anywhere, which a BLAS may go by."""
     with torch.no_grad():
         x, y = (m(words(), logits_to_keep=2) for m in (a, b))
     for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits"):
@@ -70,7 +71,7 @@ def test_whole_or_merged_and_an_adapter_for_peft(tmp_path: Path, merge: bool) ->
     model, folder = folder_of(tmp_path, lora=LORA)
     out = export(folder, tmp_path / "out", merge)
     again, _ = load_trained(out)
-    same(model, again, 1e-5)
+    same(model, again)
     assert (again.config.lora is None) == merge
     assert (out / "adapter" / "adapter_model.safetensors").is_file() != merge
     assert not list(tmp_path.glob(".out*"))
@@ -292,7 +293,7 @@ def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, plac
     for mode in ("standard", "compatible", "ovr"):
         a, b = (m.generate(**batch, mode=mode, max_new_tokens=6, return_numbers=True, seed=1) for m in (model, placed))
         assert torch.equal(a[0], b[0])
-        assert torch.equal(a[1].values, b[1].values)
+        assert_close(a[1].values, b[1].values, 1e-5, "values")  # the same weights in another place
 
 
 def test_a_model_spread_within_the_memory_it_is_given(tmp_path: Path) -> None:

@@ -45,6 +45,12 @@ def outputs(model: CausalQwenForCausalLM) -> tuple[torch.Tensor, ...]:
         return model.model(batch.input_ids, batch.numeric_values, batch.attention_mask)
 
 
+def assert_same_outputs(model: CausalQwenForCausalLM, loaded: CausalQwenForCausalLM, tolerance: float = 1e-5) -> None:
+    """To two layers of rounding (of fp32, unless told): a mapped tensor begins anywhere, and a BLAS may go by that."""
+    for a, b in zip(outputs(model), outputs(loaded), strict=True):
+        assert_close(b, a, tolerance)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("qwen3", False)])
 def test_folder_round_trip(shape: str, kind: str, tied: bool, tmp_path: Path) -> None:
@@ -60,8 +66,7 @@ def test_folder_round_trip(shape: str, kind: str, tied: bool, tmp_path: Path) ->
         state, loaded = model.state_dict(), again.state_dict()
         assert state.keys() == loaded.keys()
         assert all(torch.equal(state[name], loaded[name]) for name in state)
-        for a, b in zip(outputs(model), outputs(again.eval()), strict=True):
-            assert torch.equal(a, b)
+        assert_same_outputs(model, again.eval())
         assert again.config.to_diff_dict() == model.config.to_diff_dict()
         assert again.model.target == model.model.target
         assert again.model.abduction.scale_floor == model.model.abduction.scale_floor
@@ -84,8 +89,7 @@ def test_scale_floor_of_a_small_calibrated_gamma_survives(tmp_path: Path) -> Non
     calibrate(model.model, [random_batch()], max_tokens=16)
     model.save_pretrained(tmp_path)
     again = CausalQwenForCausalLM.from_pretrained(tmp_path).eval()
-    for a, b in zip(outputs(model), outputs(again), strict=True):
-        assert torch.equal(a, b)
+    assert_same_outputs(model, again)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -103,7 +107,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     again = CausalQwenForCausalLM.from_pretrained(tmp_path).eval()
-    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(again), strict=True))
+    assert_same_outputs(model, again)
 
 
 def test_heads_stay_fp32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
@@ -127,7 +131,7 @@ def test_a_bf16_backbone_with_fp32_heads_comes_back_as_it_was(tmp_path: Path) ->
     for name in state:
         assert state[name].dtype == loaded[name].dtype, name
         assert torch.equal(state[name], loaded[name]), name
-    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(again), strict=True))
+    assert_same_outputs(model, again, 2**-7)  # of bf16
 
 
 # ---- LoRA ----
@@ -160,7 +164,7 @@ def test_merged_adapters_give_equal_outputs_and_a_plain_folder(tmp_path: Path) -
     model.save_pretrained(tmp_path)
     again = CausalQwenForCausalLM.from_pretrained(tmp_path).eval()
     assert again.config.lora is None
-    assert all(torch.equal(a, b) for a, b in zip(outputs(again), outputs(model), strict=True))
+    assert_same_outputs(model, again)
 
 
 def test_lora_on_modules_that_are_not_there() -> None:

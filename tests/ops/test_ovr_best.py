@@ -27,7 +27,10 @@ def law(tokens: int, width: int, spread: float, seed: int = 1) -> tuple[torch.Te
 @pytest.mark.parametrize("threshold", [-30.0, 0.0, 30.0])
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens: int) -> None:
-    """Whether every P is below 1/2 (a larger scale helps), above (it hurts), or mixed."""
+    """Whether every P is below 1/2 (a larger scale helps), above (it hurts), or mixed.
+
+    Or one as good as that to rounding: the two multiply other shapes, and of some 15,000 choices a few are near ties.
+    """
     weight, bias, c = head(1003, 37)
     for seed in range(10):
         loc, scale = law(tokens, 37, spread, seed)
@@ -35,7 +38,11 @@ def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens:
             plain = ovr_topk(loc, scale, weight, bias, c + threshold, used_rows=used)[1][:, 0]
             for sizes in (row_sizes(weight), None):
                 quick = best_word(loc, scale, weight, bias, c + threshold, sizes, used_rows=used)
-                assert torch.equal(quick, plain)
+                other = (quick != plain).nonzero()[:, 0]
+                above = loc[other].double() @ weight.double().T + (bias - c - threshold).double()
+                z = above / (scale[other].double() @ weight.double().abs().T)
+                best, found = (z.gather(1, words[other, None]) for words in (plain, quick))
+                torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-5)
 
 
 def test_few_words_are_looked_at_where_scales_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from support.rounding import install_if_asked
 
 
 def fork_server() -> Any:
@@ -85,6 +86,7 @@ def _rank(
 ) -> None:
     os.environ.clear()  # the server's is of when it was started
     os.environ.update(environment)
+    install_if_asked()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames collectives that 2.6 has
     faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.numerics import assert_close
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import file_record
 from cqwen_dist.train.feature_shards import FeatureShards
 
+CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
 EPOCHS_OF_HEADS = [
     {"name": "heads", "train": ["heads"], "steps": 8, "lr": 1e-2},  # 32 texts, 12 a step: 3 steps an epoch
     {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 2, "lr": 1e-2},
@@ -47,8 +49,8 @@ def caches(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/manifest.json"))
 
 
-def test_losses_are_those_without_a_cache_to_1e_6(uncached: Path, kept: Path) -> None:
-    assert losses(kept / "run") == pytest.approx(losses(uncached), rel=1e-6)
+def test_losses_are_those_without_a_cache_to_rounding(uncached: Path, kept: Path) -> None:
+    assert losses(kept / "run") == pytest.approx(losses(uncached), rel=CLOSE)
     assert len(caches(kept / "cache")) == 2, "one of the untrained features, one of those that LoRA has moved"
     assert losses(uncached)[7] < 0.9 * losses(uncached)[0]
 
@@ -58,7 +60,7 @@ def test_any_rank_reads_what_others_wrote(uncached: Path, kept: Path, tmp_path: 
     before = {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")}
     config = config_in(tmp_path, EPOCHS_OF_HEADS[:2])  # what LoRA makes of it differs in last bits: another key
     train_run(config, f"train.feature_cache.dir={kept}/cache", *same_data(uncached))
-    assert losses(tmp_path / "run")[:7] == pytest.approx(losses(uncached)[:7], rel=1e-6)
+    assert losses(tmp_path / "run")[:7] == pytest.approx(losses(uncached)[:7], rel=CLOSE)
     assert {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")} == before
 
 
@@ -69,21 +71,27 @@ def test_a_run_goes_on_in_the_middle_of_a_cached_stage_on_other_ranks(
     set_back(kept / "run", copy, 2)
     own = ["train.feature_cache.dir=null", "train.micro_batch_size=3"]
     train_run(kept / "config.yaml", f"run.dir={copy}", *own, *same_data(uncached))
-    assert losses(copy) == pytest.approx(losses(uncached), rel=1e-6)
+    assert losses(copy) == pytest.approx(losses(uncached), rel=CLOSE)
     assert not (copy / "feature_cache").exists(), "the run's own cache goes when its stage does"
 
 
 def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
-    damaged = sorted((tmp_path / "cache").glob("*/z-*.bin"))[0]
+    untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
+    damaged = sorted(untrained.glob("z-*.bin"))[0]
     block = bytearray(damaged.read_bytes())
-    block[100] ^= 0x40
+    block[103] ^= 0x40  # an exponent
     damaged.write_bytes(block)
     spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2"]
     train_run(config_in(tmp_path), f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached), *spread, world=2)
-    assert losses(tmp_path / "run") == pytest.approx(losses(uncached), rel=1e-5), "with rows shared and ZeRO-3"
-    manifest = json.loads((damaged.parent / "manifest.json").read_text())
+    assert losses(tmp_path / "run") == pytest.approx(losses(uncached), rel=CLOSE), "with rows shared and ZeRO-3"
+    manifest = json.loads((untrained / "manifest.json").read_text())
     assert file_record(damaged) == manifest["files"][damaged.name], "it was not made again"
+    z, before = (
+        FeatureShards(folder, 16, torch.float32).read([3, 0]) for folder in (untrained, kept / "cache" / untrained.name)
+    )
+    assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
 
 
 def test_the_key_knows_the_data_and_the_dtype_is_the_run_s(uncached: Path, kept: Path, tmp_path: Path) -> None:
