@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def evaluate_checkpoint(
     """
     baseline: float | None = None
     known: IntervalFactors | None = None
-    only_used, dtype, remote_code = False, torch.float32, False
+    only_used, dtype, remote_code, spelt = False, torch.float32, False, False
     if is_exported(path):
         if data is None:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
@@ -59,6 +59,7 @@ def evaluate_checkpoint(
         only_used = run.loss.negatives == "used"
         dtype = torch.bfloat16 if run.train.precision == "bf16" else torch.float32
         remote_code = run.model.trust_remote_code
+        spelt = run.num_row_init == "digits"
         start = _json(Path(run.run.dir) / START)
         if start is None:
             raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
@@ -94,19 +95,27 @@ def evaluate_checkpoint(
             model_of_base: Any = load_base(
                 base, dtype, remote_code, rows_for=lambda found: rows if found == own else found
             )
-            evaluator.base = base_figures(model_of_base.to(runtime.device), batches, base)
+            numerals = tokenizer.numeral_ids if spelt or inner.config.added_rows else []
+            found = base_figures(model_of_base.to(runtime.device), batches, base, tokenizer.num_token_id, numerals)
+            evaluator.base = found
         return evaluator()
 
 
 @torch.no_grad()
-def base_figures(base: Any, batches: Iterable[Batch], name: str) -> dict[str, float]:
+def base_figures(
+    base: Any, batches: Iterable[Batch], name: str, num_token_id: int, numerals: Sequence[int] = ()
+) -> dict[str, float]:
     """The base model's own top-1 and perplexity on the same ids, numbers' values unseen; every labelled position.
 
-    base: a causal language model of transformers; its own head, all V rows. Raises `UserError` where a label is not
-    in its vocabulary.
+    base: a causal language model of transformers; its own head, all V rows. numerals: the tokens it spells numerals
+    with, where it never saw <NUM>: then it reads their mean there, and any of them is right where a number is next, as
+    at a run's start. Raises `UserError` where a label is not in its vocabulary.
     """
     base.eval()
-    head = base.get_output_embeddings()
+    head, table = base.get_output_embeddings(), base.get_input_embeddings().weight
+    spelt = torch.tensor(list(numerals), dtype=torch.int64, device=head.weight.device)
+    rows, bias = head.weight[spelt], 0.0 if head.bias is None else head.bias[spelt]
+    digits = table[spelt].float().mean(0) if len(spelt) else table[num_token_id]
     right = surprise = 0.0
     count = 0
     for batch in batches:
@@ -115,13 +124,18 @@ def base_figures(base: Any, batches: Iterable[Batch], name: str) -> dict[str, fl
         labels = there.labels.flatten()[keep]
         if len(labels) and int(labels.max()) >= head.weight.shape[0]:
             raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
-        z = base.base_model(input_ids=there.input_ids, position_ids=there.position_ids, use_cache=False)[0]
+        embeddings = table[there.input_ids]
+        embeddings[there.input_ids == num_token_id] = digits.to(table.dtype)
+        z = base.base_model(inputs_embeds=embeddings, position_ids=there.position_ids, use_cache=False)[0]
         z = z.flatten(0, 1)[keep]
         score = (z, torch.zeros_like(z), head.weight, head.bias, 0.0)
         found = ovr_scores(*score, labels)
         _, best = ovr_topk(*score, 1, rank_by="loc")
-        right += float((best[:, 0] == labels).sum())
-        surprise += float((found.log_norm - found.label_loc).double().sum())
+        number = labels == num_token_id
+        right += float(((best[:, 0] == labels) | (number & torch.isin(best[:, 0], spelt))).sum())
+        written = (z @ rows.T + bias).float().logsumexp(1)
+        likely = torch.where(number, torch.logaddexp(found.label_loc, written), found.label_loc)
+        surprise += float((found.log_norm - likely).double().sum())
         count += len(labels)
     return {
         "eval/base_accuracy": right / max(count, 1),

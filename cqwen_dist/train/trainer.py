@@ -156,7 +156,7 @@ class Trainer:
             used_rows=self.used_rows,
             gemm_dtype=dtype,
             word_counts=counts,
-            numerals=tokenizer.numeral_ids,
+            numerals=self.numerals,
             progress=self._show,
         )
         self.saver = run_saver(config, self.groups, runtime)
