@@ -46,7 +46,7 @@ def outputs(model: CausalQwenForCausalLM) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)])
 def test_folder_round_trip(shape: str, kind: str, tied: bool, tmp_path: Path) -> None:
     model = worn(kind, tied, **SHAPES[shape])
     model.save_pretrained(tmp_path)
