@@ -210,4 +210,6 @@ def test_a_run_in_stage_3_is_the_run_in_stage_1(kind: str, tmp_path: Path) -> No
     train_run(config, *spread, world=2)
     assert losses(folder) == pytest.approx(losses(tmp_path / "three"), rel=1e-5)
     model, tokenizer = load_trained(folder)
+    train_run(config, f"run.dir={tmp_path}/warm", f"model.warm_start={folder}", "stages.0.steps=1", "stages.1.steps=1")
+    assert "calibration" not in json.loads((tmp_path / "warm" / "start.json").read_text())
     assert model.config.added_rows == (model.config.vocab_size - len(tokenizer.tokenizer) if kind == "llama" else 0)

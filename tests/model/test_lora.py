@@ -17,11 +17,14 @@ FAMILY = {
     "rslora": {"rslora": True},
     "dora": {"dora": True},
     "dora of all": {"dora": True, "rslora": True, "target_modules": "all-linear"},
+    "of a llama": {"kind": "llama", "target_modules": "all-linear"},
+    "of a mistral": {"kind": "mistral", "dora": True},
 }
 
 
 def adapted(options: dict[str, object], dtype: torch.dtype = torch.float32) -> CausalQwenModel:
-    model = tiny_model()
+    options = dict(options)
+    model = tiny_model(str(options.pop("kind", "qwen2")))
     model.features.to(dtype)
     inject_lora(model.transformer, LoraConfig.model_validate({"r": 4, "alpha": 6, **options}))
     return model
