@@ -46,7 +46,7 @@ def move(model: CausalQwenModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
 def test_the_start_is_exact_and_off_is_the_base_to_the_bit(options: dict[str, object], dtype: torch.dtype) -> None:
-    batch, plain = random_batch(), tiny_model()
+    batch, plain = random_batch(), tiny_model(str(options.get("kind", "qwen2")))
     plain.features.to(dtype)
     model = adapted(options, dtype)
     wanted = z_of(plain, batch)
