@@ -61,7 +61,7 @@ class NumericalAwareTokenizer:
             raise UserError("model.tokenizer", type(tokenizer).__name__, "a fast tokenizer (tokenizer.json)")
         self.tokenizer = tokenizer
         self.policy = policy or NumberPolicy()
-        self._backend: Tokenizer = backend
+        self._backend: Tokenizer = without_prefix(backend)
         vocabulary = tokenizer.get_vocab()
         self.text_size: int = max(len(tokenizer), 1 + max(vocabulary.values()))  # K: rows that words use
         self.num_token_id: int = self.text_size if num_token_id is None else num_token_id
@@ -75,7 +75,7 @@ class NumericalAwareTokenizer:
             literal = str(added[self.num_token_id])
         if vocab_size is not None:
             self.rows_for(vocab_size)
-        self.encoder = NumberEncoder(backend, self.num_token_id, self._reads, literal)
+        self.encoder = NumberEncoder(self._backend, self.num_token_id, self._reads, literal)
 
     def rows_for(self, vocab_size: int) -> int:
         """Rows that a model's vocabulary of this size is to have: more, where words use all. Raises `UserError`."""
@@ -232,6 +232,36 @@ class DigitTokenizer(NumericalAwareTokenizer):
     @property
     def _reads(self) -> NumberPolicy | None:
         return None
+
+
+def without_prefix(backend: Tokenizer) -> Tokenizer:
+    """The same tokenizer, or a copy that puts no space before a text, nor takes one away, as SentencePiece's do.
+
+    Texts are read in pieces, and such a space before each would be read, and written, as if it stood there.
+    """
+    before = [
+        json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part is not None
+    ]
+    if [_no_prefix(part) for part in before] == before:
+        return backend
+    plan = json.loads(backend.to_str())
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        plan[name] = plan[name] and _no_prefix(plan[name])
+    return Tokenizer.from_str(json.dumps(plan))
+
+
+def _no_prefix(part: dict[str, Any]) -> dict[str, Any] | None:
+    """A normalizer, pre-tokenizer or decoder as JSON without what it does to a text's beginning; None: nothing left."""
+    kind = part["type"]
+    if kind == "Prepend" or (kind == "Strip" and part.get("content") == " " and part.get("start")):
+        return None
+    if kind == "Sequence":
+        name = next(key for key in part if key != "type")
+        left = [new for new in map(_no_prefix, part[name]) if new is not None]
+        return {**part, name: left} if left else None
+    if kind == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if kind == "ByteLevel" else part
 
 
 def _plain(sequence: Any) -> Any:

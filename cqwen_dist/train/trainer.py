@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,17 @@ class Trainer:
         )  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say, runtime.device))
         dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        tokenizer, head, table, code = load_tokenizer(config), None, None, config.model.trust_remote_code
+        head, table, code = None, None, config.model.trust_remote_code
+        read = cache(lambda: load_tokenizer(config))  # once there is a base to read it for
         if config.parallel.zero_stage == 3:
             settings = deepspeed_config(config, self.groups.world_size, 1)
             base, head, table = load_partitioned_base(
-                config.base_folder, dtype, settings, runtime, code, rows_for=tokenizer.rows_for
+                config.base_folder, dtype, settings, runtime, code, rows_for=lambda rows: read().rows_for(rows)
             )
         else:
             how = (code, config.model.quantize, runtime.device)
-            base = load_base(config.base_folder, dtype, *how, rows_for=tokenizer.rows_for)
+            base = load_base(config.base_folder, dtype, *how, rows_for=lambda rows: read().rows_for(rows))
+        tokenizer = read()
         vocab_size = base.config.vocab_size
         context = base.config.max_position_embeddings
         for key, length in config.sequence_lengths().items():

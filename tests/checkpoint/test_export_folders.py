@@ -22,6 +22,7 @@ import cqwen_dist.auto  # noqa: F401  registers
 from cqwen_dist.checkpoint import export as export_module
 from cqwen_dist.checkpoint.export import export, load_trained, run_of
 from cqwen_dist.config import UserError
+from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM
 
@@ -160,9 +161,9 @@ print(json.dumps(answers))
 """
 
 
-def test_a_plain_qwen_has_loc_s_as_its_logits_without_this_package(tmp_path: Path) -> None:
+def test_a_plain_model_has_loc_s_as_its_logits_without_this_package(tmp_path: Path) -> None:
     shapes = [{}, {"lora": LORA}, {"number_dims": 3, "causal_size": HIDDEN + 2}]
-    cases = [(kind, shape) for kind in ("qwen2", "qwen3") for shape in shapes]
+    cases = [(kind, shape) for kind in ARCHITECTURES for shape in shapes]
     ids, expected, folders = words(), [], []
     for i, (kind, shape) in enumerate(cases):
         model, tokenizer = tiny_pair(kind=kind, tied=True, **shape)
@@ -172,13 +173,13 @@ def test_a_plain_qwen_has_loc_s_as_its_logits_without_this_package(tmp_path: Pat
             expected.append(model(ids, logits_to_keep=ids.shape[1]).logits)
         source = write_folder(tmp_path / f"in{i}", model, tokenizer)
         folders.append(export(source, tmp_path / f"out{i}", as_base=True))
-        assert "A plain `Qwen" in (folders[-1] / "README.md").read_text()
+        assert f"A plain `{kind.capitalize()}ForCausalLM`" in (folders[-1] / "README.md").read_text()
         assert not (folders[-1] / "number_policy.json").exists()
     command = [sys.executable, "-c", ALONE, json.dumps(ids.tolist()), *map(str, folders)]
     answer = subprocess.run(command, capture_output=True, text=True, env=command_environment(), cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr[-2000:]
     for (kind, _), logits, (name, found) in zip(cases, expected, json.loads(answer.stdout), strict=True):
-        assert name == {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]
+        assert name == f"{kind.capitalize()}ForCausalLM"
         assert_close(torch.tensor(found), logits, 1e-5, "logits")
 
 

@@ -74,8 +74,8 @@ def test_zero_3s_adapters_and_heads_without_deepspeed(run: Path, tmp_path: Path)
     torch.testing.assert_close(torch.tensor(found["s"]) + bias, loc_s, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_names_there_and_back(tmp_path: Path, dora: bool) -> None:
+@pytest.mark.parametrize(("kind", "dora"), [("qwen2", False), ("qwen2", True), ("llama", False), ("mistral", True)])
+def test_names_there_and_back(tmp_path: Path, kind: str, dora: bool) -> None:
     """Against PEFT's own writing of an adapter, DoRA's magnitudes included."""
     from peft import get_peft_model
     from safetensors.torch import load_file
@@ -83,7 +83,7 @@ def test_names_there_and_back(tmp_path: Path, dora: bool) -> None:
 
     from cqwen_dist.model.lora import peft_config
 
-    model = get_peft_model(tiny_base(), peft_config(LoraConfig(dora=dora)))
+    model = get_peft_model(tiny_base(kind), peft_config(LoraConfig(dora=dora)))
     model.save_pretrained(tmp_path)
     inner = model.base_model.model.model
     ours = {f"backbone.transformer.{name}": p.detach() for name, p in inner.named_parameters() if ".lora_" in name}

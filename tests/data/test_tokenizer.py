@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from support.corpora import policies, texts
 from support.shared import shared_path
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
@@ -141,6 +141,37 @@ def test_a_literal_num_is_text_even_where_num_is_an_added_token() -> None:
     ids, values = tokenizer.encode("a <NUM> b 5<NUM>")
     assert [v for i, v in zip(ids, values, strict=True) if i == number] == [5.0]
     assert tokenizer.decode(ids, values) == "a <NUM> b 5<NUM>"
+
+
+def sentence_piece(scheme: str) -> PreTrainedTokenizerFast:
+    """As Llama-2's and Mistral-7B's: a space before every text, taken away again when it is written."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if scheme == "legacy":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, max_token_length=9, show_progress=False)
+    tokenizer.train_from_iterator([f"A man aged {a} paid ${a}. He paid twice.\n" for a in range(50)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "first", "always"])
+def test_a_tokenizer_that_puts_a_space_before_texts_reads_pieces_without_it(scheme: str) -> None:
+    """Else "5 apples" comes back as "5apples", and a "." behind a number is read as " ."."""
+    plain = sentence_piece(scheme)
+    before = plain.backend_tokenizer.to_str()
+    tokenizer = NumericalAwareTokenizer(plain)
+    for text in ("He paid $5. He", "5 apples", "a  b 3", " x 4</s>y 5", "\n 7", "été 8 "):
+        ids, values = tokenizer.encode(text)
+        assert tokenizer.decode(ids, values) == text
+        in_bulk = tokenizer.encoder.read([text, "x" * (1 << 15)])[0]
+        assert list(in_bulk.ids) == ids
+    assert tokenizer.encode("$5.")[0][-1] == plain.convert_tokens_to_ids(".")
+    assert plain.backend_tokenizer.to_str() == before
 
 
 def test_a_vocabulary_without_a_spare_row_gets_rows_and_one_that_is_too_small_is_refused(

@@ -114,7 +114,9 @@ def test_a_prompts_number_matters(model, prompts) -> None:
     assert not torch.equal(zero, run(model, prompts)[0])
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)]
+)
 @pytest.mark.parametrize(
     "sampling", [{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}]
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from matrix.plain_training import LORA, Trained, step_batch, train_plainly
@@ -22,9 +24,12 @@ from support.runs import losses, train_run, write_config
 from support.tiny import NUM, VOCAB, tiny_base
 from torch import nn
 
+from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.config import UserError
+from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.model.backbone import load_base
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -132,6 +137,30 @@ def test_a_tied_head_is_the_token_table_and_rows_are_cut_from_the_file(tmp_path:
             assert torch.equal(one.action.cls_weight, two.action.cls_weight), options
 
 
+def wide_parts(folder: str) -> list[Any]:
+    """The partitioned base's token table, gathered, and its head whole and in part."""
+    case = Case(2, 1, 3, "fp32", 1, BOTH)
+    settings = deepspeed_config(config_of(case), 2, 1)
+    base, head = load_partitioned_base(folder, torch.float32, settings, runtime_of(case), rows_for=lambda _: 128)
+    table = base.model.embed_tokens.weight
+    with deepspeed.zero.GatheredParameters(table):
+        whole = table.detach().clone()
+    parts = (whole, head[:], head[90:110], head[101:128], head[40:60], head[128:128])
+    return [base.config.vocab_size, base.config.added_rows, *(part.numpy() for part in parts)]
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("mistral", False)])
+def test_rows_that_are_added_are_those_of_the_whole_base(kind: str, tied: bool, tmp_path: Path) -> None:
+    tiny_base(kind, tied=tied).save_pretrained(tmp_path, max_shard_size="20KB")
+    base = load_base(str(tmp_path), torch.float32, rows_for=lambda _: 128)
+    head = base.get_output_embeddings().weight.detach()
+    wanted = (base.model.embed_tokens.weight.detach(), head, head[90:110], head[101:], head[40:60], head[128:])
+    for rows, added, *found in run_ranks(wide_parts, 2, str(tmp_path)):
+        assert (rows, added) == (128, 27)
+        for there, here in zip(found, wanted, strict=True):
+            assert torch.equal(torch.from_numpy(there), here)
+
+
 def refusals(folders: list[str]) -> list[str]:
     case, found = Case(1, 1, 3, "fp32", 1, BOTH), []
     for folder in folders:
@@ -152,9 +181,23 @@ def test_files_that_lack_something_are_refused(tmp_path: Path) -> None:
         WeightFiles(tmp_path).slice_of("model.layers.9.mlp.up_proj.weight")
 
 
-def test_a_run_in_stage_3_is_the_run_in_stage_1(tmp_path: Path) -> None:
-    """The whole trainer: calibrated start, evaluation, both stages; and it goes on from a checkpoint of stage 1."""
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_run_in_stage_3_is_the_run_in_stage_1(kind: str, tmp_path: Path) -> None:
+    """The whole trainer: calibrated start, evaluation, both stages; and it goes on from a checkpoint of stage 1.
+
+    The Llama is one that exists, tied, in whose vocabulary words use every row.
+    """
     config = write_config(tmp_path)
+    if kind == "llama":
+        words = train_tokenizer(
+            [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()], 291
+        )
+        base = tiny_base(kind, tied=True, vocab_size=len(words), eos_token_id=words.eos_token_id)
+        base.save_pretrained(tmp_path / "base")
+        words.save_pretrained(tmp_path / "base")
+        config = write_config(
+            tmp_path, model__architecture=None, model__tokenizer=None, model__name_or_path=str(tmp_path / "base")
+        )
     one = train_run(config)
     spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2", "train.micro_batch_size=3"]
     three = train_run(config, f"run.dir={tmp_path}/three", *spread, world=2)
@@ -166,3 +209,7 @@ def test_a_run_in_stage_3_is_the_run_in_stage_1(tmp_path: Path) -> None:
     write_status(folder, "running")
     train_run(config, *spread, world=2)
     assert losses(folder) == pytest.approx(losses(tmp_path / "three"), rel=1e-5)
+    model, tokenizer = load_trained(folder)
+    train_run(config, f"run.dir={tmp_path}/warm", f"model.warm_start={folder}", "stages.0.steps=1", "stages.1.steps=1")
+    assert "calibration" not in json.loads((tmp_path / "warm" / "start.json").read_text())
+    assert model.config.added_rows == (model.config.vocab_size - len(tokenizer.tokenizer) if kind == "llama" else 0)

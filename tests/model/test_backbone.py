@@ -10,10 +10,11 @@ from support.numerics import assert_close
 from support.tiny import CONTEXT, random_batch, random_ids, tiny_base
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.backbone import build_base, load_base
 
-BASES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
+BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
 
 
 @pytest.mark.parametrize(("kind", "tied"), BASES)
@@ -40,10 +41,11 @@ def test_keep_selects_flattened_positions() -> None:
     assert torch.equal(model.features(ids, zeros, keep=keep), model.features(ids, zeros).flatten(0, 1)[keep])
 
 
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @torch.no_grad()
-def test_packed_positions_keep_documents_apart() -> None:
+def test_packed_positions_keep_documents_apart(kind: str) -> None:
     """position_ids that restart are a packed sequence, each row cut elsewhere: no document sees another."""
-    model = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90).eval()
+    model = CausalQwenModel.from_base_model(tiny_base(kind), start="seed", num_token_id=90).eval()
     ids = random_ids(2, 12)
     zeros = torch.zeros(ids.shape, dtype=torch.float64)
     cuts = (7, 4)
@@ -55,14 +57,34 @@ def test_packed_positions_keep_documents_apart() -> None:
             assert_close(packed[row : row + 1, part], alone, 1e-5, "document")
 
 
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @torch.no_grad()
-def test_features_of_a_training_batch_need_no_mask() -> None:
+def test_features_of_a_training_batch_need_no_mask(kind: str) -> None:
     """Right padding is never attended to: kept positions are as with the attention mask."""
-    model = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90).eval()
+    model = CausalQwenModel.from_base_model(tiny_base(kind), start="seed", num_token_id=90).eval()
     batch = random_batch()
     keep = batch.label_mask.flatten().nonzero()[:, 0]
     masked = model.features(batch.input_ids, batch.numeric_values, batch.attention_mask, keep=keep)
     assert_close(model.kept_features(batch, keep), masked, 1e-5, "z")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("qwen2_moe", "it has experts"),
+        ("mixtral", "it has experts"),
+        ("gemma2", "it scales embeddings"),
+        ("phi3", "q, k and v are one map"),
+        ("gpt2", "positions are learnt"),
+        ("qwen2_5_vl", "its text model lies inside another"),
+        ("bert", "its blocks are not a Llama's"),
+    ],
+)
+def test_a_model_that_is_no_base_is_refused_with_the_reason_and_a_page(tmp_path, kind: str, why: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    allowed = "qwen2, qwen3, llama or mistral"
+    with pytest.raises(UserError, match=rf"model_type: found '{kind}', allowed: {allowed} \({why}.*docs/bases\.md\)"):
+        load_base(str(tmp_path), torch.float32)
 
 
 def test_errors_name_what_is_wrong(tmp_path) -> None:

@@ -52,7 +52,7 @@ def assert_same_outputs(model: CausalQwenForCausalLM, loaded: CausalQwenForCausa
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)])
 def test_folder_round_trip(shape: str, kind: str, tied: bool, tmp_path: Path) -> None:
     model = worn(kind, tied, **SHAPES[shape])
     model.save_pretrained(tmp_path)

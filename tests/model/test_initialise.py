@@ -27,7 +27,9 @@ def logits_of(model: CausalQwenModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "shape", [{}, {"number_dims": 4}, {"causal_size": HIDDEN + 7}, {"causal_size": HIDDEN + 7, "number_dims": 4}]
 )
-@pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True), ("mistral", False)]
+)
 @torch.no_grad()
 def test_softmax_of_loc_is_the_base(start: str, shape: dict[str, int], kind: str, tied: bool) -> None:
     """Exactly: the same products in the same order where C = H; to fp32 rounding where C > H, or rows are levelled."""

@@ -17,11 +17,14 @@ FAMILY = {
     "rslora": {"rslora": True},
     "dora": {"dora": True},
     "dora of all": {"dora": True, "rslora": True, "target_modules": "all-linear"},
+    "of a llama": {"kind": "llama", "target_modules": "all-linear"},
+    "of a mistral": {"kind": "mistral", "dora": True},
 }
 
 
 def adapted(options: dict[str, object], dtype: torch.dtype = torch.float32) -> CausalQwenModel:
-    model = tiny_model()
+    options = dict(options)
+    model = tiny_model(str(options.pop("kind", "qwen2")))
     model.features.to(dtype)
     inject_lora(model.transformer, LoraConfig.model_validate({"r": 4, "alpha": 6, **options}))
     return model
@@ -43,7 +46,7 @@ def move(model: CausalQwenModel) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY)
 def test_the_start_is_exact_and_off_is_the_base_to_the_bit(options: dict[str, object], dtype: torch.dtype) -> None:
-    batch, plain = random_batch(), tiny_model()
+    batch, plain = random_batch(), tiny_model(str(options.get("kind", "qwen2")))
     plain.features.to(dtype)
     model = adapted(options, dtype)
     wanted = z_of(plain, batch)

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.plan import Architecture, Plan, activations, memory, plan, read_architecture, render
 from cqwen_dist.plan.memory import GIB
 from cqwen_dist.plan.sizes import stage_sizes
@@ -60,6 +61,11 @@ def size(result: Plan, name: str) -> int:
         {"model_type": "qwen3"},
         {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
         {"model_type": "qwen3", "head_dim": 8},
+        {"model_type": "llama"},
+        {"model_type": "llama", "num_key_value_heads": None, "tie_word_embeddings": True},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 24},
+        {"model_type": "mistral", "tie_word_embeddings": True},
+        {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
     ],
 )
 def test_the_count_of_parameters_is_that_of_the_real_model(changes):
@@ -76,7 +82,7 @@ def test_the_count_of_parameters_is_that_of_the_real_model(changes):
     assert base.linears == {n: (m.in_features, m.out_features, m.bias is not None) for n, m in shapes.items()}
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_keys_that_are_left_out_are_what_transformers_takes(kind):
     from transformers import AutoConfig
 
@@ -84,6 +90,7 @@ def test_keys_that_are_left_out_are_what_transformers_takes(kind):
     base = Architecture.of({"model_type": kind})
     assert (base.vocab, base.hidden, base.intermediate) == (real.vocab_size, real.hidden_size, real.intermediate_size)
     assert (base.layers, base.heads) == (real.num_hidden_layers, real.num_attention_heads)
+    assert base.window == (getattr(real, "sliding_window", None) if kind == "mistral" else None)
     assert (base.kv_heads, base.tied) == (real.num_key_value_heads, real.tie_word_embeddings)
     assert base.head_dim == (getattr(real, "head_dim", None) or real.hidden_size // real.num_attention_heads)
 
@@ -235,12 +242,28 @@ def test_the_architecture_is_read_from_the_models_folder(tmp_path):
         by_name("Someone/else")
     assert Architecture.of(by_name("Qwen/Qwen2.5-0.5B")) == Architecture.of(QWEN25_05B)
     assert Architecture.of(by_name("Qwen/Qwen2.5-72B-Instruct")).base_parameters == 72_706_203_648
+    published = {
+        "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+        "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+        "meta-llama/Llama-3.2-1B": 1_235_814_400,
+        "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+        "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    }
+    for name, parameters in published.items():  # and 64 rows for <NUM>, as their words use all
+        with_rows = Architecture.of(by_name(name))
+        added = 64 * with_rows.hidden * (1 if with_rows.tied else 2)
+        assert with_rows.base_parameters == parameters + added, name
     file = tmp_path / "config.json"
     for text, message in (("{", "no readable JSON"), ("[]", "a JSON object"), ('{"model_type": "x"}', "model_type: x")):
         file.write_text(text)
         with pytest.raises(UserError, match=message):
             by_name(str(tmp_path))
     file.write_text(json.dumps(SMALL))
+    for words, rows in ((900, 1000), (1000, 1024)):
+        tokens = {"model": {"vocab": {f"w{i}": i for i in range(words - 1)}}, "added_tokens": [{"id": words - 1}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+        assert by_name(str(tmp_path))["vocab_size"] == rows
+    (tmp_path / "tokenizer.json").unlink()
     assert by_name(str(tmp_path)) == SMALL
 
 

@@ -16,3 +16,12 @@ def shared_path(relative: str) -> Path:
     if not path.exists():
         pytest.skip(f"{relative} is not at hand: set CQWEN_SHARED to the folder that holds it")
     return path
+
+
+def real_base() -> Path:
+    """A real base: $CQWEN_BASE, or what `make base` makes; skips the test without it."""
+    made = Path(__file__).resolve().parents[2] / "bases" / "smollm2-135m"
+    path = Path(os.environ.get("CQWEN_BASE", made))
+    if not (path / "config.json").is_file():
+        pytest.skip("no real base at hand: run `make base`, or set CQWEN_BASE to a folder with one")
+    return path

@@ -1,4 +1,4 @@
-"""Tiny Qwen2 and Qwen3 bases, built from a seed in memory."""
+"""Tiny bases of every kind, built from a seed in memory."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **chang
     }
     if kind == "qwen2":
         del architecture["head_dim"]  # Qwen2 has none: H / heads
+    if kind == "llama":
+        rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        architecture |= {"rope_parameters": {**rope, "rope_theta": 5e5, "original_max_position_embeddings": 16}}
+    if kind == "mistral":
+        architecture |= {"sliding_window": 5}
     return build_base({**architecture, **changes}, seed).eval()
 
 
