@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -137,9 +138,14 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints with a readable manifest, oldest first."""
-    folders = sorted((run_dir / "checkpoints").glob("step-*"))
-    return [folder for folder in folders if read_manifest(folder) is not None]
+    """Checkpoints with a readable manifest, oldest first; a copy under another name is none."""
+    found = {folder: read_manifest(folder) for folder in sorted((run_dir / "checkpoints").glob("step-*"))}
+    return [folder for folder, known in found.items() if known and folder == checkpoint_folder(run_dir, known["step"])]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What kills left in `checkpoints/`, by the names that only this package gives."""
+    return [path for path in folder.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(partial|replaced)", path.name)]
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -217,16 +223,12 @@ def finish_renames(run_dir: Path) -> None:
     """Give a checkpoint that was whole when its run was killed, and had no name then, its name; delete the rest of one
     whose deletion a kill cut short."""
     folder = run_dir / "checkpoints"
-    for partial in folder.glob(".step-*.partial"):
-        final = partial.with_name(partial.name[1 : -len(".partial")])
-        if not final.exists() and not verify(partial):
-            partial.rename(final)
-    for aside in folder.glob(".step-*.replaced"):
-        final = aside.with_name(aside.name[1 : -len(".replaced")])
-        if not final.exists() and not verify(aside):
-            aside.rename(final)
-        else:
-            shutil.rmtree(aside, ignore_errors=True)
+    for left in sorted(leftovers(folder)):  # of one step, `.partial` before the `.replaced` that it replaces
+        final = left.with_name(left.stem[1:])
+        if not final.exists() and not verify(left):
+            left.rename(final)
+        elif left.suffix == ".replaced":
+            shutil.rmtree(left, ignore_errors=True)
     if folder.is_dir():
         sync_folder(folder)
 
