@@ -10,7 +10,7 @@ import typer
 
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -79,11 +79,9 @@ def quickstart(
     if code:
         raise typer.Exit(code)
     quiet_libraries()
-    from rich.console import Console
-
     from cqwen_dist.report.quickstart import show
 
-    figures = show(config, overrides or [], Console(highlight=False, stderr=as_json))
+    figures = show(config, overrides or [], plain_console(stderr=as_json))
     if as_json:
         print_json(figures)
 

@@ -95,7 +95,7 @@ def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
     finish_renames(folder)
     checkpoint, said = choose_checkpoint(folder, config.run.resume)
     if said:
-        say(f"[yellow]note:[/] {said}")
+        say(f"note: {said}")
     return checkpoint
 
 
@@ -107,7 +107,7 @@ def check_best_metric(config: Config, figures: Mapping[str, Any]) -> None:
         raise UserError("train.best_metric", metric, f"a figure of an evaluation: {known}")
 
 
-def run_saver(config: Config, groups: Groups, runtime: Runtime) -> Saver:
+def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[str], None]) -> Saver:
     """What saves the run's checkpoints; a save that fails stops the run at its next step. Collective over the world."""
 
     def fail(reason: str) -> None:
@@ -128,6 +128,7 @@ def run_saver(config: Config, groups: Groups, runtime: Runtime) -> Saver:
         background=train.background_save,
         timeout_s=runtime.timeout_s,
         on_failure=fail,
+        say=say,
     )
 
 

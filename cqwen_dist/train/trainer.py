@@ -155,7 +155,7 @@ class Trainer:
             gemm_dtype=dtype,
             word_counts=counts,
         )
-        self.saver = run_saver(config, self.groups, runtime)
+        self.saver = run_saver(config, self.groups, runtime, self._say)
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
         self.noise = GradientWatch(model.action.b_noise)
@@ -405,7 +405,7 @@ class Trainer:
         if self.config.loss.vocab_reduction == "mean":
             size = self.model.config.vocab_size
             warnings.append(f"vocab_reduction: mean makes reg_weight weigh {size:,} times as much against the words")
-        return [f"[yellow]note:[/] {warning}" for warning in warnings]
+        return [f"note: {warning}" for warning in warnings]
 
     def _calibration_batches(self, tokens: int) -> list[Batch]:
         """This rank's share of about so many tokens, the same texts on any number of ranks."""
