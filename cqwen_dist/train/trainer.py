@@ -298,7 +298,7 @@ class Trainer:
         folder = self.resume_from
         if folder is not None:
             state = load_checkpoint(folder, self.row_range)
-            self._go_on_from(state)
+            self._go_on_from(state, folder)
             self._say(f"going on from {folder}")
             return self.place.step, self.place.figures
         for line in (*self.datasets.lines(), *self._warnings()):
@@ -379,9 +379,9 @@ class Trainer:
         self.saver.save(lambda: collect_state(self.engine, self.row_range, progress), about)
         self.saved_step = self.place.step
 
-    def _go_on_from(self, state: TrainState) -> None:
+    def _go_on_from(self, state: TrainState, folder: Path) -> None:
         """Put a checkpoint back."""
-        restore_state(self.engine, state)
+        restore_state(self.engine, state, folder)
         self.place = Place(**{key: state.state[key] for key in Place().to_dict()})
         factors = self.place.figures.pop(CALIBRATION, None)
         self.saved_step = self.place.step
