@@ -15,6 +15,7 @@ import typer
 
 from cqwen_dist import __version__
 from cqwen_dist.cli import before, bench, look, runs, use
+from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.report import prepared
 
@@ -77,8 +78,11 @@ def options(
 
 def main() -> None:
     """Run a verb; turn the user's mistakes into one line and exit code 2."""
+    guard()
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        sys.stdout.flush()  # while an error can still be told
+        sys.exit(code)
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
@@ -93,6 +97,8 @@ def main() -> None:
         sys.exit(2)
     except typer.Abort:
         sys.exit(1)
+    finally:
+        outlive()  # what Python flushes once more has been told
 
 
 def _usage(error: Exception) -> str:

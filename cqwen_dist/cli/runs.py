@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides
+from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
@@ -16,7 +17,10 @@ from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train: one rank, as a launcher starts it; bare, a single process. Goes on where the run was."""
     from cqwen_dist.config import load_config
+    from cqwen_dist.parallel.launcher import end_with_launcher
 
+    outlive()
+    end_with_launcher()
     checked = load_config(config, overrides or [])
     quiet_libraries()
     from cqwen_dist.parallel.collectives import Stopped
@@ -54,6 +58,7 @@ def launch(
         print_json(dry_run(config, overrides or [], ranks, hostfile))
         return
 
+    outlive()
     raise typer.Exit(run(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind))
 
 
