@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def export(
     exists and is not empty, and for options that are unknown or impossible.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.name in ("", "..") or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UserError("OUT", str(out), "a folder that does not exist yet, or is empty")
     if dtype not in (None, *DTYPES):
         raise UserError("--dtype", dtype, ", ".join(DTYPES))
@@ -206,8 +207,7 @@ def export(
     plain = plain_model(model, drop_bias) if as_qwen2 else None
     if plain is not None and about["adapter"] is not None:
         about["adapter"] = "merged"
-    beside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")  # nobody else's
     try:
         beside.mkdir(parents=True)
     except OSError as error:

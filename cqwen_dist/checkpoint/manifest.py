@@ -5,6 +5,7 @@ The manifest is written last. A folder without one, or that disagrees with it, i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -56,6 +57,13 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def read_small(path: Path) -> str:
+    """A file's text. Raises OSError, also for what is no file: reading a pipe would wait for somebody to write."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    return path.read_text(encoding="utf-8")
+
+
 def let_read(path: Path) -> None:
     """Let those read a file, or a folder's files, who may read the folder: safetensors writes for its owner alone."""
     files = path.rglob("*") if path.is_dir() else [path]
@@ -98,7 +106,7 @@ def git_commit() -> str | None:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a checkpoint, or None where there is none that can be read."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_small(folder / MANIFEST))
     except (OSError, ValueError):
         return None
     return manifest if _well_formed(manifest) else None
@@ -178,7 +186,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     """
     known = list_checkpoints(run_dir)
     try:
-        named = run_dir / (run_dir / LATEST).read_text(encoding="utf-8").strip()
+        named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):
         named = run_dir
     if named.parent != run_dir / "checkpoints":  # no `latest`, or nothing that it could name

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from cqwen_dist.checkpoint.lock import run_lock
@@ -74,8 +75,8 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
             if runtime.is_main:
                 end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
-        except OSError as error:
-            if error.errno not in DISK:
+        except (OSError, SafetensorError) as error:  # the latter is how safetensors says what the disk said
+            if isinstance(error, OSError) and error.errno not in DISK:
                 _say_fatal(folder, runtime, error)
                 raise
             refusal = disk_error(folder, error)
@@ -132,10 +133,11 @@ def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[s
     )
 
 
-def disk_error(folder: Path, error: OSError) -> UserError:
+def disk_error(folder: Path, error: OSError | SafetensorError) -> UserError:
     """What a disk refused, in one line."""
     allowed = "a disk that can be written; then the same command goes on"
-    return UserError("run.dir", Said(error.strerror or str(error)), allowed, str(error.filename or folder))
+    place, said = getattr(error, "filename", None), getattr(error, "strerror", None)
+    return UserError("run.dir", Said(said or str(error)), allowed, str(place or folder))
 
 
 def _say_fatal(folder: Path, runtime: Runtime, error: Exception) -> None:
