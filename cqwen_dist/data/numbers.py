@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
@@ -255,6 +256,10 @@ def _forms(value: float, policy: NumberPolicy) -> list[str]:
         forms.append(f"{forms[0]}.0")
     if policy.scientific:
         forms.append(scientific)
+        whole, places = mantissa.replace(".", ""), len(mantissa.partition(".")[2])
+        forms.append(f"{whole}e{int(exponent) - places}")  # a row of digits, as a phone number in front may need
+    if policy.accounting and policy.thousands and value < 0:  # where a minus would be none
+        forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
     return forms
 
 
@@ -273,6 +278,25 @@ def format_value(value: float, policy: NumberPolicy = DEFAULT_POLICY) -> str:
     return forms[0]
 
 
+def _number_behind(
+    starts: list[int], pieces: Sequence[str | float], widths: list[int], given_up: set[int]
+) -> int | None:
+    """The first number behind a text that is read as one: in another form it may leave that a text.
+
+    starts: of all numbers that are read, ascending; widths: of the pieces as they are written.
+    """
+    end, extra = 0, False
+    for i, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
+        start, end = end, end + width
+        if isinstance(piece, str):
+            extra = extra or bisect_left(starts, start) < bisect_left(starts, end)
+        elif extra and math.isfinite(piece) and i not in given_up:
+            return i
+        else:
+            extra = False
+    return None
+
+
 def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
     """Texts and numbers joined to one text from which `find_numbers` reads the same numbers at the same places.
 
@@ -289,9 +313,11 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
             forms[i] = [f" {form}" for form in forms[i]]
     chosen = [0] * len(pieces)
     given_up: set[int] = set()
+    read: dict[int, int] = {}  # the form in which a number was read, where the text in front was, too
     while True:
         text = "".join(form[k] for form, k in zip(forms, chosen, strict=True))
-        ends = {span.start: span.end for span in find_numbers(text, policy)}
+        spans = find_numbers(text, policy)
+        ends = {span.start: span.end for span in spans}
         position, misread = 0, None
         for i, (piece, form, k) in enumerate(zip(pieces, forms, chosen, strict=True)):
             start, position = position + form[k].startswith(" "), position + len(form[k])
@@ -304,8 +330,13 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
                 misread = i
                 break
         if misread is None:
-            return text
+            widths = [len(form[k]) for form, k in zip(forms, chosen, strict=True)]
+            starts = [span.start for span in spans if math.isfinite(span.value)]
+            misread = _number_behind(starts, pieces, widths, given_up)
+            if misread is None:
+                return text
+            read.setdefault(misread, chosen[misread])
         chosen[misread] += 1
         if chosen[misread] == len(forms[misread]):
-            chosen[misread] = 0
+            chosen[misread] = read.get(misread, 0)
             given_up.add(misread)
