@@ -151,7 +151,7 @@ def submit(
         for line in advice(jobs, send(jobs)):
             typer.echo(line)
         return
-    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here"]:
+    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:
         typer.echo(words, err=True)
     for job, script, command in zip(jobs.jobs, jobs.scripts, jobs.commands(), strict=True):
         typer.echo(render(job), nl=False)

@@ -28,7 +28,7 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.alarms import Alarms, GradientWatch, Refusals
+from cqwen_dist.train.alarms import Alarms, Refusals
 from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.conformal import CALIBRATION
 from cqwen_dist.train.constraint import Constraint
@@ -158,7 +158,6 @@ class Trainer:
         self.saver = run_saver(config, self.groups, runtime, self._say)
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
-        self.noise = GradientWatch(model.action.b_noise)
 
     # ------------------------------------------------------------------------------------- the loop
 
@@ -239,7 +238,7 @@ class Trainer:
             record = {"step": step, "stage": plan.stage.name, **figures}
             at_end = step == plan.stop
             if log is not None:
-                record.update(self.noise.take())
+                record.update(self.engine.heads.take_figures())
                 record.update(self.saver.take())
                 record.update(self.clock.figures(tokens, plan.stage.groups, cached is not None))
                 log.push(record, self.loaders.current.handed_out())
