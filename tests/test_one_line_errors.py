@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from cqwen_dist import cli
 from cqwen_dist.checkpoint.export import export
 from cqwen_dist.checkpoint.manifest import latest_checkpoint, read_manifest
 from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.cli import runs
 from cqwen_dist.config import DataConfig, UserError, load_config
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
@@ -105,3 +107,15 @@ def test_an_export_goes_to_a_folder_with_a_name_and_deletes_nobodys_partial(tmp_
     export(folder, tmp_path / "o4")
     assert (other / "mine").read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".o4.partial", "in", "o4"]
+
+
+def test_too_few_open_files_are_told_before_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(24, 24)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, asked: limits.append(asked))
+    with pytest.raises(UserError, match=r"ulimit -n: found 24, allowed: 256 or more open files"):
+        runs.train(tmp_path / "config.yaml")
+    limits.append((24, 100_000))
+    with pytest.raises(UserError, match="config: found no such file"):
+        runs.train(tmp_path / "config.yaml")
+    assert limits[-1] == (4096, 100_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,8 @@ from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
+LEAST_FILES = 256
+
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train: one rank, as a launcher starts it; bare, a single process. Goes on where the run was."""
@@ -21,6 +24,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     outlive()
     end_with_launcher()
+    _open_enough_files()
     checked = load_config(config, overrides or [])
     quiet_libraries()
     from cqwen_dist.parallel.collectives import Stopped
@@ -59,6 +63,7 @@ def launch(
         return
 
     outlive()
+    _open_enough_files()
     raise typer.Exit(run(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind))
 
 
@@ -156,6 +161,17 @@ def submit(
     for job, script, command in zip(jobs.jobs, jobs.scripts, jobs.commands(), strict=True):
         typer.echo(render(job), nl=False)
         typer.echo(f"{script}\n{command}", err=True)
+
+
+def _open_enough_files() -> None:
+    """Ask for as many open files as this process may have. Raises `UserError` where ranks could not meet with them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    soft = max(soft, 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < LEAST_FILES:
+        raise UserError("ulimit -n", soft, f"{LEAST_FILES} or more open files")
 
 
 def _leave_report(run: Path) -> None:
