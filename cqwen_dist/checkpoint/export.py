@@ -13,11 +13,13 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -26,7 +28,7 @@ from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
 from cqwen_dist.checkpoint.as_base import HELD, plain_model
 from cqwen_dist.checkpoint.manifest import let_read, resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
-from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
@@ -35,8 +37,10 @@ from cqwen_dist.intervals import FILE as CALIBRATION
 from cqwen_dist.intervals import read_intervals
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model.lora import is_lora
 
 ABOUT = "training.json"
+EMBEDDING = ("embedding.w_num", "embedding.num_row")  # what trains of it
 TRUST = "CQWEN_TRUST_REMOTE_CODE"
 ROUNDING = 1e-5  # relative, of fp32 sums taken in another order
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,18 +69,41 @@ def load_trained(
         place = _place(device)
         spread = device == "auto" and (place != "cpu" or max_memory is not None)
         device_map = ("auto" if spread else place) if spread or place != "cpu" else None
-        model = CausalQwenForCausalLM.from_pretrained(path, device_map=device_map, max_memory=max_memory)
+        model = _load_exported(path, device_map=device_map, max_memory=max_memory)
         model.config.calibration = _intervals(path) or model.config.calibration
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
         return model.eval(), tokenizer
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), moments=False)
-    model = assemble(state, config)
+    model = assemble(state, config, folder)
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
     tokenizer = NumericalAwareTokenizer.from_pretrained(
         config.tokenizer_source, model.config.num_token_id, model.config.vocab_size, config.data.numbers
     )
     return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # as transformers wraps it
+
+
+def _load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
+    """The model of an exported folder, every tensor from its files. Raises `UserError`."""
+    whole = "every tensor of the model that its config.json describes, as `cqwen export` writes them"
+    try:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                    if (kind := tensors.get_slice(name).get_dtype()) not in ("F32", "BF16", "F16"):
+                        raise UserError("CHECKPOINT", Said(f"{name} of {kind}"), "F32, BF16 or F16", str(file))
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = CausalQwenForCausalLM.from_pretrained(folder, **options)
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever transformers says of files that are damaged
+        raise UserError("CHECKPOINT", Said(f"{type(error).__name__}: {error}"), whole, str(folder)) from None
+    model: CausalQwenForCausalLM = loaded[0]
+    wrong = {"missing_keys": "no {}", "mismatched_keys": "another shape of {}", "unexpected_keys": "{}"}
+    for kind, said in wrong.items():
+        if odd := sorted(map(str, loaded[1][kind])):
+            raise UserError("CHECKPOINT", Said(said.format(odd[0])), whole, str(folder))
+    return model
 
 
 def _place(device: str) -> str:
@@ -116,17 +143,18 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     return config, folder
 
 
-def assemble(state: TrainState, config: Config) -> CausalQwenForCausalLM:
-    """The model of a whole checkpoint: the run's base model with everything trained put in."""
+def assemble(state: TrainState, config: Config, source: object = "") -> CausalQwenForCausalLM:
+    """The model of a whole checkpoint: the run's base model with everything trained put in. source: for errors."""
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     shape = CausalQwenConfig(**saved)
     rows = shape.vocab_size
     base = load_base(config.base_folder, dtype, config.model.trust_remote_code, rows_for=lambda _: rows)
     model = CausalQwenModel(shape, base=base)
-    _put(model.features, state.features, only_these=True)
+    trained = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
+    _put(trained, state.features, source)  # the rest is the base's
     heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
-    _put(heads, {**state.heads, **state.rows}, only_these=False)
+    _put(dict(heads.named_parameters()), {**state.heads, **state.rows}, source)
     causal = CausalQwenForCausalLM(shape, model)
     if base.generation_config is not None:
         causal.generation_config = base.generation_config
@@ -134,15 +162,10 @@ def assemble(state: TrainState, config: Config) -> CausalQwenForCausalLM:
 
 
 @torch.no_grad()
-def _put(module: torch.nn.Module, tensors: dict[str, torch.Tensor], only_these: bool) -> None:
-    """Copy by name; every tensor must find its place, and unless only_these every parameter its tensor."""
-    parameters = dict(module.named_parameters())
-    odd = set(tensors) - set(parameters) if only_these else set(tensors) ^ set(parameters)
-    if odd:
-        raise UserError("checkpoint", f"parameter {min(odd)}", "the parameters of the model that its config describes")
+def _put(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, Tensor], source: object) -> None:
+    """Copy by name, where every name, shape and dtype is the parameters'."""
+    refuse_strange(tensors, {name: parameter.shape for name, parameter in parameters.items()}, source)
     for name, value in tensors.items():
-        if parameters[name].shape != value.shape:
-            raise UserError("checkpoint", f"{name} of shape {tuple(value.shape)}", f"{tuple(parameters[name].shape)}")
         parameters[name].copy_(value)
 
 
@@ -166,7 +189,7 @@ def export(
     exists and is not empty, and for options that are unknown or impossible.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.name in ("", "..") or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UserError("OUT", str(out), "a folder that does not exist yet, or is empty")
     if dtype not in (None, *DTYPES):
         raise UserError("--dtype", dtype, ", ".join(DTYPES))
@@ -185,8 +208,7 @@ def export(
     plain = plain_model(model, drop_bias) if as_base else None
     if plain is not None and about["adapter"] is not None:
         about["adapter"] = "merged"
-    beside = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")  # nobody else's
     try:
         beside.mkdir(parents=True)
     except OSError as error:
@@ -220,7 +242,7 @@ def _write_whole(
     if model.config.lora is not None:
         _save_adapter(model, folder / "adapter", about["base"])
     _finish(folder, model_card(name, model.config, about), about)
-    again = CausalQwenForCausalLM.from_pretrained(folder).eval()
+    again = _load_exported(folder).eval()
     written, found = model.state_dict(), again.state_dict()
     odd = next((part for part in written if part not in found or not torch.equal(written[part], found[part])), None)
     if odd is not None:

@@ -2,8 +2,9 @@
 
 The kernel knows who holds a lock (`flock`) and lets go of it when that process ends, however it ends: a killed run
 needs no clean-up, and a process number that was given away again deceives nobody. Some shared file systems keep such
-locks within one machine, so the file also says which host holds it, and its holder touches it every few seconds: from
-another host, a file that is still being touched is a run at work, and one that is not is a host that died.
+locks within one machine, or have none, so the file also says which machine holds it, and its holder touches it every
+few seconds: where the kernel cannot know, a file that is still being touched is a run at work, and one that is not is
+a machine that died.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the folder. Raises `UserError` where another process does, saying which."""
     path = run_dir / LOCK
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    known = True  # whether the kernel would have told of another process of this machine
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,12 +44,18 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
+            known = False
         holder = _holder(path)
-        if holder.get("host") not in (None, platform.node()) and _is_touched(path):
+        if holder and not (known and holder.get("boot") == _boot()) and _is_touched(path):
             raise _refusal(run_dir, holder)
-        me = {"host": platform.node(), "pid": os.getpid(), "since": round(time.time())}
+        me = {"host": platform.node(), "boot": _boot(), "pid": os.getpid(), "since": round(time.time())}
+        me["token"] = secrets.token_hex(8)  # host names and process numbers of containers are often the same
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(me).encode(), 0)
+        if not known:  # who came at the same moment has written the same file
+            time.sleep(BEAT_S / 5)
+            if (holder := _holder(path)).get("token") != me["token"]:
+                raise _refusal(run_dir, holder)
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(handle, ended), name="lock", daemon=True)
         beat.start()
@@ -58,6 +67,14 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             os.ftruncate(handle, 0)  # nobody's: another host need not wait for beats
     finally:
         os.close(handle)
+
+
+def _boot() -> str:
+    """This machine since its start: what sees one another's locks. Its name may be another machine's, too."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
 
 
 def _beat(handle: int, ended: threading.Event) -> None:

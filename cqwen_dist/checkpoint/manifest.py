@@ -5,9 +5,11 @@ The manifest is written last. A folder without one, or that disagrees with it, i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -55,6 +57,13 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def read_small(path: Path) -> str:
+    """A file's text. Raises OSError, also for what is no file: reading a pipe would wait for somebody to write."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    return path.read_text(encoding="utf-8")
+
+
 def let_read(path: Path) -> None:
     """Let those read a file, or a folder's files, who may read the folder: safetensors writes for its owner alone."""
     files = path.rglob("*") if path.is_dir() else [path]
@@ -97,7 +106,7 @@ def git_commit() -> str | None:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a checkpoint, or None where there is none that can be read."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_small(folder / MANIFEST))
     except (OSError, ValueError):
         return None
     return manifest if _well_formed(manifest) else None
@@ -137,9 +146,14 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints with a readable manifest, oldest first."""
-    folders = sorted((run_dir / "checkpoints").glob("step-*"))
-    return [folder for folder in folders if read_manifest(folder) is not None]
+    """Checkpoints with a readable manifest, oldest first; a copy under another name is none."""
+    found = {folder: read_manifest(folder) for folder in sorted((run_dir / "checkpoints").glob("step-*"))}
+    return [folder for folder, known in found.items() if known and folder == checkpoint_folder(run_dir, known["step"])]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What kills left in `checkpoints/`, by the names that only this package gives."""
+    return [path for path in folder.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(partial|replaced)", path.name)]
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
@@ -172,7 +186,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     """
     known = list_checkpoints(run_dir)
     try:
-        named = run_dir / (run_dir / LATEST).read_text(encoding="utf-8").strip()
+        named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):
         named = run_dir
     if named.parent != run_dir / "checkpoints":  # no `latest`, or nothing that it could name
@@ -217,16 +231,12 @@ def finish_renames(run_dir: Path) -> None:
     """Give a checkpoint that was whole when its run was killed, and had no name then, its name; delete the rest of one
     whose deletion a kill cut short."""
     folder = run_dir / "checkpoints"
-    for partial in folder.glob(".step-*.partial"):
-        final = partial.with_name(partial.name[1 : -len(".partial")])
-        if not final.exists() and not verify(partial):
-            partial.rename(final)
-    for aside in folder.glob(".step-*.replaced"):
-        final = aside.with_name(aside.name[1 : -len(".replaced")])
-        if not final.exists() and not verify(aside):
-            aside.rename(final)
-        else:
-            shutil.rmtree(aside, ignore_errors=True)
+    for left in sorted(leftovers(folder)):  # of one step, `.partial` before the `.replaced` that it replaces
+        final = left.with_name(left.stem[1:])
+        if not final.exists() and not verify(left):
+            left.rename(final)
+        elif left.suffix == ".replaced":
+            shutil.rmtree(left, ignore_errors=True)
     if folder.is_dir():
         sync_folder(folder)
 

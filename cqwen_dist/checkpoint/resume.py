@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
 
 Tensors = dict[str, Tensor]
 
@@ -63,6 +65,35 @@ def load_checkpoint(folder: Path, row_range: tuple[int, int], moments: bool = Tr
         )
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError("checkpoint", str(folder), f"files that can be read ({error})") from None
+
+
+def refuse_strange(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, torch.Size],
+    where: object,
+    *,
+    key: str = "checkpoint",
+    dtype: torch.dtype | None = torch.float32,
+    all_of_them: bool = True,
+) -> None:
+    """Nothing is broadcast, cast from what is no number, or left as it was: before tensors are copied by name.
+
+    wanted: shapes by name; dtype: None for any float; all_of_them: False lets some of the wanted be absent. Raises
+    `UserError` with the name of what is missing, unknown, of another shape or dtype, or not finite.
+    """
+    whole = "every tensor of the model that its config describes, and no other"
+    if all_of_them and (missing := sorted(wanted.keys() - found.keys())):
+        raise UserError(key, Said(f"no {missing[0]}"), whole, str(where))
+    if unknown := sorted(found.keys() - wanted.keys()):
+        raise UserError(key, Said(f"{unknown[0]}, which is no part of the model"), whole, str(where))
+    for name, value in found.items():
+        if value.shape != wanted[name]:
+            raise UserError(key, Said(f"{name} of shape {list(value.shape)}"), f"{list(wanted[name])}", str(where))
+        if value.dtype != dtype if dtype is not None else not value.is_floating_point():
+            allowed = "a float" if dtype is None else str(dtype).removeprefix("torch.")
+            raise UserError(key, Said(f"{name} of {str(value.dtype).removeprefix('torch.')}"), allowed, str(where))
+        if not bool(value.isfinite().all()):
+            raise UserError(key, Said(f"{name} with a NaN or an infinity"), "finite numbers", str(where))
 
 
 def _load_rows(folder: Path, row_range: tuple[int, int], suffix: str) -> Tensors:

@@ -35,6 +35,7 @@ from cqwen_dist.checkpoint.manifest import (
     checkpoint_folder,
     file_record,
     git_commit,
+    leftovers,
     let_read,
     list_checkpoints,
     put_aside,
@@ -77,12 +78,14 @@ class Saver:
         background: bool = True,
         timeout_s: float | None = None,
         on_failure: Callable[[str], None] = lambda reason: None,
+        say: Callable[[str], None] = lambda note: None,
     ) -> None:
         """background: False writes before `save` returns. on_failure: called where a save that is under way fails, so
-        that the run need not train on to the next one to learn of it; `wait` raises what it was.
+        that the run need not train on to the next one to learn of it; `wait` raises what it was. say: told of what is
+        not worth a failure.
         """
         self._run_dir, self._groups, self._retention = run_dir, groups, retention
-        self._background, self._on_failure = background, on_failure
+        self._background, self._on_failure, self._say = background, on_failure, say
         self._side = side_group(timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -146,16 +149,24 @@ class Saver:
 
     def _write(self, state: TrainState, about: About, began: float) -> None:
         try:
-            self.newest = write_checkpoint(self._run_dir, state, about, self._groups, self._side, self._retention).name
+            self.newest = write_checkpoint(self._run_dir, state, about, self._groups, self._side).name
+            if self._side.rank() == 0:
+                self._prune(about.step)
             self._figures["perf/save_s"] = time.monotonic() - began
         except BaseException as error:  # it is raised where the run waits for this
             self._error = error
             self._on_failure(f"the checkpoint of step {about.step} failed")
 
+    def _prune(self, newest_step: int) -> None:
+        """Delete what is outdated. The checkpoint is whole by now: what cannot be deleted is no reason to stop."""
+        try:
+            _delete_outdated(self._run_dir, newest_step, self._retention)
+        except OSError as error:
+            what = f"{error.filename or self._run_dir}: {error.strerror or error}"
+            self._say(f"note: an outdated checkpoint could not be deleted: {what}")
 
-def write_checkpoint(
-    run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup, retention: Retention
-) -> Path:
+
+def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup) -> Path:
     """Write a checkpoint; collective over `side`, a group of the whole world. It exists whole or not at all.
 
     Every rank of replica 0 writes its rows; rank 0 the rest. Raises on all ranks alike what any of them met:
@@ -167,8 +178,8 @@ def write_checkpoint(
 
     def prepare() -> dict[str, Any]:
         if main:
-            for left in final.parent.glob(".step-*"):  # of a run that was killed
-                shutil.rmtree(left)
+            for left in leftovers(final.parent):
+                shutil.rmtree(left, ignore_errors=True)
             (beside / adapter.FOLDER).mkdir(parents=True)
         return {}
 
@@ -178,7 +189,6 @@ def write_checkpoint(
     def commit() -> dict[str, Any]:
         if main:
             _commit(run_dir, beside, final, records, state, about)
-            _delete_outdated(run_dir, about.step, retention)
         return {}
 
     _agreed(commit, beside, side)
@@ -303,7 +313,7 @@ def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], s
     sync_folder(final.parent)
     write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
     if replaced is not None:
-        shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)  # the next save sweeps what is left
 
 
 def _ranges(records: dict[str, Any]) -> list[list[int]]:

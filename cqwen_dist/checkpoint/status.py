@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.checkpoint.manifest import write_atomically
+from cqwen_dist.checkpoint.manifest import read_small, write_atomically
 
 STATUS = "status.json"
 BEAT_S = 10.0  # between two writes of a run that is only getting on
@@ -30,7 +30,7 @@ def write_status(run_dir: Path, status: str, **details: Any) -> None:
 def read_status(run_dir: Path) -> dict[str, Any]:
     """The last status written; {"status": "unknown"} where there is none."""
     try:
-        found = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
+        found = json.loads(read_small(run_dir / STATUS))
     except (OSError, ValueError):
         found = None
     return found if isinstance(found, dict) and "status" in found else {"status": "unknown"}

@@ -6,6 +6,7 @@ what is allowed), 1 a failure, 75 stopped in order and can be resumed.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -15,10 +16,13 @@ import typer
 
 from cqwen_dist import __version__
 from cqwen_dist.cli import before, bench, look, runs, use
+from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
 from cqwen_dist.report import prepared
 
 OTHER_RANKS_WAIT_S = 5.0
+SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # which typer keeps to itself
 
 app = typer.Typer(
@@ -77,9 +81,15 @@ def options(
 
 def main() -> None:
     """Run a verb; turn the user's mistakes into one line and exit code 2."""
+    guard()
     try:
-        sys.exit(app(standalone_mode=False))
-    except UserError as error:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()  # while an error can still be told
+        sys.exit(code)
+    except (UserError, OSError) as met:
+        error = met if isinstance(met, UserError) else refused_by_system(met)
+        if error is None:
+            raise
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             # A launcher ends all ranks when one exits, so rank 0 must be the first; and where this rank alone is
@@ -93,6 +103,18 @@ def main() -> None:
         sys.exit(2)
     except typer.Abort:
         sys.exit(1)
+    finally:
+        outlive()  # what Python flushes once more has been told
+
+
+def refused_by_system(error: OSError) -> UserError | None:
+    """What the operating system did not let this user do, where that is all there is to say; else None."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return UserError("ulimit -n", Said(error.strerror), "as many open files as a run needs: 1024 or more")
+    if error.filename is None or error.errno not in SYSTEM:
+        return None
+    allowed = "a file or folder that this user may read and write, on a disk with room"
+    return UserError("path", Said(error.strerror), allowed, os.fsdecode(error.filename))
 
 
 def _usage(error: Exception) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.report.console import print_json
+from cqwen_dist.report.console import plain_console, print_json
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 Overrides = Annotated[
@@ -24,6 +24,4 @@ def print_document(document: Any, as_json: bool, table: Callable[[Any], Any]) ->
     if as_json:
         print_json(document)
         return
-    from rich.console import Console
-
-    Console().print(table(document))
+    plain_console().print(table(document))

@@ -10,7 +10,7 @@ import typer
 
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 
 def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -89,9 +89,7 @@ def doctor(
     if as_json:
         print_json(document)
     else:
-        from rich.console import Console
-
         from cqwen_dist.cluster.doctor_page import page
 
-        Console(width=None if sys.stdout.isatty() else 160).print(page(document))
+        plain_console(width=None if sys.stdout.isatty() else 160).print(page(document))
     raise typer.Exit(1 if document["red"] else 0)

@@ -11,7 +11,7 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 
 def data(
@@ -120,11 +120,9 @@ def learn(
 ) -> None:
     """Does it learn: knowledge kept and forgotten, the starts compared, numbers against digits. Trains many models."""
     quiet_libraries()
-    from rich.console import Console
-
     from cqwen_dist.bench.learn import EXPERIMENTS, render, run
 
-    console = Console(stderr=as_json, highlight=False)
+    console = plain_console(stderr=as_json)
     summary = run(
         experiment or list(EXPERIMENTS),
         out=out,
@@ -162,6 +160,4 @@ def generate(
     if as_json:
         print_json(result)
     else:
-        from rich.console import Console
-
-        Console().print(table(result))
+        plain_console().print(table(result))

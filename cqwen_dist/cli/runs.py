@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides
+from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+
+LEAST_FILES = 256
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train: one rank, as a launcher starts it; bare, a single process. Goes on where the run was."""
     from cqwen_dist.config import load_config
+    from cqwen_dist.parallel.launcher import end_with_launcher
 
+    outlive()
+    end_with_launcher()
+    _open_enough_files()
     checked = load_config(config, overrides or [])
     quiet_libraries()
     from cqwen_dist.parallel.collectives import Stopped
@@ -54,6 +62,8 @@ def launch(
         print_json(dry_run(config, overrides or [], ranks, hostfile))
         return
 
+    outlive()
+    _open_enough_files()
     raise typer.Exit(run(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind))
 
 
@@ -79,11 +89,9 @@ def quickstart(
     if code:
         raise typer.Exit(code)
     quiet_libraries()
-    from rich.console import Console
-
     from cqwen_dist.report.quickstart import show
 
-    figures = show(config, overrides or [], Console(highlight=False, stderr=as_json))
+    figures = show(config, overrides or [], plain_console(stderr=as_json))
     if as_json:
         print_json(figures)
 
@@ -148,11 +156,22 @@ def submit(
         for line in advice(jobs, send(jobs)):
             typer.echo(line)
         return
-    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here"]:
+    for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:
         typer.echo(words, err=True)
     for job, script, command in zip(jobs.jobs, jobs.scripts, jobs.commands(), strict=True):
         typer.echo(render(job), nl=False)
         typer.echo(f"{script}\n{command}", err=True)
+
+
+def _open_enough_files() -> None:
+    """Ask for as many open files as this process may have. Raises `UserError` where ranks could not meet with them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    soft = max(soft, 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < LEAST_FILES:
+        raise UserError("ulimit -n", soft, f"{LEAST_FILES} or more open files")
 
 
 def _leave_report(run: Path) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from cqwen_dist.cli.arguments import AsJson, Checkpoint
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 DeviceOption = Annotated[
     str, typer.Option(help="cpu, cuda, cuda:N, or auto: GPUs where there are any, an exported folder spread over them.")
@@ -107,7 +107,6 @@ def _side_by_side(
     if as_json:
         print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{mode}s of: {prompts[0]}", title_justify="left")
@@ -118,7 +117,7 @@ def _side_by_side(
         low, high = (0.0, 0.0) if first is None else first.intervals["0.9"]
         interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # one individual's own number has none
         table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
-    console = Console(highlight=False, markup=False)
+    console = plain_console()
     console.print(table)
     console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
 

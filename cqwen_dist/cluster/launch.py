@@ -18,6 +18,7 @@ from cqwen_dist.cluster.node import rank_environment
 from cqwen_dist.cluster.rank import Order
 from cqwen_dist.config import Config, UserError, load_config, refuse_missing, refuse_ranks
 from cqwen_dist.parallel.hang import stacks_of
+from cqwen_dist.parallel.launcher import LAUNCHER, taken
 from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
@@ -126,7 +127,8 @@ def run_words(words: list[str], ranks: int, hostfile: Path | None = None, shared
 
 
 def _on_this_machine(command: list[str], ranks: int, quiet: bool) -> tuple[int, bool]:
-    return _run_to_its_end(command, {**os.environ, **rank_environment(ranks, os.cpu_count())}, quiet)
+    environment = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
+    return _run_to_its_end(command, environment, quiet)
 
 
 def _on_hosts(
@@ -161,7 +163,7 @@ def _run_to_its_end(
         if told > 1:
             raise KeyboardInterrupt
 
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.signal(number, stop) for number in taken()}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     output = sys.stderr if quiet else None
     process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True, cwd=folder)

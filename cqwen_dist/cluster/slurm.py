@@ -197,14 +197,20 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
 # ------------------------------------------------------------------------------------------------ talking to SLURM
 
 
+# What sbatch says where it is installed and there is no controller, or no configuration, to ask.
+_UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")
+
+
 def check(script: str) -> str | None:
-    """What `sbatch --test-only` says of a script: when and where it would start; None where there is no sbatch.
+    """What `sbatch --test-only` says of a script: when and where it would start; None where no cluster answers.
 
     Raises `UserError` with SLURM's own words where it would refuse the job.
     """
     if which("sbatch") is None:
         return None
     done = _sbatch("--test-only", script=script)
+    if done.returncode and any(words in done.stderr.lower() for words in _UNREACHABLE):
+        return None
     if done.returncode:
         raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
     return _words(done.stderr)

@@ -92,7 +92,11 @@ def check_jobs(plan: Plan) -> list[str]:
 def submit(plan: Plan) -> list[str]:
     """Write config and scripts into the run's folder, submit; returns the jobs' ids. Raises `UserError`."""
     if not check_jobs(plan):
-        raise UserError("sbatch", Said("no such command here"), "a machine of the cluster (--dry-run needs none)")
+        raise UserError(
+            "sbatch",
+            Said("no such command here, or nothing that answers it"),
+            "a machine of the cluster (--dry-run needs none)",
+        )
     try:
         plan.folder.mkdir(parents=True)
         (plan.folder / "config.yaml").write_text(plan.config.to_yaml(), encoding="utf-8")

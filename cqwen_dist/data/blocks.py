@@ -339,7 +339,7 @@ def _of_datasets(source: str, name: str, split: str, config: DataConfig, key: st
             data = data.select_columns(fields)
         for number, record in enumerate(data, 1):
             yield f"{source}:{number}", record
-    except (UserError, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (UserError, OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         if isinstance(error, UserError):
             raise
         reason = " ".join(str(error).split())[:160] or type(error).__name__

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
@@ -89,9 +90,12 @@ _PHONES = "|".join(
 )
 # Groups of three behind no-break or thin spaces; behind plain ones where a group begins with 0, as no number does.
 _SPACED = (
-    r"[1-9][0-9]{0,2}(?:(?:[\u00a0\u2009\u202f][0-9]{3})+|(?=(?: [0-9]{3})* 0[0-9]{2}(?![0-9]))(?: [0-9]{3})+)"
+    r"[1-9][0-9]{0,2}(?:(?:[\u00a0\u2009\u202f][0-9]{3})+{plain})"
     r"(?![0-9])(?!,[0-9])(?!:[0-9])(?:\.[0-9]+(?![0-9]))?(?!\.[0-9])"
 )
+# A row of such groups behind plain spaces. Whether one of them begins with 0 is asked once a row, not in the pattern,
+# which would look through the rest of the row again at each of its numbers.
+_ROW = re.compile(r"[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")
 _SEPARATORS = re.compile("[,\u00a0\u2009\u202f ]")
 _PRODUCT = r"(?<=[0-9][xX])"
 # Letters and digits behind a numeral make it an identifier, save in a product such as 3x4.
@@ -117,7 +121,8 @@ _TO_ASCII = {0xFF10 + d: 0x30 + d for d in range(10)} | {0xFF0E: 0x2E, 0xFF1A: 0
 # front, dates, identifiers, phone numbers; so it is the same for every policy.
 _NEXT = re.compile(
     r"[0-9](?:(?<=[\s$=*+/<(][1-9])[0-9]{0,7}(?:\.[0-9]{1,4})?"
-    r"(?=[$%*+=?!;'\"\n<>]|[ .,](?![0-9])|\)(?! ?[0-9])|/(?![0-9]+/)|\Z)())?",
+    r"(?=[$%*+=?!;'\"\n<>]|[ .,](?![0-9])|\)(?! ?[0-9])|/(?![0-9]+/)|\Z)()"
+    r"|(?<=\s[1-9])[0-9]{0,7}(?= [0-9]{1,2}(?![0-9]))())?",
     re.ASCII,
 )
 _LETTER = re.compile(rf"[{_L}]")
@@ -132,8 +137,11 @@ class NumberSpan(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _reader(policy: NumberPolicy) -> re.Pattern[str]:
-    """What may stand at a digit: group `number`, or text to be passed over: date, phone, identifier or zeros."""
+def _reader(policy: NumberPolicy, spaced: bool) -> re.Pattern[str]:
+    """What may stand at a digit: group `number`, or text to be passed over: date, phone, identifier or zeros.
+
+    spaced: groups behind plain spaces are one number here.
+    """
     text = []
     if not policy.dates:
         text.append(f"(?P<date>{_DATES})")
@@ -148,7 +156,8 @@ def _reader(policy: NumberPolicy) -> re.Pattern[str]:
         number += rf"(?:[eE][+-]?[0-9]+{r'(?![0-9])' if policy.identifiers else _UNGLUED})?"
     if policy.thousands:
         groups = r"(?<![0-9],)[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])(?:\.[0-9]+(?![0-9]))?(?!\.[0-9])"
-        number = f"(?:{groups}|{_SPACED}){_UNGLUED}|{number}"
+        spaces = _SPACED.replace("{plain}", "|(?: [0-9]{3})+" if spaced else "")
+        number = f"(?:{groups}|{spaces}){_UNGLUED}|{number}"
     return re.compile("|".join([*text, f"(?P<number>{number})"]))
 
 
@@ -166,10 +175,10 @@ def find_left(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[tuple[in
 
 def _scan(text: str, policy: NumberPolicy, left: list[tuple[int, int, str]] | None) -> list[NumberSpan]:
     plain = text if text.isascii() else text.translate(_TO_ASCII)
-    reader = _reader(policy)
-    blocked = [] if policy.identifiers else [m.span() for m in _UUID.finditer(plain)]
+    readers = _reader(policy, False), _reader(policy, True)
+    blocked = [] if policy.identifiers else [m.span() for m in _UUID.finditer(plain)][::-1]
     spans: list[NumberSpan] = []
-    position = 0
+    position = row_end = last_zero = 0
     while (digit := _NEXT.search(plain, position)) is not None:
         start, position = digit.span()
         if digit.lastindex:
@@ -177,14 +186,16 @@ def _scan(text: str, policy: NumberPolicy, left: list[tuple[int, int, str]] | No
             continue
         if plain[start - 1 : start] == "." and _opens_decimal(text, plain, start - 1):
             start -= 1
-        while blocked and blocked[0][1] <= start:
-            blocked.pop(0)
-        if blocked and blocked[0][0] <= start:
-            position = blocked[0][1]
+        while blocked and blocked[-1][1] <= start:
+            blocked.pop()
+        if blocked and blocked[-1][0] <= start:
+            position = blocked[-1][1]
             if left is not None:
-                left.append((*blocked[0], "identifier"))
+                left.append((*blocked[-1], "identifier"))
             continue
-        match = reader.match(plain, start)
+        if start >= row_end and (row := _ROW.match(plain, start)) is not None:
+            row_end, last_zero = row.end(), plain.rfind(" 0", start, row.end())
+        match = readers[start < last_zero].match(plain, start)
         assert match is not None, "every digit begins a number or a text"
         position = match.end()
         if match.lastgroup == "number":
@@ -197,6 +208,9 @@ def _scan(text: str, policy: NumberPolicy, left: list[tuple[int, int, str]] | No
             spans.append(NumberSpan(start, position, value))
         elif left is not None:
             left.append((start, position, str(match.lastgroup)))
+        while last_zero < position < row_end - 4 and plain[position] == " ":  # inside a row nothing makes it else
+            start, position = position + 1, position + 4
+            spans.append(NumberSpan(start, position, float(plain[start:position])))
     return spans
 
 
@@ -242,6 +256,10 @@ def _forms(value: float, policy: NumberPolicy) -> list[str]:
         forms.append(f"{forms[0]}.0")
     if policy.scientific:
         forms.append(scientific)
+        whole, places = mantissa.replace(".", ""), len(mantissa.partition(".")[2])
+        forms.append(f"{whole}e{int(exponent) - places}")  # a row of digits, as a phone number in front may need
+    if policy.accounting and policy.thousands and value < 0:  # where a minus would be none
+        forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
     return forms
 
 
@@ -260,6 +278,25 @@ def format_value(value: float, policy: NumberPolicy = DEFAULT_POLICY) -> str:
     return forms[0]
 
 
+def _number_behind(
+    starts: list[int], pieces: Sequence[str | float], widths: list[int], given_up: set[int]
+) -> int | None:
+    """The first number behind a text that is read as one: in another form it may leave that a text.
+
+    starts: of all numbers that are read, ascending; widths: of the pieces as they are written.
+    """
+    end, extra = 0, False
+    for i, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
+        start, end = end, end + width
+        if isinstance(piece, str):
+            extra = extra or bisect_left(starts, start) < bisect_left(starts, end)
+        elif extra and math.isfinite(piece) and i not in given_up:
+            return i
+        else:
+            extra = False
+    return None
+
+
 def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
     """Texts and numbers joined to one text from which `find_numbers` reads the same numbers at the same places.
 
@@ -276,9 +313,11 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
             forms[i] = [f" {form}" for form in forms[i]]
     chosen = [0] * len(pieces)
     given_up: set[int] = set()
+    read: dict[int, int] = {}  # the form in which a number was read, where the text in front was, too
     while True:
         text = "".join(form[k] for form, k in zip(forms, chosen, strict=True))
-        ends = {span.start: span.end for span in find_numbers(text, policy)}
+        spans = find_numbers(text, policy)
+        ends = {span.start: span.end for span in spans}
         position, misread = 0, None
         for i, (piece, form, k) in enumerate(zip(pieces, forms, chosen, strict=True)):
             start, position = position + form[k].startswith(" "), position + len(form[k])
@@ -291,8 +330,13 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
                 misread = i
                 break
         if misread is None:
-            return text
+            widths = [len(form[k]) for form, k in zip(forms, chosen, strict=True)]
+            starts = [span.start for span in spans if math.isfinite(span.value)]
+            misread = _number_behind(starts, pieces, widths, given_up)
+            if misread is None:
+                return text
+            read.setdefault(misread, chosen[misread])
         chosen[misread] += 1
         if chosen[misread] == len(forms[misread]):
-            chosen[misread] = 0
+            chosen[misread] = read.get(misread, 0)
             given_up.add(misread)

@@ -1,4 +1,4 @@
-"""Told to stop: SIGTERM, SIGUSR1 and SIGINT set a flag here, and all ranks act on it together.
+"""Told to stop: SIGTERM, SIGUSR1, SIGINT and SIGHUP set a flag here, and all ranks act on it together.
 
 A handler that did the work itself would meet the ranks in different places, half of them inside a collective. So it
 does nothing but remember, and the flag is looked at where all ranks pass anyway:
@@ -19,8 +19,7 @@ from types import FrameType
 import torch
 
 from cqwen_dist.parallel.collectives import Stopped, sum_over
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+from cqwen_dist.parallel.launcher import SIGNALS, taken
 
 
 class StopFlag:
@@ -40,7 +39,7 @@ class StopFlag:
         if threading.current_thread() is not threading.main_thread():
             yield self  # Python handles signals in the main thread alone: whoever owns it decides
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        before = {number: signal.signal(number, self._handle) for number in taken()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             yield self

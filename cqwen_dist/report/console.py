@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def quiet_libraries() -> None:
@@ -26,6 +29,13 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
+
+
+def plain_console(**options: Any) -> Console:
+    """What prints tables and lines as they are: names may hold square brackets, which are no markup."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False, **options)
 
 
 def print_json(document: Any) -> None:

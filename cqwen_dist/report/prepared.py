@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cqwen_dist.config import TRAIN_TOKENIZER, Config, load_config
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,8 +44,6 @@ def prepare(
     """
     checked = load_config(config, overrides or [])
     quiet_libraries()
-    from rich.console import Console
-
     from cqwen_dist.data.load import open_prepared
     from cqwen_dist.data.prepare import prepare as make
 
@@ -58,7 +56,7 @@ def prepare(
     found = summary(datasets, data.sequence_length)
     found["folder"], found["seconds"] = str(folder), round(time.monotonic() - began, 2)
     (folder / SUMMARY).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    console = Console(record=True, width=100, stderr=as_json, highlight=False)
+    console = plain_console(record=True, width=100, stderr=as_json)
     console.print(drawn(found))
     console.save_svg(str(folder / PLOT), title="prepared data")
     if as_json:
@@ -145,6 +143,7 @@ def drawn(found: dict[str, Any]) -> RenderableType:
     """The summary as a table and bars."""
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     names = [name for name in ("train", "eval") if name in found]
     table = Table("", *names, box=None, pad_edge=False)
@@ -171,7 +170,7 @@ def drawn(found: dict[str, Any]) -> RenderableType:
     train = found["train"]
     return Group(
         table,
-        *(f"[yellow]{line}[/]" for line in found["skipped"]),
+        *(Text(line, style="yellow") for line in found["skipped"]),
         "",
         "tokens of a text",
         _bars(train["text_lengths"]),

@@ -67,7 +67,7 @@ def read_run(folder: Path) -> RunData:
     stages: list[Stretch] = []
     step = 0
     for record in _lines(folder / "metrics.jsonl"):
-        step = int(record.get("step", 0))
+        step = record.get("step", 0)
         stage = str(record.get("stage", ""))
         if not stages or stages[-1].name != stage:
             stages.append(Stretch(stage, step - 1, step))
@@ -120,7 +120,7 @@ def _short(value: float) -> float:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a line that a kill cut off is passed over."""
+    """The objects of a JSONL file; a line that a kill cut off, or whose step is none, is passed over."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -129,7 +129,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(record, dict):
+            if isinstance(record, dict) and isinstance(record.get("step", 0), int):
                 yield record
 
 

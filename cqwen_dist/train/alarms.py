@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from cqwen_dist.config import Config
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.train.engine import NonFiniteStep
@@ -156,25 +153,6 @@ class Alarms:
             )
         self._losses.append(loss)
         return there, text
-
-
-class GradientWatch:
-    """The largest entry of b_noise's gradient on this rank, read late; for as long as it has any."""
-
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self._largest: Tensor | None = None
-        trains = parameter.requires_grad  # a hook wants it; stages put it to sleep and wake it
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._see)
-        parameter.requires_grad_(trains)
-
-    def _see(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._largest = parameter.grad.detach().abs().amax()  # accumulated: the last call of a step has it all
-
-    def take(self) -> dict[str, Tensor]:
-        """{"train/b_noise_grad": []} of the step just taken; {} where the parameter slept."""
-        largest, self._largest = self._largest, None
-        return {} if largest is None else {"train/b_noise_grad": largest}
 
 
 class Refusals:

@@ -205,6 +205,10 @@ class Engine:
         slots = list(self.slots)
         return parameters, moments, {slots[i]: n for i, n in steps.items()}
 
+    def feature_shapes(self) -> dict[str, torch.Size]:
+        """Whole shapes of what `feature_state` gives, by name."""
+        return zero_state.read_shapes(self.engine, self.names)
+
     def load_feature_state(
         self, parameters: dict[str, Tensor], moments: dict[str, Tensor], steps: dict[str, int]
     ) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from cqwen_dist.train.feature_shards import (
     FeatureShards,
     build_shards,
     free_bytes,
+    is_cache,
     key_digest,
     open_shards,
 )
@@ -107,14 +109,19 @@ class FeatureCache:
     # ------------------------------------------------------------------------------------------ parts
 
     def _sweep(self, keep: Path | None) -> None:
-        """In the run's own folder a cache is of its stage; a folder that the user names is kept whole, for others."""
-        if not self.runtime.is_main or self.settings.dir is not None or not self.folder.is_dir():
+        """In the run's own folder a cache is of its stage; a folder that the user names is kept whole, for others.
+
+        Named by a link, too; and what is no cache is not this run's to delete.
+        """
+        own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
+        if not self.runtime.is_main or not own:
             return
         for found in self.folder.iterdir():
-            if found != keep:
+            if found != keep and is_cache(found):
                 shutil.rmtree(found, ignore_errors=True)
         if keep is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError):  # something else is in it
+                self.folder.rmdir()
 
     def _refuse_invalid(self, plan: StagePlan) -> None:
         awake = sorted(plan.stage.groups & {"embedding", "lora"})

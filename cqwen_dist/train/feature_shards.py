@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -42,6 +43,18 @@ class CacheRefused(Exception):
 def key_digest(key: dict[str, Any]) -> str:
     """The folder's name of a key."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def is_cache(folder: Path) -> bool:
+    """Whether a folder is a cache, whole or half made, by the mark that nothing else carries: its key's digest."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    if re.fullmatch(r"\.[0-9a-f]{24}\.[0-9]+\.partial", folder.name):
+        return True
+    try:
+        return key_digest(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["key"]) == folder.name
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class FeatureShards:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from cqwen_dist.config import RunConfig
@@ -28,6 +29,7 @@ ALIASES = {
     "units_mean_loc": "dist/U_loc_mean",
     "units_mean_scale": "dist/U_scale_mean",
 }
+_STYLES = {r"^note:": "yellow", r"^alarm\b": "bold red", r"^.* step \d+/\d+": "bold"}
 
 
 class _Late:
@@ -87,7 +89,7 @@ class MetricsLog:
         for sink in self._sinks:
             sink.alarm(alarm.kind, alarm.text)
         if self._say is not None:
-            self._say(f"[bold red]alarm[/] {alarm.kind}: {alarm.text}")
+            self._say(f"alarm {alarm.kind}: {alarm.text}")
 
     def flush(self) -> dict[str, Any] | None:
         """Write what is queued."""
@@ -113,7 +115,7 @@ class Progress:
     """The console line of rank 0: where the run is, how fast, how long still."""
 
     def __init__(self, total_steps: int, start_step: int, every_s: float = 5.0) -> None:
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, markup=False, emoji=False)
         self.total, self.start, self.every_s = total_steps, start_step, every_s
         self._began = self._shown = time.monotonic()
         self._tokens = 0
@@ -130,7 +132,7 @@ class Progress:
             done = step - self.start
             left = (self.total - step) * elapsed / max(done, 1)
             shown = "" if loss is None else f"  loss {loss:.4f}"
-            self.say(f"[bold]{stage}[/] step {step}/{self.total}{shown}  {rate:,.0f} tokens/s  {_duration(left)} left")
+            self.say(f"{stage} step {step}/{self.total}{shown}  {rate:,.0f} tokens/s  {_duration(left)} left")
         return rate
 
     def part(self, what: str, done: int, of: int) -> None:
@@ -144,7 +146,11 @@ class Progress:
             self.say(f"  {what}" + (f" {done}/{of}" if of > 1 else "") + left)
 
     def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        """A line as it is: names may hold square brackets, so what is to stand out does by how a line begins."""
+        line = Text(text)
+        for start, style in _STYLES.items():
+            line.highlight_regex(start, style)
+        self.console.print(line, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:

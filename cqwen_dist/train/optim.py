@@ -32,6 +32,7 @@ class HeadOptimizer:
         # b_noise enters as it is while b_scale passes a softplus that is exponential where it works: a step of 1e-2
         # is 1 % of the scale for b_scale, and 700 times the calibrated scale for b_noise. So its rate is relative.
         self.noise_unit = 1.0
+        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient, of the step being taken
         self.adamw = torch.optim.AdamW(
             [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
             betas=betas,
@@ -68,6 +69,7 @@ class HeadOptimizer:
                     _grad(p).copy_(part.view_as(p))
             for p in rows:
                 sum_over(_grad(p), self.groups.replica).div_(world)
+        self._noise = next((_grad(m.parameter).abs().amax() for m in self._awake("noise")), None)
         device = self.members[0].parameter.device
         norm_sq = torch.zeros(2, device=device)
         for i, parameters in enumerate((replicated, rows)):
@@ -76,6 +78,14 @@ class HeadOptimizer:
                 for block in [_grad(p)] if p.is_cuda else _grad(p).flatten().split(NORM_BLOCK):
                     norm_sq[i] += torch.linalg.vector_norm(block).square() if p.is_cuda else block.square().sum()
         return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
+
+    def _awake(self, group: str) -> list[Member]:
+        return [m for m in self.members if m.group == group and m.parameter.requires_grad]
+
+    def take_figures(self) -> dict[str, Tensor]:
+        """{"train/b_noise_grad": []} of the step just taken, over all ranks; {} where b_noise slept."""
+        taken, self._noise = self._noise, None
+        return {} if taken is None else {"train/b_noise_grad": taken}
 
     def step(self, coefficient: Tensor) -> None:
         """Scale every gradient by the clip coefficient [] and step."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from cqwen_dist.checkpoint.lock import run_lock
@@ -74,8 +75,8 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
             if runtime.is_main:
                 end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
-        except OSError as error:
-            if error.errno not in DISK:
+        except (OSError, SafetensorError) as error:  # the latter is how safetensors says what the disk said
+            if isinstance(error, OSError) and error.errno not in DISK:
                 _say_fatal(folder, runtime, error)
                 raise
             refusal = disk_error(folder, error)
@@ -95,7 +96,7 @@ def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
     finish_renames(folder)
     checkpoint, said = choose_checkpoint(folder, config.run.resume)
     if said:
-        say(f"[yellow]note:[/] {said}")
+        say(f"note: {said}")
     return checkpoint
 
 
@@ -107,7 +108,7 @@ def check_best_metric(config: Config, figures: Mapping[str, Any]) -> None:
         raise UserError("train.best_metric", metric, f"a figure of an evaluation: {known}")
 
 
-def run_saver(config: Config, groups: Groups, runtime: Runtime) -> Saver:
+def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[str], None]) -> Saver:
     """What saves the run's checkpoints; a save that fails stops the run at its next step. Collective over the world."""
 
     def fail(reason: str) -> None:
@@ -128,13 +129,15 @@ def run_saver(config: Config, groups: Groups, runtime: Runtime) -> Saver:
         background=train.background_save,
         timeout_s=runtime.timeout_s,
         on_failure=fail,
+        say=say,
     )
 
 
-def disk_error(folder: Path, error: OSError) -> UserError:
+def disk_error(folder: Path, error: OSError | SafetensorError) -> UserError:
     """What a disk refused, in one line."""
     allowed = "a disk that can be written; then the same command goes on"
-    return UserError("run.dir", Said(error.strerror or str(error)), allowed, str(error.filename or folder))
+    place, said = getattr(error, "filename", None), getattr(error, "strerror", None)
+    return UserError("run.dir", Said(said or str(error)), allowed, str(place or folder))
 
 
 def _say_fatal(folder: Path, runtime: Runtime, error: Exception) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.checkpoint.resume import TrainState
+from cqwen_dist.checkpoint.resume import TrainState, refuse_strange
 from cqwen_dist.train.engine import Engine
+from cqwen_dist.train.optim import MOMENTS
 
 
 def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str, Any]) -> TrainState:
@@ -36,9 +37,18 @@ def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str
 
 
 @torch.no_grad()
-def restore_state(engine: Engine, state: TrainState) -> None:
-    """Put what `collect_state` gave, on whatever ranks, back into the engine."""
-    tensors = head_tensors(engine)
+def restore_state(engine: Engine, state: TrainState, source: object = "") -> None:
+    """Put what `collect_state` gave, on whatever ranks, back into the engine. source: where it was read, for errors."""
+    tensors, features = head_tensors(engine), engine.feature_shapes()
+    heads = {name: tensor.shape for name, tensor in tensors.items() if tensor.numel()}  # a rank may have no rows
+    stepped = {name: shape for name, shape in heads.items() if name in state.state["head_steps"]}
+    for found, wanted in (
+        ({**state.heads, **state.rows}, heads),
+        ({**state.head_moments, **state.row_moments}, _moments_of(stepped)),
+        (state.features, features),
+        (state.feature_moments, _moments_of(features)),
+    ):
+        refuse_strange(found, wanted, source)
     for name, value in {**state.heads, **state.rows}.items():
         tensors[name].copy_(value)
     engine.heads.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
@@ -48,6 +58,10 @@ def restore_state(engine: Engine, state: TrainState) -> None:
     saved = state.state["model"]
     model.config.scale_floor = model.abduction.scale_floor = saved["scale_floor"]
     model.config.target = saved["target"]  # the unit that the numbers were learnt in, which a warm start brings along
+
+
+def _moments_of(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    return {f"{name}.{key}": shape for name, shape in shapes.items() for key in MOMENTS}
 
 
 def head_tensors(engine: Engine) -> dict[str, Tensor]:

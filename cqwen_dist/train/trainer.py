@@ -28,7 +28,7 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.alarms import Alarms, GradientWatch, Refusals
+from cqwen_dist.train.alarms import Alarms, Refusals
 from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.conformal import CALIBRATION
 from cqwen_dist.train.constraint import Constraint
@@ -162,10 +162,9 @@ class Trainer:
             numerals=self.numerals,
             progress=self._show,
         )
-        self.saver = run_saver(config, self.groups, runtime)
+        self.saver = run_saver(config, self.groups, runtime, self._say)
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(model), runtime.device, self.groups.world_size, config.run.peak_tflops)
-        self.noise = GradientWatch(model.action.b_noise)
 
     # ------------------------------------------------------------------------------------- the loop
 
@@ -246,7 +245,7 @@ class Trainer:
             record = {"step": step, "stage": plan.stage.name, **figures}
             at_end = step == plan.stop
             if log is not None:
-                record.update(self.noise.take())
+                record.update(self.engine.heads.take_figures())
                 record.update(self.saver.take())
                 record.update(self.clock.figures(tokens, plan.stage.groups, cached is not None))
                 log.push(record, self.loaders.current.handed_out())
@@ -305,7 +304,7 @@ class Trainer:
         folder = self.resume_from
         if folder is not None:
             state = load_checkpoint(folder, self.row_range)
-            self._go_on_from(state)
+            self._go_on_from(state, folder)
             self._say(f"going on from {folder}")
             return self.place.step, self.place.figures
         for line in (*self.datasets.lines(), *self._warnings()):
@@ -399,9 +398,9 @@ class Trainer:
         self.saver.save(lambda: collect_state(self.engine, self.row_range, progress), about)
         self.saved_step = self.place.step
 
-    def _go_on_from(self, state: TrainState) -> None:
+    def _go_on_from(self, state: TrainState, folder: Path) -> None:
         """Put a checkpoint back."""
-        restore_state(self.engine, state)
+        restore_state(self.engine, state, folder)
         self.place = Place(**{key: state.state[key] for key in Place().to_dict()})
         factors = self.place.figures.pop(CALIBRATION, None)
         self.saved_step = self.place.step
@@ -425,7 +424,7 @@ class Trainer:
         if self.config.loss.vocab_reduction == "mean":
             size = self.model.config.vocab_size
             warnings.append(f"vocab_reduction: mean makes reg_weight weigh {size:,} times as much against the words")
-        return [f"[yellow]note:[/] {warning}" for warning in warnings]
+        return [f"note: {warning}" for warning in warnings]
 
     def _calibration_batches(self, tokens: int) -> list[Batch]:
         """This rank's share of about so many tokens, the same texts on any number of ranks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
-from cqwen_dist.checkpoint.resume import load_checkpoint
+from cqwen_dist.checkpoint.resume import load_checkpoint, refuse_strange
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.targets import TargetTransform
@@ -50,12 +50,14 @@ class WarmStart:
         """Put it into a model that is at its start. Collective. Raises `UserError` by key where it does not fit."""
         if self.state:
             self._check_shape(engine.model.config, config)
+        known = engine.feature_shapes()
+        refuse_strange(self.features, known, self.source, key=KEY, dtype=None, all_of_them=False)
         parameters, moments, steps = engine.feature_state()
-        _check(self.features, parameters, self.source, only_these=True)
         engine.load_feature_state({**parameters, **self.features}, moments, steps)
         if self.heads:
             tensors = head_tensors(engine)
-            _check(self.heads, tensors, self.source, only_these=False)
+            shapes = {name: tensor.shape for name, tensor in tensors.items() if tensor.numel()}
+            refuse_strange(self.heads, shapes, self.source, key=KEY)
             for name, value in self.heads.items():
                 tensors[name].copy_(value)
             engine.heads.noise_unit = self.state["noise_unit"]
@@ -100,13 +102,3 @@ def _with_adapters(found: WarmStart, config: Config) -> WarmStart:
         allowed = "weights without adapters, as no stage trains lora (`cqwen export --merge` folds them into a base)"
         raise UserError(KEY, Said(f"adapters in {found.source}"), allowed)
     return found
-
-
-def _check(given: dict[str, Tensor], ours: dict[str, Tensor], source: Path, only_these: bool) -> None:
-    odd = set(given) - set(ours) if only_these else set(given) ^ set(ours)
-    if odd:
-        raise UserError(KEY, Said(f"{source} with other parameters: {min(odd)}"), "a model of the same parts")
-    for name, value in given.items():
-        if value.shape != ours[name].shape:
-            found = Said(f"{name} of shape {tuple(value.shape)} in {source}")
-            raise UserError(KEY, found, f"shape {tuple(ours[name].shape)}")

@@ -105,6 +105,11 @@ def reset_moments(engine: Any, group_indices: set[int]) -> None:
                 state[key].zero_()
 
 
+def read_shapes(engine: Any, names: dict[nn.Parameter, str]) -> dict[str, torch.Size]:
+    """The whole shape of every parameter that `read_state` gives."""
+    return {names[p]: _shape(p) for p, _ in _pieces(engine)}
+
+
 def read_state(engine: Any, names: dict[nn.Parameter, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(parameters, moments) whole, fp32, on the CPU; moments as `<name>.exp_avg`. Collective over the world."""
     parameters: dict[str, Tensor] = {}

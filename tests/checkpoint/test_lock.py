@@ -1,7 +1,10 @@
 """The run's lock: one process at a time, free as soon as its holder is gone, and hosts that cannot see each other's."""
 
+import errno
+import fcntl
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -45,11 +48,14 @@ def test_a_second_process_is_refused_by_the_firsts_number_and_a_dead_one_is_no_h
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A lock of another host, whose kernel's locks this one does not see."""
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    (tmp_path / "lock").write_text(json.dumps({"host": "another", "pid": 7}))
+    (tmp_path / "lock").write_text(json.dumps({"host": "another", "boot": "another", "pid": 7}))
     return tmp_path
 
 
-def test_another_host_that_still_gives_a_sign_is_at_work(elsewhere: Path) -> None:
+@pytest.mark.parametrize("host", ["another", platform.node()])
+def test_another_machine_that_still_gives_a_sign_is_at_work(elsewhere: Path, host: str) -> None:
+    """Also one of the same name: containers are often named alike."""
+    (elsewhere / "lock").write_text(json.dumps({"host": host, "boot": "another", "pid": 7}))
     ended = threading.Event()
 
     def touch() -> None:
@@ -59,7 +65,7 @@ def test_another_host_that_still_gives_a_sign_is_at_work(elsewhere: Path) -> Non
     thread = threading.Thread(target=touch)
     thread.start()
     try:
-        with pytest.raises(UserError, match="process 7 on another at work in it"), run_lock(elsewhere):
+        with pytest.raises(UserError, match=f"process 7 on {host} at work in it"), run_lock(elsewhere):
             pass
     finally:
         ended.set()
@@ -73,3 +79,30 @@ def test_another_host_that_gives_none_any_more_has_died(elsewhere: Path) -> None
         while (elsewhere / "lock").stat().st_mtime_ns == before:
             assert time.monotonic() < deadline, "the holder gives no sign"
             time.sleep(0.01)
+
+
+def test_where_there_are_no_locks_one_of_two_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(lock, "BEAT_S", 0.5)
+    monkeypatch.setattr(fcntl, "flock", none)
+    got: list[int] = []
+    refused: list[UserError] = []
+    together = threading.Barrier(2)
+
+    def take(number: int) -> None:
+        together.wait()
+        try:
+            with run_lock(tmp_path):
+                got.append(number)
+                time.sleep(3.0)
+        except UserError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(got), len(refused)) == (1, 1)

@@ -15,6 +15,7 @@ from cqwen_dist.checkpoint.manifest import (
     file_record,
     finish_renames,
     latest_checkpoint,
+    leftovers,
     list_checkpoints,
     put_aside,
     resolve_checkpoint,
@@ -190,3 +191,20 @@ def test_status_comes_back_and_a_broken_one_is_unknown(tmp_path: Path) -> None:
     for text in ("{", "[]", '"x"', "3"):
         (tmp_path / "status.json").write_text(text)
         assert read_status(tmp_path) == {"status": "unknown"}
+
+
+def test_copies_and_foreign_files_neither_count_nor_are_touched(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 10)
+    beside = folder.parent
+    for name in (".bak", "0", " (copy)"):
+        shutil.copytree(folder, folder.with_name(folder.name + name))
+    foreign = [".step-notes", ".step-10.replaced", "step-00000011", ".step-00000012.partial.txt", "README"]
+    for name in foreign:
+        (beside / name).write_text("mine")
+    before = sorted(path.name for path in beside.iterdir())
+    finish_renames(tmp_path)
+    (tmp_path / "latest").unlink()
+    assert list_checkpoints(tmp_path) == [folder]
+    assert latest_checkpoint(tmp_path) == folder
+    assert leftovers(beside) == []
+    assert sorted(path.name for path in beside.iterdir()) == before

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -251,3 +253,32 @@ def test_a_disk_that_refuses_one_rank_is_told_on_all_and_leaves_the_checkpoint_b
         assert "File too large" in error
         assert "a disk that takes a checkpoint; then the same command goes on from the one before" in error
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000003"]
+
+
+def refuse_to_delete(path: Path, ignore_errors: bool = False) -> None:
+    if not ignore_errors:
+        raise PermissionError(1, "not permitted", str(path))
+
+
+def save_beside_copies(run: str) -> list[str]:
+    groups = build_groups(1)
+    said: list[str] = []
+    saver = Saver(Path(run), groups, Retention(newest=1), say=said.append)
+    for step in (1, 2, 3, 4):
+        if step == 2:
+            first = checkpoint_folder(Path(run), 1)
+            shutil.copytree(first, first.with_name("step-00000001.bak"))
+            (first.parent / ".step-notes").write_text("mine")
+        if step == 4:
+            shutil.rmtree = refuse_to_delete
+        saver.save(lambda step=step: state_of(0, 7, float(step)), About(step, "heads"))
+        saver.wait()
+    return said
+
+
+def test_a_copy_of_a_checkpoint_and_one_that_cannot_be_deleted_stop_nothing(tmp_path: Path) -> None:
+    (note,) = run_ranks(save_beside_copies, 1, str(tmp_path))[0]
+    assert re.fullmatch(r"note: an outdated checkpoint could not be deleted: .*step-00000003.*: not permitted", note)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [".step-00000003.replaced", ".step-notes", "step-00000001.bak", "step-00000004"]
+    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 4)

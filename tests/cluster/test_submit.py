@@ -86,6 +86,19 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_needs_no_controller(
+    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    away = "sbatch: error: Unable to contact slurm controller (connect failure)"
+    (sbatch / "sbatch").write_text(f"#!/bin/sh\necho '{away}' >&2\nexit 1\n")
+    code, out, err = cqwen(monkeypatch, capfd, "submit", write_config(tmp_path), "--dry-run")
+    assert code == 0, err
+    assert out.startswith("#!/usr/bin/env bash")
+    assert "nothing that answers it" in err
+    code, out, err = cqwen(monkeypatch, capfd, "submit", write_config(tmp_path))
+    assert (code, err.startswith("error: sbatch: found no such command here, or nothing that answers")) == (2, True)
+
+
 def test_what_slurm_refuses_is_told_in_its_words(
     tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,23 @@ def test_numbers_are_written_so_that_they_are_not_misread(pieces: list[str | flo
     assert write_numbers(pieces) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "policy", "written"),
+    [
+        ("+96 170 354 7903363e+87", NumberPolicy(), "+96 170 354 7903363e87"),  # with 7.903363e93 it dials no more
+        ("(434,556)", NumberPolicy(accounting=True, signs=False), "(434,556)"),
+        ("a (1,234.50) b", NumberPolicy(accounting=True, signs=False), "a (1,234.5) b"),
+        ("x -5", NumberPolicy(accounting=True, signs=False), "x -5"),
+    ],
+)
+def test_neither_a_value_nor_their_count_changes_where_a_text_is_written_again(
+    text: str, policy: NumberPolicy, written: str
+) -> None:
+    assert write_numbers(_pieces(text, policy), policy) == written
+    again = [span.value for span in find_numbers(written, policy)]
+    assert again == [span.value for span in find_numbers(text, policy)]
+
+
 @settings(max_examples=400, deadline=None)
 @given(texts, policies)
 def test_the_quick_way_is_the_policys(text: str, policy: NumberPolicy) -> None:

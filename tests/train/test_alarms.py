@@ -2,12 +2,13 @@
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.runs import metrics
 
-from cqwen_dist.train.alarms import Alarm, Alarms, GradientWatch, Refusals
+from cqwen_dist.train.alarms import Alarm, Alarms, Refusals
 from cqwen_dist.train.engine import NonFiniteStep
 
 V = 1000
@@ -88,21 +89,6 @@ def test_an_alarm_comes_again_once_its_cause_was_gone() -> None:
     assert [a.step for a in found] == [3, 8]
 
 
-def test_the_gradient_that_is_watched_is_the_accumulated_one_of_an_awake_parameter() -> None:
-    p = torch.nn.Parameter(torch.tensor([1.0, -2.0]), requires_grad=False)
-    watch = GradientWatch(p)
-    assert not p.requires_grad
-    assert watch.take() == {}
-    for _ in range(2):  # stages: awake, asleep, awake
-        p.requires_grad_(True)
-        (p * torch.tensor([1.0, -3.0])).sum().backward()
-        (p * torch.tensor([1.0, -3.0])).sum().backward()
-        assert float(watch.take()["train/b_noise_grad"]) == 6.0
-        assert watch.take() == {}
-        p.grad = None
-        p.requires_grad_(False)
-
-
 class Told:
     """A loader of 90 samples on two ranks, and a log."""
 
@@ -131,3 +117,9 @@ def test_refusals_pass_over_some_and_stop_at_the_limit_or_the_end() -> None:
         refusals.refuse(error, 10, 100, "lora", told, None)
     with pytest.raises(NonFiniteStep, match="the run's last"):
         Refusals(3).refuse(error, 100, 100, "lora", told, None)
+
+
+def test_the_gradient_of_the_noise_is_that_of_all_ranks(one_rank: Path, two_ranks: Path) -> None:
+    alone, spread = ([r["train/b_noise_grad"] for r in metrics(run)] for run in (one_rank, two_ranks))
+    assert len(alone) == 6
+    assert spread == pytest.approx(alone, rel=1e-3)

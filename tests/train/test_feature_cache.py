@@ -11,7 +11,10 @@ from support.numerics import assert_close
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import file_record
-from cqwen_dist.train.feature_shards import FeatureShards
+from cqwen_dist.config import FeatureCacheConfig
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.train.feature_cache import FeatureCache
+from cqwen_dist.train.feature_shards import FeatureShards, key_digest
 
 CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
 EPOCHS_OF_HEADS = [
@@ -145,9 +148,33 @@ def test_a_full_disk_is_a_reason_not_a_failure(uncached: Path, tmp_path: Path, m
 
 def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process group: one rank's answer is everyone's."""
-    from cqwen_dist.config import FeatureCacheConfig
     from cqwen_dist.train import feature_cache
 
     monkeypatch.setattr(feature_cache, "gather_objects", lambda value: [value])
     cache.settings, cache.folder = FeatureCacheConfig(), folder  # type: ignore[attr-defined]
     action()  # type: ignore[operator]
+
+
+def test_what_is_not_this_runs_own_is_left_alone(tmp_path: Path) -> None:
+    """A link to a scratch disk, and whatever lies beside caches; only what carries its own key goes."""
+    scratch = tmp_path / "scratch"
+    run = tmp_path / "run"
+    for folder in (scratch, run / "feature_cache"):
+        (folder / "thesis").mkdir(parents=True)
+        (folder / "thesis" / "chapter").write_text("one")
+    key = {"base": "b"}
+    (own := run / "feature_cache" / key_digest(key)).mkdir()
+    (own / "manifest.json").write_text(json.dumps({"key": key}))
+    (half := run / "feature_cache" / f".{key_digest(key)}.17.partial").mkdir()
+    (beside := run / "feature_cache" / "cache").symlink_to(scratch)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "feature_cache").symlink_to(scratch)
+    for folder in (run, linked):
+        cache = FeatureCache.__new__(FeatureCache)
+        cache.settings, cache.folder, cache._shards = FeatureCacheConfig(), folder / "feature_cache", None
+        cache.runtime = Runtime(0, 1, 0, torch.device("cpu"))
+        cache.close()
+    assert [own.exists(), half.exists(), beside.exists()] == [False, False, True]
+    for kept in (scratch, run / "feature_cache", linked / "feature_cache"):
+        assert (kept / "thesis" / "chapter").read_text() == "one"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
+import cqwen_dist
 from cqwen_dist.config import RunConfig, UserError
 from cqwen_dist.train.alarms import Alarm, Alarms
 from cqwen_dist.train.metrics import MetricsLog, Progress
@@ -162,3 +163,22 @@ def test_the_console_line_tells_stage_step_loss_speed_and_time_left(capsys: pyte
     assert rate > 0
     said = capsys.readouterr().out
     assert re.search(r"heads step 6/10  loss 1\.2500  [\d,]+ tokens/s  0m \d\ds left", " ".join(said.split("\n"))), said
+
+
+def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    progress = Progress(total_steps=10, start_step=0)
+    progress.step(1, "[/x]", 100, None, force=True)
+    progress.say("checkpoint: runs/a[bold]b[/c]/:tea: is damaged")
+    log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, 0, say=progress.say)
+    log.alarm(Alarm(1, "gradients", "of [/embedding]"))
+    log.close()
+    step, said, alarm = capsys.readouterr().out.splitlines()
+    assert step.startswith("[/x] step 1/10")
+    assert said == "checkpoint: runs/a[bold]b[/c]/:tea: is damaged"
+    assert alarm == "alarm gradients: of [/embedding]"
+
+
+def test_no_console_of_the_package_parses_markup() -> None:
+    for path in Path(cqwen_dist.__file__).parent.rglob("*.py"):
+        for call in re.findall(r"(?<!\w)Console\(([^)]*)\)", path.read_text(encoding="utf-8")):
+            assert "markup=False" in call, f"{path}: a name with square brackets would be taken for a style"

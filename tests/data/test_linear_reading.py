@@ -1,0 +1,100 @@
+"""However a text is made, numbers are found in time that grows as its length does."""
+
+import time
+from random import Random
+
+import pytest
+
+from cqwen_dist.config import NumberPolicy
+from cqwen_dist.data.numbers import find_left, find_numbers
+
+_RANDOM = Random(0)
+SMALL, TIMES = 4096, 8
+# What is repeated, and what stands behind the last of it, where a pattern that hopes for it would look.
+FAMILIES = {
+    "rows of integers": (" ".join(str(_RANDOM.randint(100, 999)) for _ in range(512)) + " ", ""),
+    "pixels": (" ".join(str(_RANDOM.randint(0, 255)) for _ in range(512)) + " ", ""),
+    "groups": ("123 ", "x"),
+    "groups and a zero": ("123 ", "045"),
+    "groups and a long zero": ("123 ", "0456"),
+    "groups, zero, comma": ("123 ", "045,6"),
+    "groups of zeros": ("1 000 ", "000,1"),
+    "zeros and groups": ("000 123 ", ""),
+    "pairs with a zero": ("123 045 6 ", ""),
+    "no-break groups": ("123\u00a0", "1"),
+    "thin groups": ("123\u2009", "456:7"),
+    "mixed groups": ("123\u00a0456 ", "045"),
+    "mixed commas": ("123,456 ", "045"),
+    "comma groups": ("123,", "45"),
+    "comma groups glued": ("123,", "456abc1"),
+    "commas": ("1,", ""),
+    "two digits": ("12 ", ""),
+    "four digits": ("1234 ", "012"),
+    "digits": ("1", ""),
+    "zeros": ("0", ""),
+    "zeros and dots": ("0.", ""),
+    "decimals": ("1.5 ", ""),
+    "long fraction": ("3", ".5.6"),
+    "dots": ("1.", "1"),
+    "only dots": (".", "5"),
+    "letters": ("a", "1"),
+    "digit and letters": ("1aaaaaaa ", ""),
+    "digits then letters": ("1", "a" * 9000),
+    "letters and digits": ("a1", ""),
+    "products": ("1x", "1"),
+    "exponents": ("1e", "1"),
+    "signed exponents": ("1e-1", "x"),
+    "hexadecimal": ("0x", "1"),
+    "underscores": ("1_", ""),
+    "minus": ("-", "5"),
+    "minus digits": ("5-", "5"),
+    "spaced minus": ("5 -", "5"),
+    "spaces and minus": (" ", "-5"),
+    "numeral, spaces": ("2024-01-31" + " " * 50, "= 5"),
+    "spaces behind a date": (" ", "=2024-01-31"),
+    "slashes": ("1/", "1"),
+    "dates": ("2024-01-31 ", ""),
+    "dates glued": ("2024-01-31T", ""),
+    "times": ("12:", "30"),
+    "times with seconds": ("12:30:45.5", ""),
+    "plus phones": ("+1 555 ", "123"),
+    "phones": ("138 1234 ", "5678"),
+    "brackets": ("(1,234)", ""),
+    "open brackets": ("(", "5)"),
+    "uuids": ("550e8400-e29b-41d4-a716-446655440000 ", "5"),
+    "half uuids": ("550e8400-e29b-", "5"),
+    "years": ("2024年", "1月"),
+    "full width": ("１２ ", "０３４"),
+    "combining": ("e\u0301", "1"),
+}
+
+
+def _text(family: str, size: int) -> str:
+    unit, end = FAMILIES[family]
+    return (unit * (size // len(unit) + 1))[:size] + end
+
+
+def _seconds(text: str, policy: NumberPolicy) -> float:
+    began = time.process_time()
+    find_numbers(text, policy)
+    find_left(text, policy)
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_time_grows_as_the_text_does(family: str) -> None:
+    small, large = _text(family, SMALL), _text(family, SMALL * TIMES)
+    for policy in (NumberPolicy(), NumberPolicy(accounting=True, dates=True, identifiers=True, leading_zeros=True)):
+        for _ in range(4):  # the machine may have been busy: linear once is linear
+            once, more = min(_seconds(small, policy) for _ in range(2)), _seconds(large, policy)
+            if more < 2.5 * TIMES * once + 0.01:
+                break
+        else:
+            pytest.fail(f"{len(small)} characters took {once:.3f} s, {len(large)} took {more:.3f} s")
+
+
+def test_a_megabyte_of_spaced_integers_takes_seconds() -> None:
+    text = _text("rows of integers", 1_000_000)
+    began = time.process_time()
+    assert len(find_numbers(text)) == 250_000
+    assert time.process_time() - began < 5, "a pattern looks through the rest of the text again at each number"

@@ -1,0 +1,121 @@
+"""What the system, a disk or a stranger's file does is told in one line, not in a traceback."""
+
+import errno
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from support.exported import tiny_pair, write_folder
+
+from cqwen_dist import cli
+from cqwen_dist.checkpoint.export import export
+from cqwen_dist.checkpoint.manifest import latest_checkpoint, read_manifest
+from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.cli import runs
+from cqwen_dist.config import DataConfig, UserError, load_config
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.report.run_data import read_run
+from cqwen_dist.train.session import open_session
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/locked/run"),
+            2,
+            "path: found Permission denied",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/full/x"),
+            2,
+            "path: found No space left on device",
+        ),
+        (OSError(errno.EMFILE, "Too many open files"), 2, "ulimit -n: found Too many open files, allowed"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), 1, ""),
+    ],
+)
+def test_what_the_system_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, code: int, said: str
+) -> None:
+    def verb(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", verb)
+    if code == 1:
+        with pytest.raises(OSError, match="reset"):
+            cli.main()
+        return
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_disk_that_safetensors_met_is_the_users_to_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: Path
+) -> None:
+    import torch
+
+    from cqwen_dist.train import session
+
+    monkeypatch.setattr(session, "main_rank_first", lambda action: action())
+    config = load_config(one_rank.parent / "config.yaml", [f"run.dir={tmp_path}"])
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with (
+        pytest.raises(UserError, match=r"run\.dir: found Error while serializing: .*os error 28\), allowed: a disk"),
+        open_session(config, Runtime(0, 1, 0, torch.device("cpu"), 60.0)),
+    ):
+        raise full
+    assert "No space left" in read_status(tmp_path)["reason"]
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("latest", "manifest.json", "status.json"):
+        os.mkfifo(tmp_path / name)
+    assert latest_checkpoint(tmp_path) is None
+    assert read_manifest(tmp_path) is None
+    assert read_status(tmp_path) == {"status": "unknown"}
+
+
+def test_a_step_that_is_no_number_is_passed_over_in_a_report(tmp_path: Path, one_rank: Path) -> None:
+    (tmp_path / "config.yaml").write_text((one_rank / "config.yaml").read_text())
+    lines = [{"step": 1, "stage": "heads", "train/x": 1.0}, {"step": "two"}, {"step": None}, {"step": 1e999}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_run(tmp_path).steps == 1
+
+
+def test_a_folder_with_a_script_is_no_data(tmp_path: Path) -> None:
+    (folder := tmp_path / "data").mkdir()
+    (folder / "data.py").write_text("raise SystemExit(3)")
+    with pytest.raises(UserError, match=r"data\.train: found "):
+        list(read_texts(str(folder), DataConfig(train=str(folder)), ReadReport(), "data.train"))
+
+
+def test_an_export_goes_to_a_folder_with_a_name_and_deletes_nobodys_partial(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "in", *tiny_pair())
+    for out in (tmp_path / "new" / "..", Path(".."), Path()):
+        with pytest.raises(UserError, match=r"OUT: found .*, allowed: a folder that does not exist yet"):
+            export(folder, out)
+    (other := tmp_path / ".o4.partial").mkdir()
+    (other / "mine").write_text("kept")
+    export(folder, tmp_path / "o4")
+    assert (other / "mine").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".o4.partial", "in", "o4"]
+
+
+def test_too_few_open_files_are_told_before_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(24, 24)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, asked: limits.append(asked))
+    with pytest.raises(UserError, match=r"ulimit -n: found 24, allowed: 256 or more open files"):
+        runs.train(tmp_path / "config.yaml")
+    limits.append((24, 100_000))
+    with pytest.raises(UserError, match="config: found no such file"):
+        runs.train(tmp_path / "config.yaml")
+    assert limits[-1] == (4096, 100_000)
