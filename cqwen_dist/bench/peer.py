@@ -47,7 +47,7 @@ def peer_step(
             there = batch.to(device)
             loss = model(input_ids=there.input_ids, position_ids=there.position_ids, labels=there.labels).loss
             (loss / len(micro_batches)).backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.train.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

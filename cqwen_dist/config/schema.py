@@ -188,7 +188,11 @@ class TrainConfig(Section):
     global_batch_size: Positive = Field(32, description="Sequences per optimizer step, over all ranks.")
     micro_batch_size: Positive = Field(8, description="Sequences per rank and forward; accumulation follows.")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="Backbone and GEMMs; the heads' weights stay fp32.")
-    max_grad_norm: Above0 = Field(1.0, description="Clip of the joint gradient norm (S4 1.5.3).")
+    max_grad_norm: Above0 | Literal["usual"] | None = Field(
+        None,
+        description="Clip of the joint gradient norm: a number (S4 1.5.3: 1), or usual, three times the median of this "
+        "stage's last 64 steps; default: usual when start is calibrated, 1 in the seed presets.",
+    )
     weight_decay: NonNegative = Field(
         0.0, description="AdamW decay of matrices; biases, C and b_noise are never decayed."
     )
@@ -376,6 +380,14 @@ class Config(Section):
         if self.model.pretrain is not None:
             saw_digits = self.model.pretrain.numerals == "digits"
         return "digits" if self.start == "calibrated" and saw_digits else "inherit"
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Where the joint gradient norm is clipped, resolved; None: by what is usual."""
+        limit = self.train.max_grad_norm
+        if limit is None:
+            return None if self.start == "calibrated" else 1.0
+        return None if limit == "usual" else limit
 
     @property
     def target_transform(self) -> str:

@@ -14,12 +14,16 @@ from torch import Tensor
 
 # Tried, in units of the mean over x's dimensions of their squares summed over the tokens.
 RIDGES = torch.logspace(-5, 2, 15, dtype=torch.float64)
-ROBUST_ROUNDS = 4  # of reweighting: on real numbers the error no longer moves after three
-LEAST_SCALE = 0.1  # of the targets' half interquartile range: weights do not follow a few that fit by chance
+# Of `robust_ridge`, in units of half the targets' interquartile range. On GSM8K's numbers behind SmolLM2 (484 to fit,
+# 387 of other texts): median error 10.2 with these, 13.6 without weights, 10.4 without a limit; always the median 13.
+LIMIT = 3.0
+LEAST_SCALE = 0.1
+FOLDS = 8
+SHARES = (1.0, 0.75, 0.5, 0.25)  # of the way from the median
 
 
 class RobustFit(NamedTuple):
-    """y ~ x @ coefficients + intercept, residuals of Cauchy scale `scale`. left_out [n]: each y told by the others."""
+    """y ~ x @ coefficients + intercept, residuals of Cauchy scale `scale`; left_out [n]: y by the other folds."""
 
     coefficients: Tensor
     intercept: float
@@ -55,66 +59,63 @@ def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tupl
 
 
 def robust_ridge(x: Tensor, y: Tensor) -> RobustFit:
-    """The same for residuals that are Cauchy, by reweighting: wild numbers neither bend it nor choose its strength.
+    """A ridge regression of y [n] on x [n,p] for residuals that are Cauchy: wild numbers hardly bend it.
 
-    Where it tells left-out points no better than always the median, it is the median: coefficients 0. n may be 0.
+    Around the median, in units of half the interquartile range, targets are held within `LIMIT` and weigh 1/(1 + t^2).
+    Ridge and a further shrinkage to the median are those of least Cauchy loss on folds left out, of neighbours (numbers
+    of one text tell each other), among those of no larger median error than always the median's; where none is better than that
+    median, it is the median: coefficients 0.
     """
     n, p = x.shape
-    zeros = x.new_zeros(p, dtype=torch.float64)
-    if n == 0:
-        return RobustFit(zeros, 0.0, 1.0, y.double())
+    zeros = torch.zeros(p, dtype=torch.float64, device=x.device)
     x, y = x.double(), y.double()
+    if n == 0:
+        return RobustFit(zeros, 0.0, 1.0, y)
     low, middle, high = y.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device=y.device)).tolist()
     unit = (high - low) / 2 or float((y - middle).abs().mean()) or 1.0
-    t = (y - middle) / unit  # the median at 0, half of all within 1 of it or so
+    t = (y - middle) / unit
     at_median = RobustFit(zeros, middle, _scale(t) * unit, torch.full_like(y, middle))
-    if n < 8 or not bool(x.isfinite().all()):
+    if n < 2 * FOLDS or not bool(x.isfinite().all()):
         return at_median
-    worst = float(t.square().log1p().mean())
-    weights = 1 / (1 + t.square())
-    found = None
-    for _ in range(ROBUST_ROUNDS):
-        found = _weighted(x, t, weights)
-        scale = max(_scale(found.residuals), LEAST_SCALE)
-        weights = 1 / (1 + (found.residuals / scale).square())
-    assert found is not None
-    if not found.loss < worst:
+    held, weights = t.clamp(-LIMIT, LIMIT), 1 / (1 + t.square())
+    told = t.new_zeros(len(RIDGES), n)
+    for fold in torch.arange(n, device=x.device).tensor_split(FOLDS):
+        rest = torch.ones(n, dtype=torch.bool, device=x.device)
+        rest[fold] = False
+        for i, (coefficients, intercept) in enumerate(_weighted(x[rest], held[rest], weights[rest], RIDGES)):
+            told[i, fold] = x[fold] @ coefficients + intercept
+    shares = torch.tensor(SHARES, dtype=torch.float64, device=x.device)
+    losses = (t - shares[:, None, None] * told).square().log1p().mean(-1)  # [shares, ridges]
+    errors = (t - shares[:, None, None] * told).abs().median(-1).values
+    losses[errors > t.abs().median()] = math.inf
+    if not float(losses.min()) < float(t.square().log1p().mean()):
         return at_median
-    scale = max(_scale(found.residuals), LEAST_SCALE) * unit
-    return RobustFit(found.coefficients * unit, middle + found.intercept * unit, scale, y - found.residuals * unit)
+    share, ridge = divmod(int(losses.argmin()), len(RIDGES))
+    shrunk = SHARES[share]
+    left_out = shrunk * told[ridge]
+    ((coefficients, intercept),) = _weighted(x, held, weights, RIDGES[ridge : ridge + 1])
+    factor = shrunk * unit
+    return RobustFit(
+        coefficients * factor, middle + intercept * factor, _scale(t - left_out) * unit, middle + unit * left_out
+    )
 
 
-class _Weighted(NamedTuple):
-    coefficients: Tensor
-    intercept: float
-    residuals: Tensor  # [n], each of a fit without that point
-    loss: float
-
-
-def _weighted(x: Tensor, t: Tensor, weights: Tensor) -> _Weighted:
-    """A weighted ridge regression, its strength by the Cauchy loss of left-out points."""
+def _weighted(x: Tensor, t: Tensor, weights: Tensor, ridges: Tensor) -> list[tuple[Tensor, float]]:
+    """(coefficients, intercept) of a weighted ridge regression for each of some ridges, in RIDGES' units."""
     share = weights / weights.sum()
     mean_x, mean_t = share @ x, share @ t
     root = weights.sqrt()
-    centred, told = (x - mean_x) * root[:, None], (t - mean_t) * root
+    centred = (x - mean_x) * root[:, None]
     parts = _Decomposition.of(centred)
-    along = parts.scores.T @ told
+    along = parts.scores.T @ ((t - mean_t) * root)
     unit = float(centred.square().sum()) / x.shape[1]
-    best: tuple[float, float, Tensor] | None = None
-    for ridge in (RIDGES * unit).tolist():
-        fitted, own = parts.fitted(along, ridge)
-        residuals = (told - fitted) / (1 - own - share).clamp(min=1e-6) / root
-        loss = float(residuals.square().log1p().mean())
-        if best is None or loss < best[0]:
-            best = loss, ridge, residuals
-    assert best is not None
-    coefficients = parts.coefficients(along, best[1])
-    return _Weighted(coefficients, float(mean_t - mean_x @ coefficients), best[2], best[0])
+    found = [parts.coefficients(along, ridge * unit) for ridge in ridges.tolist()]
+    return [(coefficients, float(mean_t - mean_x @ coefficients)) for coefficients in found]
 
 
 def _scale(residuals: Tensor) -> float:
-    """The scale of a Cauchy law around 0, by the median of |residual|."""
-    return float(residuals.abs().median()) or 1.0
+    """The scale of a Cauchy law around 0, by the median of |residual|; at least `LEAST_SCALE`."""
+    return max(float(residuals.abs().median()), LEAST_SCALE)
 
 
 class _Decomposition(NamedTuple):

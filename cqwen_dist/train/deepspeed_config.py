@@ -57,7 +57,7 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         # by hand and the loss is scaled by global counts.
         "gradient_accumulation_steps": 1,
         "train_batch_size": config.train.micro_batch_size * world_size,
-        "gradient_clipping": config.train.max_grad_norm,
+        "gradient_clipping": 1.0,  # in units of the step's limit: the engine hands it the norm over that
         "zero_optimization": {
             "stage": stage,
             # One bucket for all that trains: DeepSpeed's default of 5e8 numbers is a buffer of 1 to 2 GB.

@@ -11,6 +11,7 @@ no feature group is awake, z is computed without a graph and DeepSpeed takes no 
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import deepspeed
@@ -43,6 +44,31 @@ class NonFiniteStep(RuntimeError):
         self.ranks = ranks or []
 
 
+class UsualNorm:
+    """Where a step's gradient is clipped: at a number, or at three times what is usual in this stage.
+
+    The norm of the loss is what it is (a sum over V words divided by scales of 1e-3: 1,000 on a real base), and AdamW
+    takes no notice of its size; what is to be held is the step that is unlike the others. Nothing is clipped before
+    `KNOWN` norms are.
+    """
+
+    TIMES, LAST, KNOWN = 3.0, 64, 5
+
+    def __init__(self, limit: float | None) -> None:
+        """limit: a number, or None for what is usual."""
+        self.fixed = limit
+        self.seen: list[float] = []  # of this stage's last steps: part of a checkpoint
+
+    def limit(self) -> float:
+        """Of the step that is being taken."""
+        if self.fixed is not None:
+            return self.fixed
+        return self.TIMES * statistics.median(self.seen) if len(self.seen) >= self.KNOWN else math.inf
+
+    def add(self, norm: float) -> None:
+        self.seen = [*self.seen, norm][-self.LAST :]
+
+
 class Engine:
     """Forward, backward and step of the whole model under one gradient norm."""
 
@@ -65,6 +91,9 @@ class Engine:
         self.features_awake = False
         self._head_norm_sq = torch.zeros((), device=runtime.device)
         self._norm: Tensor | None = None  # joint, of the step that is being taken
+        self.usual = UsualNorm(config.max_grad_norm)
+        self._norm_read = math.nan  # the same on the host
+        self.clipped = False
         self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features of the step
 
     def _start_deepspeed(self) -> Any:
@@ -104,7 +133,7 @@ class Engine:
                 # DeepSpeed reports a norm that is not finite as -1
                 feature_norm = torch.where(feature_norm < 0, torch.nan, feature_norm)
                 self._norm = self._finite_norm((feature_norm.square() + self._head_norm_sq).sqrt())
-            return clip(gradients, self._norm)
+            return clip(gradients, self._norm / self.usual.limit())
 
         engine.optimizer.unscale_and_clip_grads = clip_jointly
         quicken(engine.optimizer)
@@ -113,7 +142,9 @@ class Engine:
     # ---------------------------------------------------------------------------------------- stages
 
     def enter_stage(self, plan: StagePlan, woken: frozenset[str]) -> None:
-        """Set who is awake; `woken` begins with zero moments."""
+        """Set who is awake; `woken` begins with zero moments, and what is usual with nothing where any is."""
+        if woken:
+            self.usual.seen = []
         awake = plan.stage.groups
         self.heads.enter_stage(plan, woken)
         for m in self.feature_members:
@@ -153,7 +184,7 @@ class Engine:
             loss.backward()
 
     def step(self) -> Tensor:
-        """Clip by the joint norm and step; returns that norm, [] fp32.
+        """Clip by the joint norm and step; returns that norm, [] fp32. `clipped`: whether it was.
 
         Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
         `CollectiveError` where a rank is lost. The heads step last: what they do needs no other rank. (A rank that is
@@ -176,9 +207,11 @@ class Engine:
             self._finite.fill_(True)
             raise
         assert self._norm is not None
-        limit = self.config.train.max_grad_norm
-        self.heads.step((limit / (self._norm + 1e-6)).clamp(max=1.0))
+        limit = self.usual.limit()
+        self.heads.step((1.0 / (self._norm / limit + 1e-6)).clamp(max=1.0))  # as DeepSpeed's own
+        self.usual.add(self._norm_read)
         self._finite.fill_(True)
+        self.clipped = self._norm_read > limit
         return self._norm
 
     def _finite_norm(self, norm: Tensor) -> Tensor:
@@ -194,6 +227,7 @@ class Engine:
                 f"the gradient norm, all-reduced over the world group, is {number}; {features} finite; no step taken",
                 found,
             )
+        self._norm_read = number
         return norm
 
     # ------------------------------------------------------------------------------------ checkpoint

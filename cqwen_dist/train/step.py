@@ -105,6 +105,7 @@ class Stepper:
             "train/prob_sum_mean": prob_sum / max(counts.kept_by_all, 1),
             "train/p_num_mean": p_num / num_labels.clamp(min=1),
             "train/grad_norm": norm,
+            "train/clipped": float(self.engine.clipped),
             "train/lr": plan.stage.lr * plan.factor(step),
             "train/reg_weight": reg_weight,
         }

@@ -385,6 +385,7 @@ class Trainer:
             **self.place.to_dict(),
             "schedule": self.schedule.state_dict(),
             "constraint": self.constraint.state_dict(),
+            "norms": self.engine.usual.seen,
             **self.evaluations.state_dict(),
             "figures": {**self.place.figures, **self.evaluations.factors()},
         }
@@ -407,6 +408,7 @@ class Trainer:
         self.schedule.load_state_dict(state.state["schedule"])
         if self.config.loss.constraint.mode != "off":
             self.constraint.load(self.folder / START_TENSORS, state.state["constraint"])
+        self.engine.usual.seen = list(state.state.get("norms", []))
         self.loaders.load_state_dict(state.state["loader"])
         self.evaluations.load_state_dict(state.state, factors)
 

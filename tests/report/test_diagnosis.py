@@ -70,7 +70,7 @@ def test_of_a_run_that_is_well_only_good_is_said() -> None:
         ({"dist/ovr_prob_sum_median_causal": 0.2}, {}, "For one fixed individual they add up to 0.20"),
         ({}, {"eval__cls_loss_mean": [9.0, 5.0, 5.5, 6.0]}, "The held-out word loss was lower before"),
         ({}, {"train__grad_norm": [0.5] * 20 + [900.0]}, "Gradients exploded at times"),
-        ({}, {"train__grad_norm": [5.0] * 20}, "100% of the steps were clipped"),
+        ({}, {"train__grad_norm": [5.0] * 20, "train__clipped": [1.0] * 20}, "100% of the steps were clipped"),
         ({}, {"perf__step_s": [1.0] * 9, "perf__data_wait_s": [0.3] * 9}, "30% of the time went into waiting for data"),
         ({}, {"train__refused": [1.0, 1.0]}, "2 steps were refused"),
     ],
