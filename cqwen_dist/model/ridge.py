@@ -63,8 +63,8 @@ def robust_ridge(x: Tensor, y: Tensor) -> RobustFit:
 
     Around the median, in units of half the interquartile range, targets are held within `LIMIT` and weigh 1/(1 + t^2).
     Ridge and a further shrinkage to the median are those of least Cauchy loss on folds left out, of neighbours (numbers
-    of one text tell each other), among those of no larger median error than always the median's; where none is better than
-    that median, it is the median: coefficients 0.
+    of one text tell each other), among those of no larger median error than always the median's; where none is better
+    than that median, it is the median: coefficients 0.
     """
     n, p = x.shape
     zeros = torch.zeros(p, dtype=torch.float64, device=x.device)
