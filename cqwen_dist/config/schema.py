@@ -249,9 +249,11 @@ class RunConfig(Section):
     )
 
 
+# Found on SmolLM2-135M (docs/training.md, Rates).
+_RATES: dict[Any, float] = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3, "embedding": 1e-4, "lora": 2e-4}
 DEFAULT_STAGES = [
-    Stage(name="heads", train=["heads", "embedding"], steps=1000),
-    Stage(name="lora", train=["heads", "embedding", "lora"], steps=1000, lr=2e-4),
+    Stage(name="heads", train=["heads"], steps=1000, lr_groups=_RATES, warmup_steps=50),
+    Stage(name="lora", train=["heads", "embedding", "lora"], steps=1000, lr_groups=_RATES, warmup_steps=100),
 ]
 
 

@@ -158,7 +158,10 @@ class Stage(Section):
     steps: Positive | None = Field(None, description="Optimizer steps; or give epochs, or until.")
     epochs: Above0 | None = Field(None, description="Passes over the data; or give steps, or until.")
     until: Until | None = Field(None, description="Until evaluation no longer improves; or give steps, or epochs.")
-    lr: Above0 = Field(3e-4, description="Peak learning rate of every group not named below.")
+    lr: Above0 = Field(
+        2e-5,
+        description="Peak learning rate of every group not named below; W_loc, a dense map, wants 0.012 / H.",
+    )
     lr_groups: dict[Group | Literal["scales"], Above0] = Field(
         {},
         description="Peak learning rates by group; scales ({b_scale, b_noise, C}) defaults to 1e-2. High ones of "
