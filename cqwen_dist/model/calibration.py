@@ -26,7 +26,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
-from cqwen_dist.model.ridge import robust_ridge
+from cqwen_dist.model.ridge import FOLDS, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.parallel.collectives import main_rank_says
 from cqwen_dist.parallel.groups import Groups
@@ -170,12 +170,13 @@ def calibrate(
 
 
 class _Seen(NamedTuple):
-    """Labelled positions of this rank: z [N,H], labels [N]; those whose value is learnt, by index, and the values."""
+    """Labelled positions of this rank: z [N,H], labels, whether a value is learnt, the value, the row's fold [N]."""
 
     z: Tensor
     labels: Tensor
     learnt: Tensor
     values: Tensor
+    folds: Tensor
 
 
 def _seen(
@@ -190,7 +191,7 @@ def _seen(
     """One forward pass over the batches. With groups no rank leaves one out: features may need the others (ZeRO-3)."""
     device = model.action.cls_weight.device
     batches = list(batches)
-    z, labels, learnt, values = [], [], [], []
+    z, labels, learnt, values, folds = [], [], [], [], []
     for i, batch in enumerate(batches):
         progress(what, i, len(batches))
         index = batch.label_mask.flatten().nonzero()[:, 0]
@@ -199,12 +200,21 @@ def _seen(
         labels.append(there.labels.flatten()[keep])
         learnt.append(there.numeric_mask.flatten()[keep])
         values.append(there.numeric_labels.flatten()[keep])
+        folds.append(_fold_of_row(there).repeat_interleave(there.labels.shape[1])[keep])
         if groups is None and max_tokens is not None and sum(map(len, labels)) >= max_tokens:
             break
     if not z:
         none = torch.zeros(0, device=device)
-        return _Seen(none.new_zeros(0, model.config.hidden_size), none.long(), none.bool(), none.double())
-    return _Seen(*(torch.cat(parts)[:max_tokens] for parts in (z, labels, learnt, values)))
+        z_none = none.new_zeros(0, model.config.hidden_size)
+        return _Seen(z_none, none.long(), none.bool(), none.double(), none.long())
+    return _Seen(*(torch.cat(parts)[:max_tokens] for parts in (z, labels, learnt, values, folds)))
+
+
+def _fold_of_row(batch: Batch) -> Tensor:
+    """[B] in [0, FOLDS): what a row says decides, so that the folds are the same on any number of ranks."""
+    places = torch.arange(1, batch.input_ids.shape[1] + 1, device=batch.input_ids.device)
+    said = (batch.input_ids * batch.attention_mask * places).sum(1)
+    return (said * 2_654_435_761 % 2**32) * FOLDS // 2**32  # Knuth's multiplicative hash: its high bits are even
 
 
 def _word_loc(model: CausalQwenModel, z: Tensor) -> Tensor:
@@ -238,16 +248,16 @@ def _fit_regression(
 ) -> tuple[int, float | None, float | None]:
     """Start W_reg, b_reg and U's number dimensions; returns (numbers, their median error left out, the median's)."""
     x = seen.z if model.config.number_dims else _word_loc(model, seen.z)
-    x, values = x[seen.learnt], seen.values[seen.learnt]
+    x, values, folds = (part[seen.learnt] for part in (x, seen.values, seen.folds))
     if groups is not None:
         counts = exchange_counts(len(x), groups.world, x.device)
-        x, values = gather_tokens(x, counts, groups.world), gather_tokens(values, counts, groups.world)
+        x, values, folds = (gather_tokens(part, counts, groups.world) for part in (x, values, folds))
     if not len(values):
         return 0, None, None
-    x, values = x[:LEVEL_TOKENS], values[:LEVEL_TOKENS]
+    x, values, folds = (part[: 2 * LEVEL_TOKENS] for part in (x, values, folds))
 
     def fit() -> tuple[Any, float, float]:
-        found = robust_ridge(x, model.target.forward(values).double())
+        found = robust_ridge(x, model.target.forward(values).double(), folds)
         error = (model.target.inverse(found.left_out) - values).abs().median()
         return (
             found._replace(coefficients=found.coefficients.cpu(), left_out=found.left_out[:0].cpu()),
