@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LOC_CELLS = 8192  # over the range of all logits: some hundredths of a nat
 NORM_CELLS = 24  # between the least and the largest norm, by their logarithm
+STEPS, LEAST_STEP = 48, 1e-3  # of the search: how many, and the share of the logits' range that is not halved again
 
 
 class Histogram(NamedTuple):
@@ -191,7 +192,11 @@ class StartLogits:
 
 
 def best_threshold_and_gamma(seen: Histogram) -> tuple[float, float]:
-    """(C, gamma) of least loss: a 5 x 5 grid over shares of the logits' range and powers of ten, then 7 halvings."""
+    """(C, gamma) of least loss: a 5 x 5 grid over shares of the logits' range and powers of ten, then steps from there.
+
+    A step leads to the best of four neighbours, or halves the distance to them where none is better: a base that knows
+    little of these texts has its best C far above its mean top logit.
+    """
     typical = float((seen.words * seen.norm).sum() / seen.words.sum().clamp(min=1)) or 1.0
     known: dict[tuple[float, float], float] = {}
 
@@ -206,8 +211,11 @@ def best_threshold_and_gamma(seen: Histogram) -> tuple[float, float]:
 
     best = min(((f, g) for f in (0.25, 0.5, 0.75, 1.0, 1.25) for g in (-4.0, -3.0, -2.0, -1.0, 0.0)), key=loss)
     step = (0.125, 0.5)
-    for _ in range(7):
+    for _ in range(STEPS):
         around = [(best[0] + i * step[0], best[1] + j * step[1]) for i, j in ((1, 0), (-1, 0), (0, 1), (0, -1))]
-        best = min([best, *around], key=loss)
-        step = (step[0] / 2, step[1] / 2)
+        before, best = best, min([best, *around], key=loss)
+        if best == before:
+            step = (step[0] / 2, step[1] / 2)
+        if step[0] < LEAST_STEP:
+            break
     return point(*best)

@@ -1,0 +1,180 @@
+"""The ridges of the calibrated start: scikit-learn's where that has one, and hardly bent by wild numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cqwen_dist.model.ridge import LEAST_SCALE, RIDGES, RobustFit, ridge_by_leave_one_out, robust_ridge
+
+
+def cauchy(n: int, seed: int) -> Tensor:
+    """Standard Cauchy draws [n] float64."""
+    g = torch.Generator().manual_seed(seed)
+    return (math.pi * (torch.rand(n, generator=g, dtype=torch.float64) - 0.5)).tan()
+
+
+def linear(n: int, p: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x [n,p] around 2, coefficients [p] of norm 1, and x @ coefficients + 7."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, p, generator=g, dtype=torch.float64) + 2
+    coefficients = torch.randn(p, generator=g, dtype=torch.float64)
+    coefficients /= coefficients.norm()
+    return x, coefficients, x @ coefficients + 7
+
+
+@pytest.mark.parametrize(("n", "p"), [(300, 24), (24, 300), (40, 40)])
+@pytest.mark.parametrize("noise", [0.1, 3.0])
+def test_without_an_intercept_it_is_scikit_learns(n: int, p: int, noise: float) -> None:
+    from sklearn.linear_model import RidgeCV
+
+    g = torch.Generator().manual_seed(n)
+    x = torch.randn(n, p, generator=g, dtype=torch.float64) * torch.logspace(-2, 1, p) + 1
+    y = x @ torch.randn(p, generator=g, dtype=torch.float64) + noise * torch.randn(n, generator=g, dtype=torch.float64)
+    found, share = ridge_by_leave_one_out(x, y, intercept=False)
+    units = RIDGES.numpy() * float(x.square().sum()) / p
+    oracle = RidgeCV(units, fit_intercept=False).fit(x.numpy(), y.numpy())
+    # both decompose in float64; squared lengths differ by up to 1e6 here, so coefficients round to some 1e-10
+    torch.testing.assert_close(found, torch.from_numpy(oracle.coef_), atol=1e-9, rtol=1e-7)
+    assert share == pytest.approx(1 + oracle.best_score_ / float(y.var(unbiased=False)), abs=1e-9)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_rows_that_are_all_zero_or_all_alike_do_not_break_it(intercept: bool) -> None:
+    y = torch.arange(9, dtype=torch.float64)
+    found, share = ridge_by_leave_one_out(torch.zeros(9, 4, dtype=torch.float64), y, intercept)
+    assert not found.any()
+    assert share == 0
+    alike, _ = ridge_by_leave_one_out(torch.ones(9, 40, dtype=torch.float64), y, intercept)
+    assert alike.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ robust_ridge
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_it_finds_a_linear_map_under_cauchy_noise(noise: float) -> None:
+    x, _, clean = linear(2000, 12)
+    fit = robust_ridge(x[:1600], clean[:1600] + noise * cauchy(1600, 1))
+    told = x[1600:] @ fit.coefficients + fit.intercept
+    of_median = float((clean - clean.median()).abs().median())
+    # targets are held within LIMIT and those far from the median weigh little, which shrinks the map: close, not equal
+    assert float((told - clean[1600:]).abs().median()) < 0.35 * of_median
+    assert float((fit.left_out - clean[:1600]).abs().median()) < 0.35 * of_median
+
+
+def test_the_scale_is_the_cauchy_scale_of_what_the_fit_leaves() -> None:
+    x, _, clean = linear(1600, 12)
+    for noise in (0.5, 1.0, 3.0):
+        y = clean + noise * cauchy(1600, 2)
+        fit = robust_ridge(x, y)
+        assert fit.scale == pytest.approx(float((y - fit.left_out).abs().median()), rel=1e-9)
+        # mostly the noise, of which it is the median of |noise| (to 1/sqrt(1600)); more by what the ridge shrinks
+        assert 0.9 * noise < fit.scale < 1.5 * noise
+
+
+def test_wild_numbers_hardly_bend_it() -> None:
+    x, _, clean = linear(800, 8)
+    y = clean + 0.1 * cauchy(800, 3).clamp(-5, 5)
+    plain = robust_ridge(x, y)
+    wild = y.clone()
+    wild[::25] = torch.tensor([1e9, -1e12], dtype=torch.float64).repeat(16)
+    fit = robust_ridge(x, wild)
+    assert float((fit.coefficients - plain.coefficients).norm() / plain.coefficients.norm()) < 0.2
+    kept = torch.ones(800, dtype=torch.bool)
+    kept[::25] = False
+    of_median = (clean - clean.median()).abs().median()
+    assert float((fit.left_out - clean)[kept].abs().median()) < 0.5 * float(of_median)
+
+
+@pytest.mark.parametrize(("n", "p"), [(200, 10), (40, 100)])
+@pytest.mark.parametrize(("unit", "shift"), [(1e6, 0.0), (1e-6, 0.0), (3.0, 500.0), (-2.0, -4.0)])
+def test_it_knows_no_units(n: int, p: int, unit: float, shift: float) -> None:
+    x, _, clean = linear(n, p)
+    y = clean + 0.1 * cauchy(n, 4)
+    fit, other = robust_ridge(x, y), robust_ridge(x, unit * y + shift)
+    assert fit.coefficients.any(), "nothing is tested where it falls back"
+    size = float(y.abs().median())
+    # y - median loses 1e-16 |shift| / (unit size) of its precision; what is left is rounding
+    torch.testing.assert_close(other.coefficients, unit * fit.coefficients, atol=1e-9 * abs(unit), rtol=1e-8)
+    assert other.intercept == pytest.approx(unit * fit.intercept + shift, rel=1e-8, abs=1e-8 * abs(unit) * size)
+    assert other.scale == pytest.approx(abs(unit) * fit.scale, rel=1e-7)
+    torch.testing.assert_close(other.left_out, unit * fit.left_out + shift, atol=1e-8 * abs(unit) * size, rtol=1e-8)
+
+
+def is_median(fit: RobustFit, y: Tensor) -> bool:
+    return (
+        not fit.coefficients.any()
+        and fit.intercept == float(y.quantile(0.5))
+        and bool((fit.left_out == fit.intercept).all())
+    )
+
+
+def test_where_x_tells_nothing_it_is_the_median() -> None:
+    y = 50 + 20 * cauchy(300, 5)
+    for x in (torch.zeros(300, 6, dtype=torch.float64), torch.ones(300, 6, dtype=torch.float64)):
+        fit = robust_ridge(x, y)
+        assert not (fit.coefficients.abs() > 1e-9).any()
+        assert fit.intercept == pytest.approx(float(y.quantile(0.5)))
+    g = torch.Generator().manual_seed(0)
+    noise = torch.randn(300, 200, generator=g, dtype=torch.float64)
+    assert is_median(robust_ridge(noise, y), y)
+    broken = noise.clone()
+    broken[7, 3] = math.nan
+    assert is_median(robust_ridge(broken, y), y)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5, 15, 16, 17])
+@pytest.mark.parametrize("p", [1, 40])
+def test_few_numbers_give_a_fit_all_the_same(n: int, p: int) -> None:
+    x, _, y = linear(n, p)
+    fit = robust_ridge(x, y)
+    assert fit.coefficients.shape == (p,)
+    assert fit.left_out.shape == (n,)
+    assert math.isfinite(fit.intercept)
+    assert fit.scale > 0
+    if n == 0:
+        assert (fit.intercept, fit.scale) == (0.0, 1.0)
+    elif n < 16:
+        assert is_median(fit, y)
+    assert fit.coefficients.isfinite().all()
+
+
+def test_numbers_that_are_all_the_same_are_that_number() -> None:
+    x, *_ = linear(100, 5)
+    for value in (0.0, -3.5, 1e12):
+        fit = robust_ridge(x, torch.full((100,), value, dtype=torch.float64))
+        assert not fit.coefficients.any()
+        assert fit.intercept == value
+        assert 0 < fit.scale <= LEAST_SCALE
+
+
+def test_mostly_the_same_number_and_few_others_is_finite() -> None:
+    """The interquartile range is 0: the mean distance from the median is the unit then."""
+    x, *_ = linear(100, 5)
+    y = torch.zeros(100, dtype=torch.float64)
+    y[::10] = 1e6
+    fit = robust_ridge(x, y)
+    assert fit.coefficients.isfinite().all()
+    assert 0 < fit.scale < 1e6
+    assert float(fit.left_out.abs().median()) <= 1e-3 * 1e6
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_numbers_left_out_are_never_told_worse_than_by_the_median(seed: int) -> None:
+    """Median errors, of wild and tame laws, telling and untelling x, and numbers of two places far apart."""
+    g = torch.Generator().manual_seed(seed)
+    n, p = 20 + 37 * seed, (3, 60, 300)[seed % 3]
+    x = torch.randn(n, p, generator=g, dtype=torch.float64)
+    y = {
+        0: x[:, 0] + cauchy(n, seed),
+        1: (5 * x[:, 0]).exp(),
+        2: 1e4 * (torch.rand(n, generator=g, dtype=torch.float64) < 0.45).double() + x[:, 1],
+        3: torch.randint(0, 3, (n,), generator=g).double(),
+    }[seed % 4]
+    fit = robust_ridge(x, y)
+    of_median = float((y - y.quantile(0.5)).abs().median())
+    assert float((y - fit.left_out).abs().median()) <= of_median * (1 + 1e-12)

@@ -1,0 +1,246 @@
+"""The search of the start: its loss is the loss of a model, its histogram all but that, and nothing better is near."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.tiny import HIDDEN, NUM, VOCAB, tiny_base
+from torch import Tensor
+
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.losses import OvrClassificationLoss
+from cqwen_dist.model.start_search import Histogram, StartLogits, best_threshold_and_gamma
+from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+
+POINTS = [(0.0, 1.4), (6.0, 1e-2), (12.0, 1e-3), (-3.0, 0.3)]
+
+
+def nothing_said(what: str, done: int, of: int) -> None:
+    pass
+
+
+def model_of(vocab_start: int = 0, rows: int | None = None) -> CausalQwenModel:
+    base = tiny_base()
+    torch.manual_seed(3)
+    base.lm_head.weight.data += 0.3 * torch.randn(HIDDEN)
+    model = CausalQwenModel.from_base_model(
+        base, start="calibrated", num_token_id=NUM, vocab_start=vocab_start, rows=rows
+    ).eval()
+    bias = 0.5 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        model.action.cls_bias.copy_(bias[model.action.vocab_start : model.action.vocab_start + model.action.rows])
+    return model
+
+
+def tokens(n: int = 70, seed: int = 0, noise: float = 3.0) -> tuple[Tensor, Tensor]:
+    """loc_U [n,C_w], and labels [n] drawn from the softmax of the rows' logits over `noise`."""
+    g = torch.Generator().manual_seed(seed)
+    loc = torch.randn(n, HIDDEN, generator=g) * 3
+    logits = loc @ model_of().action.cls_weight.detach().T
+    draw = -torch.log(-torch.log(torch.rand(logits.shape, generator=g).clamp(1e-6, 1 - 1e-6)))
+    return loc, (logits + noise * draw)[:, :NUM].argmax(1)
+
+
+def search(model: CausalQwenModel, loc: Tensor, labels: Tensor, used_rows: int | None = None) -> StartLogits:
+    return StartLogits(model, loc, labels, None, nothing_said, used_rows)
+
+
+def norms_of(model: CausalQwenModel) -> Tensor:
+    return model.action.cls_weight.detach().abs().sum(1)
+
+
+def exact(model: CausalQwenModel, loc: Tensor, threshold: float, gamma: float) -> tuple[Tensor, Tensor]:
+    """(loc_S, scale_S) [n,V] float64 of U = Cauchy(loc, gamma)."""
+    weight = model.action.cls_weight.detach().double()
+    scale = torch.full_like(loc, gamma, dtype=torch.float64) @ weight.abs().T
+    return loc.double() @ weight.T + model.action.cls_bias.detach().double(), scale
+
+
+def mean_loss(loc_s: Tensor, scale_s: Tensor, labels: Tensor, threshold: float) -> float:
+    loss = OvrClassificationLoss(loc_s.shape[1], torch.full((loc_s.shape[1],), threshold, dtype=torch.float64))
+    return float(loss(loc_s[None], scale_s[None], labels[None])[0].mean())
+
+
+@pytest.mark.parametrize("used", [None, NUM + 1])
+@pytest.mark.parametrize("point", POINTS)
+@torch.no_grad()
+def test_a_point_is_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, float], used: int | None) -> None:
+    model, (loc, labels) = model_of(), tokens()
+    loss, best, prob_sum = search(model, loc, labels, used).at(*point, norms_of(model))
+    loc_s, scale_s = exact(model, loc, *point)
+    rows = slice(0, used)
+    p = 0.5 + torch.atan((loc_s - point[0]) / scale_s) / math.pi
+    # logits of order 30 round by 2e-6 in fp32, which the least scale here (1e-3 times a norm of 4) makes 1e-3 of P's z
+    assert loss == pytest.approx(mean_loss(loc_s[:, rows], scale_s[:, rows], labels, point[0]), rel=1e-5)
+    torch.testing.assert_close(prob_sum.double(), p[:, rows].sum(1), rtol=1e-4, atol=1e-5)
+    top = ((loc_s - point[0]) / scale_s).topk(2, 1)
+    clear = top.values[:, 0] - top.values[:, 1] > 1e-4 * top.values.abs().amax(1)
+    assert clear.float().mean() > 0.9
+    assert torch.equal(best[clear], top.indices[clear, 0])
+
+
+@torch.no_grad()
+def test_p_of_a_word_is_its_p() -> None:
+    model, (loc, labels) = model_of(), tokens()
+    loc_s, scale_s = exact(model, loc, 6.0, 1e-2)
+    found = search(model, loc, labels).p_of(17, 6.0, 1e-2, norms_of(model))
+    expected = 0.5 + torch.atan((loc_s[:, 17] - 6.0) / scale_s[:, 17]) / math.pi
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_histogram_has_the_loss_of_what_it_is_of() -> None:
+    """To what a cell is wide: two hundredths of a nat of location, beside which scales here are not small, and its
+    norms within 24 steps, by which log P of a rare word varies as it does by gamma."""
+    model, (loc, labels) = model_of(), tokens()
+    seen = search(model, loc, labels).histogram(norms_of(model))
+    assert float(seen.words.sum()) == len(loc) * VOCAB
+    g = torch.Generator().manual_seed(1)
+    for share, power in torch.rand(40, 2, generator=g, dtype=torch.float64).tolist():
+        threshold, gamma = seen.middle + (1.5 * share - 0.2) * seen.spread, 10 ** (4 * power - 3)
+        loc_s, scale_s = exact(model, loc, threshold, gamma)
+        expected = mean_loss(loc_s, scale_s, labels, threshold)
+        assert seen.loss(threshold, gamma) == pytest.approx(expected, rel=0.01), (threshold, gamma)
+
+
+@torch.no_grad()
+def test_labels_are_taken_one_by_one() -> None:
+    """Of a single word's logits a histogram may say what it likes; the labels' are exact."""
+    model, (loc, labels) = model_of(), tokens()
+    seen = search(model, loc, labels).histogram(norms_of(model))
+    loc_s, _ = exact(model, loc, 0.0, 1.0)
+    torch.testing.assert_close(seen.label_loc, loc_s.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(seen.label_norm, norms_of(model).double()[labels], rtol=1e-6, atol=1e-6)
+
+
+def least_on_a_grid(seen: Histogram) -> float:
+    """Of 24 x 24 points over all logits and six powers of ten."""
+    typical = float((seen.words * seen.norm).sum() / seen.words.sum())
+    low, high = float(seen.loc.min()), float(seen.loc.max())
+    return min(
+        seen.loss(c, 10**g * seen.spread / typical)
+        for c in torch.linspace(low, high, 24, dtype=torch.float64).tolist()
+        for g in torch.linspace(-5, 1, 24, dtype=torch.float64).tolist()
+    )
+
+
+@pytest.mark.parametrize(("knows", "sharpness"), [(3.0, 0.3), (3.0, 4.0), (0.3, 1.0)])
+@torch.no_grad()
+def test_the_search_finds_what_a_fine_grid_finds(knows: float, sharpness: float) -> None:
+    """Also of a base that is much surer than it is right: its C lies far above the mean top logit."""
+    model, (loc, labels) = model_of(), tokens(20, noise=knows)
+    seen = search(model, loc * sharpness, labels).histogram(norms_of(model))
+    found = seen.loss(*best_threshold_and_gamma(seen))
+    assert found <= 1.002 * least_on_a_grid(seen)
+    assert found < 1 + math.log(VOCAB), "better than P = 1/V"
+
+
+@torch.no_grad()
+def test_labels_that_are_random_end_at_the_uniform_loss() -> None:
+    """Nothing is known: no (C, gamma) is much better than P = 1/V for every word."""
+    model, (loc, _) = model_of(), tokens()
+    labels = torch.randint(0, VOCAB, (len(loc),), generator=torch.Generator().manual_seed(2))
+    seen = search(model, loc, labels).histogram(norms_of(model))
+    found = seen.loss(*best_threshold_and_gamma(seen))
+    assert 0.9 * (1 + math.log(VOCAB)) < found < 1.05 * (1 + math.log(VOCAB))
+
+
+@torch.no_grad()
+def test_a_single_token_and_rows_that_are_all_alike_are_searched_too() -> None:
+    model, (loc, labels) = model_of(), tokens()
+    model.action.cls_weight.copy_(model.action.cls_weight[:1].expand(VOCAB, -1).clone())
+    model.action.cls_bias.zero_()
+    for n in (1, len(loc)):
+        seen = search(model, loc[:n], labels[:n]).histogram(norms_of(model))
+        threshold, gamma = best_threshold_and_gamma(seen)
+        assert math.isfinite(threshold)
+        assert 0 < gamma < math.inf
+        assert math.isfinite(seen.loss(threshold, gamma))
+
+
+@torch.no_grad()
+def test_changed_rows_are_followed() -> None:
+    """`take` and `redo` leave the logits that a new search of the changed rows would make."""
+    model, (loc, labels) = model_of(), tokens()
+    seen = search(model, loc, labels)
+    g = torch.Generator().manual_seed(4)
+    changed = [3, 40, NUM]
+    model.action.cls_weight[changed] = torch.randn(3, HIDDEN, generator=g)
+    model.action.cls_bias[NUM] = 0.0
+    seen.redo(changed)
+    v = torch.randn(HIDDEN, generator=g)
+    model.action.cls_weight.sub_(v)
+    seen.take(v.double())
+    # two roundings of logits of order 50
+    torch.testing.assert_close(seen.logits, search(model, loc, labels).logits, atol=1e-4, rtol=1e-5)
+    seen.redo([])
+
+
+# ------------------------------------------------------------------------------------------------------- ranks
+
+
+CASES = [(counts, group, used) for counts in ((45, 25), (70, 0), (0, 70)) for group in (1, 2) for used in (None, 60)]
+AT = (6.0, 1e-2)
+
+
+def _on_ranks(loc: Tensor, labels: Tensor) -> list[dict[str, Any]]:
+    """What a rank finds with its part of the tokens and of the rows, for each of CASES."""
+    groups = {size: build_groups(size) for size in (1, 2)}
+    return [_case(loc, labels, counts, groups[size], used) for counts, size, used in CASES]
+
+
+@torch.no_grad()
+def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, used: int | None) -> dict[str, Any]:
+    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
+    model = model_of(start, stop - start)
+    own = slice(counts[0]) if dist.get_rank() == 0 else slice(counts[0], None)
+    seen = StartLogits(model, loc[own], labels[own], groups, nothing_said, used)
+    norms = norms_of(model)
+    histogram = seen.histogram(norms)
+    loss, best, prob_sum = seen.at(*AT, norms)
+    return {
+        "histogram": [part.numpy() if isinstance(part, Tensor) else part for part in histogram],
+        "tokens": seen.tokens,
+        "loss": loss,
+        "best": best.numpy(),
+        "best_logit": seen.best_logit().numpy(),
+        "prob_sum": seen.everyone(prob_sum).numpy(),
+        "p": seen.p_of(17, *AT, norms).numpy(),
+        "right": seen.mean((best == seen.labels).float()),
+    }
+
+
+@torch.no_grad()
+def test_two_ranks_see_what_one_sees() -> None:
+    """Also where a rank has no tokens; with 60 of 101 rows in use the second rank of a group has 9 of its 50 in use."""
+    loc, labels = tokens()
+    labels = labels.clamp(max=59)
+    model = model_of()
+    norms = norms_of(model)
+    for rank, cases in enumerate(run_ranks(_on_ranks, 2, loc, labels)):
+        for (counts, group, used), found in zip(CASES, cases, strict=True):
+            one = search(model, loc, labels, used)
+            expected, (loss, best, prob_sum) = one.histogram(norms), one.at(*AT, norms)
+            seen = Histogram(*(torch.from_numpy(x) if not isinstance(x, float) else x for x in found["histogram"]))
+            own = slice(None) if group == 2 else slice(counts[0]) if rank == 0 else slice(counts[0], None)
+            assert found["tokens"] == 70
+            # products of other shapes round apart: a logit may fall into the next cell, and the range end there
+            assert float(seen.words.sum()) == float(expected.words.sum())
+            assert (seen.middle, seen.spread) == pytest.approx((expected.middle, expected.spread), rel=1e-3)
+            labels_seen, labels_expected = seen.label_loc.sort().values, expected.label_loc.sort().values
+            torch.testing.assert_close(labels_seen, labels_expected, atol=1e-4, rtol=1e-5)
+            assert seen.loss(*AT) == pytest.approx(expected.loss(*AT), rel=1e-3)
+            assert found["loss"] == pytest.approx(loss, rel=1e-5)
+            if len(found["best"]):  # at a near tie rounding decides
+                assert float((torch.from_numpy(found["best"]) == best[own]).float().mean()) > 0.97
+                assert float((torch.from_numpy(found["best_logit"]) == one.best_logit()[own]).float().mean()) > 0.97
+            torch.testing.assert_close(torch.from_numpy(found["prob_sum"]), prob_sum, rtol=1e-3, atol=1e-5)
+            p = one.p_of(17, *AT, norms)[own]
+            torch.testing.assert_close(torch.from_numpy(found["p"]), p, rtol=1e-3, atol=1e-6)
+            assert found["right"] == pytest.approx(float((best == labels).float().mean()), abs=0.03)
