@@ -38,8 +38,8 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     options: base, tokenizer (folders), data (a `DataConfig` tree), steps, batch, lr, seed, lora (r, alpha, dropout,
     target_modules), digits (else <NUM> with its value unseen), last_only (the loss of what stands behind the prompt
     alone), head (train the output head too, untied), words, other, numbers (held-out files), measured (files by name
-    whose words alone are measured, after training), most (so many of the numbers are told; default: all). Without steps it is the
-    base that is measured.
+    whose words alone are measured, after training), most (so many of the numbers are told; default: all). Without
+    steps it is the base that is measured.
     """
     kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
     tokenizer = kind.from_pretrained(options["tokenizer"])
