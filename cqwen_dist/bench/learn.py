@@ -4,9 +4,10 @@ preserve    top-1 before and after every stage, on what is trained on and on a c
             calibrated start, the seeds' presets, the KL bound, and ordinary LoRA with softmax
 starts      every start at its best rate, over several seeds and bases: words and numbers together
 numbers     error and intervals of held-out numbers, beside always the median, ridge regression, and digits
+real        the same questions to a real base of the user's, beside ordinary LoRA (`bench.learn_real`)
 
-Bases are pretrained here by cross-entropy on two real corpora (`bench.learn_data`). Every arm is one task; results
-lie in OUT/results as they end, and the same command goes on with what is missing.
+Other bases are pretrained here by cross-entropy on two real corpora (`bench.learn_data`). Every arm is one task;
+results lie in OUT/results as they end, and the same command goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from cqwen_dist.bench.learn_data import read_items, ridge_error, tables, write_c
 from cqwen_dist.bench.learn_lanes import run_tasks
 from cqwen_dist.bench.learn_plain import plain_arm
 from cqwen_dist.bench.learn_plan import EXPERIMENTS, SCALES, STARTS, Planner, with_seeds
+from cqwen_dist.bench.learn_real import real_rows, real_table, write_real
 from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.data.numbers import find_numbers
 
-KINDS = {"base": build_base, "causal": causal_arm, "plain": plain_arm}
+KINDS = {"base": build_base, "causal": causal_arm, "plain": plain_arm, "untrained": plain_arm}
 Figures = dict[str, Any]
 
 
@@ -44,6 +46,7 @@ def run(
     out: Path,
     data: str | None = None,
     tokenizer: str | None = None,
+    base: str | None = None,
     scale: str = "small",
     seeds: int | None = None,
     lanes: int | None = None,
@@ -54,8 +57,8 @@ def run(
     """Do the experiments (all that are named) and sum them up; JSON-ready.
 
     data: JSONL (default: the standard library's docstrings). tokenizer: a real one for `preserve` (V = 151,936;
-    default: the small base). lanes: trainings side by side (default: the cores). only: arms whose names match one of
-    these regular expressions. Raises `UserError`.
+    default: the small base). base: the folder of `real`'s base. lanes: trainings side by side (default: the cores).
+    only: arms whose names match one of these regular expressions. Raises `UserError`.
     """
     unknown = [name for name in experiments if name not in EXPERIMENTS]
     if unknown or scale not in SCALES:
@@ -65,9 +68,11 @@ def run(
     began = time.monotonic()
     counts = write_corpora(out / "data", data, size.texts, size.held_out)
     medians = {name: _median_number(out / "data" / f"{name}-train.jsonl") for name in ("words", "diabetes", "cancer")}
-    planner = Planner(out, size, tokenizer, medians)
+    planner = Planner(out, size, tokenizer, medians, base)
     for name in experiments:
         EXPERIMENTS[name](planner)
+    if "real" in experiments:
+        write_real(out / "data", size.real)
     wanted = [t for t in planner.tasks.values() if not only or any(re.search(o, t.name) for o in only)]
     needed = {need for task in wanted for need in task.needs}
     tasks = [t for t in planner.tasks.values() if t in wanted or t.name in needed]
@@ -88,6 +93,7 @@ def run(
     summary["preserve"] = preserve_rows(good)
     summary["starts"] = start_rows(good)
     summary["numbers"] = number_rows(good, ridge)
+    summary["real"] = real_rows(good)
     write_atomically(out / "summary.json", json.dumps(summary, indent=1))
     return summary
 
@@ -320,6 +326,8 @@ def render(summary: Figures) -> list[Table]:
                 *intervals,
             )
         out.append(table)
+    if summary["real"]:
+        out.append(real_table(summary["real"]))
     return out
 
 

@@ -33,6 +33,7 @@ class Told(NamedTuple):
     truth: np.ndarray
     told: np.ndarray  # the median of Y, raw unit
     scores: np.ndarray  # |target - loc| / scale, in the target's unit
+    crps: np.ndarray = np.zeros(0)  # raw unit; nan where the target's unit is not linear
 
 
 def to_tell(items: list[Item], tokenizer: NumericalAwareTokenizer) -> list[Batch]:
@@ -71,6 +72,13 @@ def numbers_to_tell(items: list[Item], policy: NumberPolicy) -> list[tuple[int, 
     return found
 
 
+def spread(count: int, most: int | None) -> np.ndarray:
+    """Which of `count` numbers are told, at most so many: evenly over all texts; ascending places."""
+    if most is None or count <= most:
+        return np.arange(count)
+    return np.linspace(0, count - 1, most).astype(np.int64)
+
+
 def pieces(path: Path, tokenizer: NumericalAwareTokenizer, config: DataConfig) -> list[Batch]:
     """A file's texts as a run's own evaluation reads them: every token once, long texts cut into pieces."""
     texts = list(read_texts(str(path), config, ReadReport()))
@@ -95,9 +103,15 @@ def tell(model: CausalQwenModel, batches: list[Batch]) -> Told:
                 truth.numpy(),
                 model.target.inverse(y.loc).cpu().numpy(),
                 ((goal - y.loc).abs() / y.scale).double().cpu().numpy(),
+                _crps(model, y, goal).double().cpu().numpy(),
             )
         )
     return Told(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _crps(model: CausalQwenModel, y: Cauchy, goal: torch.Tensor) -> torch.Tensor:
+    crps = y.crps(goal)
+    return model.target.inverse_scale(crps) if model.target.linear else torch.full_like(crps, math.nan)
 
 
 def errors(truth: np.ndarray, told: np.ndarray, median: float, repeated: np.ndarray) -> dict[str, float]:
@@ -110,6 +124,7 @@ def errors(truth: np.ndarray, told: np.ndarray, median: float, repeated: np.ndar
         "relative": float(np.median(error / np.maximum(np.abs(truth), 1e-9))),
         "exact": float(np.mean(np.round(told, 2) == np.round(truth, 2))),
         "median_mdae": float(np.median(np.abs(median - truth))),
+        "median_mae": float(np.mean(np.abs(median - truth))),
     }
     for name, part in (("repeated", error[repeated]), ("new", error[~repeated])):
         if len(part):

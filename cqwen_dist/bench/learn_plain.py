@@ -17,7 +17,8 @@ from peft import LoraConfig, get_peft_model
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.bench.learn_data import Item, read_items
-from cqwen_dist.bench.learn_measure import errors, numbers_to_tell, pieces
+from cqwen_dist.bench.learn_measure import errors, numbers_to_tell, pieces, spread
+from cqwen_dist.bench.learn_words import measured_words, plain_scorer
 from cqwen_dist.config import DataConfig
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import Loader
@@ -36,14 +37,16 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
 
     options: base, tokenizer (folders), data (a `DataConfig` tree), steps, batch, lr, seed, lora (r, alpha, dropout,
     target_modules), digits (else <NUM> with its value unseen), last_only (the loss of what stands behind the prompt
-    alone), head (train the output head too, untied), words, other, numbers (held-out files).
+    alone), head (train the output head too, untied), words, other, numbers (held-out files), measured (files by name
+    whose words alone are measured, after training), most (so many of the numbers are told; default: all). Without
+    steps it is the base that is measured.
     """
     kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
     tokenizer = kind.from_pretrained(options["tokenizer"])
     base: Any = load_base(options["base"], torch.float32, rows_for=None if options["digits"] else tokenizer.rows_for)
     config = DataConfig.model_validate(options["data"])
     texts = list(read_texts(str(config.train), config, ReadReport()))
-    test = {name: pieces(Path(options[name]), tokenizer, config) for name in ("words", "other")}
+    test = {name: pieces(Path(options[name]), tokenizer, config) for name in ("words", "other") if options.get(name)}
     seed_everything(options["seed"])
     if options["head"]:
         base.lm_head = copy.deepcopy(base.lm_head)
@@ -56,6 +59,9 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     result: dict[str, Any] = {"before": {name: _right(model, batches) for name, batches in test.items()}}
     result["losses"] = _train(model, texts, tokenizer, config, options)
     result["after"] = {name: _right(model, batches) for name, batches in test.items()}
+    if options.get("measured"):
+        scorer = plain_scorer(model)
+        result["measured"] = measured_words(scorer, options["measured"], tokenizer, options["tokenizer"])
     if options["digits"] and options.get("numbers"):
         result["numbers"] = _numbers(model, tokenizer, read_items(Path(options["numbers"])), options)
     return result
@@ -121,7 +127,8 @@ def _numbers(
 ) -> dict[str, Any]:
     """Errors of the numbers behind the prompts, decoded greedily; what does not read as a number is the median."""
     device = next(model.parameters()).device
-    asked = numbers_to_tell(items, tokenizer.policy)
+    every = numbers_to_tell(items, tokenizer.policy)
+    asked = [every[i] for i in spread(len(every), options.get("most"))]
     prefixes = [tokenizer.encode(items[text].text[:start])[0] for text, start, *_ in asked]
     median = float(options["median"])
     told, unread = np.full(len(asked), np.nan), 0
@@ -151,4 +158,4 @@ def _numbers(
                 told[i], unread = median, unread + 1
     truth = np.array([value for _, _, value, _ in asked])
     figures = errors(truth, told, median, np.array([again for *_, again in asked]))
-    return {**figures, "unread": unread}
+    return {**figures, "unread": unread, "crps": figures["mae"]}  # CRPS of a point is its error

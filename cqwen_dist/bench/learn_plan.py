@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.bench.learn_lanes import Task
+from cqwen_dist.config import UserError
 
 # Starts of the comparison: the presets, and variants of them.
 STARTS: dict[str, dict[str, Any]] = {
@@ -21,6 +22,19 @@ STARTS: dict[str, dict[str, Any]] = {
     },
     "seed-100": {"start": "seed-100"},
 }
+
+
+@dataclass(frozen=True)
+class RealScale:
+    """Sizes of the experiment on a real base."""
+
+    heads_steps: int
+    lora_steps: int
+    batch: int
+    length: int
+    held_out: int  # problems
+    pieces: int  # of prose, and of code
+    told: int  # numbers of the answers that are told, at most, evenly over the problems
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,7 @@ class Scale:
     rates: tuple[tuple[float, float], ...]  # (lr, lr of the scales) that every start may choose from
     lrs: tuple[float, ...]  # of LoRA, that every arm of the numbers may choose from
     seeds: int
+    real: RealScale
 
 
 SCALES = {
@@ -63,6 +78,7 @@ SCALES = {
         rates=((1e-3, 1e-2), (1e-3, 1e-1), (3e-3, 3e-1)),
         lrs=(2e-3,),
         seeds=1,
+        real=RealScale(heads_steps=12, lora_steps=16, batch=8, length=320, held_out=32, pieces=16, told=48),
     ),
     "full": Scale(
         vocab=8192,
@@ -81,6 +97,7 @@ SCALES = {
         rates=((3e-4, 1e-2), (1e-3, 1e-2), (1e-3, 1e-1), (3e-3, 1e-1)),
         lrs=(1e-3, 3e-3),
         seeds=3,
+        real=RealScale(heads_steps=150, lora_steps=450, batch=16, length=320, held_out=200, pieces=100, told=600),
     ),
 }
 TABLE_LENGTH = 512
@@ -124,8 +141,11 @@ def is_real(base: str) -> bool:
 class Planner:
     """Tasks of the experiments in one output folder."""
 
-    def __init__(self, out: Path, scale: Scale, tokenizer: str | None, medians: dict[str, float]) -> None:
+    def __init__(
+        self, out: Path, scale: Scale, tokenizer: str | None, medians: dict[str, float], real_base: str | None = None
+    ) -> None:
         self.out, self.scale, self.tokenizer, self.medians = out, scale, tokenizer, medians
+        self.real_base = real_base
         self.tasks: dict[str, Task] = {}
 
     def file(self, name: str, part: str) -> str:
@@ -349,7 +369,81 @@ def numbers(planner: Planner) -> None:
                     )
 
 
-EXPERIMENTS = {"preserve": preserve, "starts": starts, "numbers": numbers}
+# The real base. The heads have rates of their own in both stages; every arm may choose LoRA's.
+REAL_HEADS_LR = 2e-5
+REAL_HEADS_RATES = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3}
+REAL_LORA_LRS = (1e-4, 3e-4, 1e-3)
+REAL_OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, KL held": {"loss": {"constraint": {"mode": "dual", "eps": 0.1}}},
+}
+REAL_PLAIN = {"LoRA + softmax, digits": True, "LoRA + softmax, <NUM>": False}
+
+
+def real(planner: Planner) -> None:
+    """A real base that has no <NUM>: ours and the ordinary way at as many texts, each at every rate of LoRA."""
+    base = planner.real_base
+    if base is None:
+        raise UserError("--base", "no value", "the folder of a real base (docs/bases.md)")
+    size, seed = planner.scale.real, 0
+    data = {"train": planner.file("words", "train"), "sequence_length": size.length}
+    words = {name: planner.file(f"real-{name}", "test") for name in ("words", "prose", "code")}
+    shared = {
+        "tokenizer": base,
+        "measured": words,
+        "numbers": words["words"],
+        "most": size.told,
+        "median": planner.medians["words"],
+    }
+    plain = {
+        **shared,
+        "base": base,
+        "data": data,
+        "batch": size.batch,
+        "seed": seed,
+        "last_only": False,
+        "head": False,
+        "lora": {
+            "r": LORA["r"],
+            "lora_alpha": LORA["alpha"],
+            "lora_dropout": LORA["dropout"],
+            "target_modules": TARGETS,
+        },
+    }
+    planner.tasks["real base"] = Task("real base", "untrained", {**plain, "steps": 0, "lr": 1e-4, "digits": True})
+    for lr in REAL_LORA_LRS:
+        both = {"lr": REAL_HEADS_LR, "schedule": "cosine"}
+        stages = [
+            {**both, "name": "heads", "train": ["heads", "embedding"], "steps": size.heads_steps},
+            {**both, "name": "lora", "train": ["heads", "embedding", "lora"], "steps": size.lora_steps},
+        ]
+        for one, rates in zip(stages, ({}, {"lora": lr}), strict=True):
+            one["lr_groups"] = {**REAL_HEADS_RATES, **rates}
+        for arm, changes in REAL_OURS.items():
+            name = f"real {arm} {lr:g}"
+            config = {
+                "model": {"name_or_path": base, "lora": LORA},
+                "data": {**data, "eval": words["words"]},
+                "start": "calibrated",
+                "stages": stages,
+                "train": {
+                    "global_batch_size": size.batch,
+                    "micro_batch_size": size.batch,
+                    "seed": seed,
+                    "eval_every": 100_000,
+                    "checkpoint_every": 100_000,
+                },
+                "run": {"dir": str(planner.out / "runs" / name)},
+                **changes,
+            }
+            planner.tasks[name] = Task(name, "causal", {**shared, "config": config})
+        for arm, digits in REAL_PLAIN.items():
+            name = f"real {arm} {lr:g}"
+            options = {**plain, "steps": size.heads_steps + size.lora_steps, "lr": lr, "digits": digits}
+            planner.tasks[name] = Task(name, "plain", options)
+
+
+EXPERIMENTS = {"preserve": preserve, "starts": starts, "numbers": numbers, "real": real}
 
 
 def with_seeds(scale: Scale, seeds: int | None) -> Scale:

@@ -106,10 +106,12 @@ def memory(
 
 def learn(
     experiment: Annotated[
-        list[str] | None, typer.Argument(metavar="EXPERIMENT", help="preserve, starts or numbers; default: all three.")
+        list[str] | None,
+        typer.Argument(metavar="EXPERIMENT", help="preserve, starts, numbers or real; default: the first three."),
     ] = None,
     data: Annotated[str, typer.Option(help="JSONL: GSM8K's fields, or text; default: Python's docstrings.")] = "",
     tokenizer: Annotated[str, typer.Option(help="A Qwen2.5 tokenizer: preserve at V = 151,936.")] = "",
+    base: Annotated[str, typer.Option(help="The folder of a real base, which real fine-tunes.")] = "",
     out: Annotated[Path, typer.Option(help="Where results lie; the same command goes on there.")] = Path("runs/learn"),
     scale: Annotated[str, typer.Option(help="small (minutes on 2 cores) or full (a GPU).")] = "small",
     seeds: Annotated[int | None, typer.Option(help="Seeds of starts and numbers; default: the scale's.")] = None,
@@ -124,10 +126,11 @@ def learn(
 
     console = plain_console(stderr=as_json)
     summary = run(
-        experiment or list(EXPERIMENTS),
+        experiment or [name for name in EXPERIMENTS if name != "real"],
         out=out,
         data=data or None,
         tokenizer=tokenizer or None,
+        base=base or None,
         scale=scale,
         seeds=seeds,
         lanes=lanes,

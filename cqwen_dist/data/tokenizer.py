@@ -233,6 +233,10 @@ class DigitTokenizer(NumericalAwareTokenizer):
     def _reads(self) -> NumberPolicy | None:
         return None
 
+    def places(self, text: str) -> list[tuple[int, int]]:
+        """Where in the text each of its tokens stands: text[start:end]."""
+        return list(self._backend.encode(text, add_special_tokens=False).offsets)
+
 
 def without_prefix(backend: Tokenizer) -> Tokenizer:
     """The same tokenizer, or a copy that puts no space before a text, nor takes one away, as SentencePiece's do.

@@ -1,6 +1,7 @@
 """bench learn: its texts, its measures, its list of runs and its sums; one toy run of everything (slow)."""
 
 import json
+import re
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,27 @@ import pytest
 from rich.console import Console
 from scipy import stats
 from support.runs import write_texts
+from support.tiny import tiny_base
 
-from cqwen_dist.bench import learn, learn_data
+from cqwen_dist.bench import learn, learn_data, learn_plan
 from cqwen_dist.bench.learn_data import Item, read_items, tables, write_corpora
 from cqwen_dist.bench.learn_lanes import Task, run_tasks
 from cqwen_dist.bench.learn_measure import Told, binomial_interval, errors, intervals, numbers_to_tell, to_tell
-from cqwen_dist.bench.learn_plan import EXPERIMENTS, SCALES, Planner, Scale, with_seeds
+from cqwen_dist.bench.learn_plan import (
+    EXPERIMENTS,
+    REAL_OURS,
+    REAL_PLAIN,
+    SCALES,
+    Planner,
+    RealScale,
+    Scale,
+    with_seeds,
+)
+from cqwen_dist.bench.learn_real import real_rows
+from cqwen_dist.bench.learn_words import shared_words
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.train.conformal import half_width
 
 CODE = '''
@@ -122,7 +136,8 @@ def test_binomial_interval_is_scipys(n: int) -> None:
 @pytest.mark.parametrize("scale", sorted(SCALES))
 @pytest.mark.parametrize("tokenizer", [None, "somewhere"])
 def test_every_arm_is_a_valid_config_and_rivals_take_equal_steps(scale: str, tokenizer: str | None) -> None:
-    planner = Planner(Path("out"), SCALES[scale], tokenizer, {"words": 1.0, "diabetes": 1.0, "cancer": 1.0})
+    medians = {"words": 1.0, "diabetes": 1.0, "cancer": 1.0}
+    planner = Planner(Path("out"), SCALES[scale], tokenizer, medians, "a-base")
     for experiment in EXPERIMENTS.values():
         experiment(planner)
     steps: dict[tuple[str, ...], set[int]] = {}
@@ -136,6 +151,62 @@ def test_every_arm_is_a_valid_config_and_rivals_take_equal_steps(scale: str, tok
             steps.setdefault(key, set()).add(task.options["steps"])
     assert {key[0] for key in steps} == set(EXPERIMENTS)
     assert all(len(found) == 1 for found in steps.values()), steps
+
+
+def test_words_are_the_same_for_digits_and_for_numbers() -> None:
+    texts = ["Ann pays 12.50 for 3 apples on 2024-05-01, and 7 more.", "no number", "3x4 is twelve"]
+    trained = train_tokenizer(texts, 300)
+    numbers, digits = NumericalAwareTokenizer(trained, vocab_size=301), DigitTokenizer(trained)
+    for text in texts:
+        mine, theirs = shared_words(text, numbers, digits)
+        ids, spelt = np.array(numbers.encode(text)[0]), np.array(digits.encode(text)[0])
+        assert np.array_equal(ids[mine], spelt[theirs])
+        assert numbers.num_token_id not in ids[mine]
+        words = trained.decode(ids[mine].tolist())
+        assert words == re.sub(r"12\.50|(?<= )3(?= )|(?<= )7(?= )|3(?=x)|(?<=x)4", "", text)
+
+
+def test_a_real_base_is_compared_at_each_arms_best_rate(
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny base that has no <NUM>, every arm at one rate; then a choice between rates by hand."""
+    sizes = RealScale(heads_steps=1, lora_steps=1, batch=2, length=64, held_out=8, pieces=2, told=3)
+    toy = replace(SCALES["small"], texts=16, held_out=8, real=sizes)
+    monkeypatch.setitem(learn.SCALES, "toy", toy)
+    monkeypatch.setattr(learn_plan, "REAL_LORA_LRS", (1e-3,))
+    data = write_texts(tmp_path / "texts.jsonl", 40)
+    trained = train_tokenizer(data.read_text().splitlines(), 300)
+    trained.save_pretrained(tmp_path / "base")
+    tiny_base(vocab_size=len(trained), max_position_embeddings=512).save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+
+    def here(tasks, kinds, out, lanes, seconds, say):  # a spawned lane would import torch anew
+        with distributed() as runtime:
+            return {t.name: {**kinds[t.kind](t.options, runtime), "seconds": 1.0} for t in tasks}
+
+    monkeypatch.setattr(learn, "run_tasks", here)
+    with pytest.raises(UserError, match="--base: found no value"):
+        learn.run(["real"], out=tmp_path / "out", data=str(data), scale="toy")
+    summary = learn.run(["real"], out=tmp_path / "out", data=str(data), base=base, scale="toy")
+    rows = {row["arm"]: row for row in summary["real"]}
+    assert set(rows) == {"base, untrained", *REAL_OURS, *REAL_PLAIN}
+    for corpus in ("words", "prose", "code"):
+        assert len({row[corpus]["words"] for row in rows.values()}) == 1, "arms are measured on the same words"
+        assert all(row[corpus]["perplexity"] > 1 for row in rows.values())
+    assert rows["ours"]["numbers"]["crps"] > 0
+    assert (rows["ours"]["num_f1"], rows["base, untrained"]["num_f1"]) == (pytest.approx(0.5, abs=0.5), None)
+    assert rows["LoRA + softmax, <NUM>"]["numbers"] is None
+    console = Console(width=200, record=True)
+    for table in learn.render(summary):
+        console.print(table)
+    assert "least word perplexity" in console.export_text()
+
+    def result(perplexity: float) -> dict:
+        kept = {"top1": 0.5, "perplexity": perplexity, "words": 9}
+        return {"measured": {"words": kept, "prose": kept, "code": kept}}
+
+    (row,) = real_rows({"real ours 0.001": result(3.0), "real ours 0.0001": result(2.0)})
+    assert (row["lr"], row["words"]["perplexity"]) == ("0.0001", 2.0)
 
 
 def double(options, runtime):
@@ -204,7 +275,8 @@ def test_a_toy_run_of_everything(tmp_path: Path, library: Path, monkeypatch: pyt
     monkeypatch.setitem(learn.SCALES, "toy", toy)
     data = str(write_texts(tmp_path / "texts.jsonl", 60))
     only = ["preserve (calibrated|LoRA)", "starts (calibrated|seed) ", "numbers .* (standardise|digits)"]
-    summary = learn.run(list(EXPERIMENTS), out=tmp_path / "out", data=data, scale="toy", lanes=2, only=only)
+    experiments = [name for name in EXPERIMENTS if name != "real"]
+    summary = learn.run(experiments, out=tmp_path / "out", data=data, scale="toy", lanes=2, only=only)
     assert not summary["failed"]
     assert not summary["missing"]
     assert {row["arm"] for row in summary["preserve"]} >= {"calibrated", "calibrated, KL <= 0.5", "LoRA + softmax"}
@@ -217,7 +289,7 @@ def test_a_toy_run_of_everything(tmp_path: Path, library: Path, monkeypatch: pyt
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"bench learn: found 'sorts', allowed: preserve or starts or numbers"):
+    with pytest.raises(UserError, match=r"bench learn: found 'sorts', allowed: preserve or starts or numbers or real"):
         learn.run(["sorts"], out=tmp_path)
     with pytest.raises(UserError, match=r"bench learn: found 'huge', allowed: small or full"):
         learn.run(["starts"], out=tmp_path, scale="huge")
