@@ -91,7 +91,7 @@ def test_it_trains_and_the_plain_export_has_its_vocabulary(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_its_start_knows_what_a_numeral_is(tmp_path: Path) -> None:
-    """GSM8K, held-out problems, before the first step: what docs/training.md says of the start, with room for the draw."""
+    """GSM8K, held-out problems, before the first step: what docs/training.md says, with room for the draw."""
     texts = shared_path("data/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines()
     for name, part in (("train", texts[:200]), ("eval", texts[-32:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(part), encoding="utf-8")
