@@ -137,6 +137,57 @@ def test_what_is_written_is_read_back(tree):
     assert repr(value) == repr(tree)
 
 
+BUILT = "model: {architecture: {model_type: qwen2}}\ndata: {train: a}\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "row", "w_num"),
+    [
+        (BASE, [], "digits", None),  # a base from elsewhere never saw <NUM>
+        (BUILT, [], "inherit", 0.2),  # a random one knows no digits either
+        (BUILT, ["model.pretrain.steps=3"], "inherit", 0.2),  # the default: on texts with <NUM>
+        (BUILT, ["model.pretrain.numerals=numbers"], "inherit", 0.2),
+        (BUILT, ["model.pretrain.numerals=both"], "inherit", 0.2),
+        (BUILT, ["model.pretrain.numerals=digits"], "digits", None),
+        (BASE, ["start=seed"], "inherit", 1.0),
+        (BASE, ["start=seed-100"], "inherit", 1.0),
+        (BUILT, ["model.pretrain.numerals=digits", "start=seed"], "inherit", 1.0),
+        *((BASE, [f"model.num_row_init={how}"], how, 0.2) for how in ("inherit", "mean", "small")),
+        (BASE, ["model.num_row_init=digits", "start=seed"], "digits", None),
+        (BASE, ["model.w_num_scale=0.5"], "digits", 0.5),
+        (BUILT, ["model.w_num_scale=0.0"], "inherit", 0.0),
+    ],
+)
+def test_how_num_starts_follows_from_what_the_base_saw(load, base, overrides, row, w_num):
+    config = load(base, *overrides)
+    assert config.num_row_init == row
+    assert config.w_num_scale == w_num
+    assert load(config.to_yaml()) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        ([], None),
+        (["start=seed"], 1.0),
+        (["start=seed-100"], 1.0),
+        (["train.max_grad_norm=usual"], None),
+        (["train.max_grad_norm=usual", "start=seed"], None),
+        (["train.max_grad_norm=2.5"], 2.5),
+        (["train.max_grad_norm=2.5", "start=seed"], 2.5),
+    ],
+)
+def test_where_steps_are_clipped_follows_from_the_start(load, overrides, limit):
+    assert load(BASE, *overrides).max_grad_norm == limit
+
+
+@pytest.mark.parametrize("found", ["0", "-1", "often", "true", "inf", "nan"])
+def test_a_limit_of_the_norm_that_cannot_be_is_refused(load, found):
+    with pytest.raises(UserError) as refusal:
+        load(BASE, f"train.max_grad_norm={found}")
+    assert refusal.value.key == "train.max_grad_norm"
+
+
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sections=st.dictionaries(st.sampled_from(list(Config.model_fields)), trees, max_size=4),

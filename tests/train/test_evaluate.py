@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from support import tiny
+from support.ranks import run_ranks
 from support.runs import VOCAB, cqwen_forked, metrics
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +19,10 @@ from cqwen_dist.config import load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.train.evaluate import Evaluator
+from cqwen_dist.train.evaluate_file import base_figures
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,56 @@ def test_base_accuracy_is_the_base_models_own_top_1(one_rank: Path, held_out: Ba
     expected = float((best == held_out.labels)[keep].double().mean())
     assert json.loads((one_rank / "start.json").read_text())["base_accuracy"] == pytest.approx(expected, abs=1e-9)
     assert metrics(one_rank)[-1]["eval/base_accuracy"] == pytest.approx(expected, abs=1e-9)
+
+
+DIGITS = list(range(80, 90))  # of `support.tiny`'s words
+
+
+def _base_measured(numerals: list[int]) -> list[dict[str, float]]:
+    """A tiny base's own figures on this rank: by the heads before training, and by the base's own head."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = build_groups(world)
+    start, stop = vocab_range(tiny.VOCAB, groups.vocab_rank, world)
+    how = {"num_row_init": "digits", "numerals": numerals, "w_num_scale": None} if numerals else {}
+    model = tiny.tiny_model(start="calibrated", vocab_start=start, rows=stop - start, **how)
+    batches = [tiny.random_batch(6, 16, seed=s) for s in range(4)]
+    evaluator = Evaluator(
+        model, model.kept_features, batches[rank::world], groups, baseline_value=None, numerals=numerals
+    )
+    return [evaluator.measure_base(), base_figures(tiny.tiny_base(), batches, "x", tiny.NUM, numerals)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@torch.no_grad()
+def test_where_a_number_is_next_any_digit_is_right_for_a_base_that_spells_them(world: int) -> None:
+    """Against the base itself, which reads the digits' mean where <NUM> stands."""
+    base, right, hits, surprise = tiny.tiny_base(), 0, 0, []
+    table = base.get_input_embeddings().weight
+    for batch in (tiny.random_batch(6, 16, seed=s) for s in range(4)):
+        embeddings = table[batch.input_ids]
+        embeddings[batch.input_ids == tiny.NUM] = table[DIGITS].mean(0)
+        keep = batch.labels >= 0
+        logits = base(inputs_embeds=embeddings, attention_mask=batch.attention_mask.long()).logits[keep].double()
+        labels, best = batch.labels[keep], logits.argmax(1)
+        digit = (labels == tiny.NUM) & torch.isin(best, torch.tensor(DIGITS))
+        hits += int(digit.sum())
+        right += int(((best == labels) | digit).sum())
+        p = logits.softmax(1)
+        likely = p.gather(1, labels[:, None])[:, 0]
+        surprise.append(-(likely + (labels == tiny.NUM) * p[:, DIGITS].sum(1)).log())
+    assert hits > 2, "no digit where a number is next: nothing is tested"
+    every = torch.cat(surprise)
+    expected = {"eval/base_accuracy": right / len(every), "eval/base_perplexity": float(every.mean().exp())}
+    for by_heads, by_base in run_ranks(_base_measured, world, DIGITS):
+        # one of some 200 positions may be a near tie, which rounding decides
+        for found in (by_heads, by_base):
+            assert found["eval/base_accuracy"] == pytest.approx(expected["eval/base_accuracy"], abs=1.5 / len(every))
+            assert found["eval/base_perplexity"] == pytest.approx(expected["eval/base_perplexity"], rel=1e-4)
+
+
+def test_without_numerals_a_base_is_measured_by_num_itself() -> None:
+    ((by_heads, by_base),) = run_ranks(_base_measured, 1, [])
+    assert by_heads == pytest.approx(by_base, rel=1e-4)
 
 
 def test_eval_of_the_runs_own_texts_is_the_runs_own_evaluation(one_rank: Path) -> None:
