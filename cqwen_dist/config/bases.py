@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cqwen_dist.config.errors import Said, UserError
 
 # What a base model's `model_type` may be (Qwen2.5 is qwen2, SmolLM2 llama).
@@ -36,6 +38,15 @@ def check_model_type(kind: object, key: str, where: str = "") -> None:
 
 def _allowed() -> str:
     return f"{', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}"
+
+
+def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:
+    """The tokens that a tokenizer spells numerals with: all of digits, a space before them or not. Ascending.
+
+    Ten in Qwen and SmolLM2, which cut numerals into digits; every group of up to three digits in Llama 3.
+    """
+    words = ((token.lstrip("\u0120\u2581"), i) for token, i in vocabulary.items())  # Ġ ▁: a space
+    return sorted(i for word, i in words if word.isascii() and word.isdigit())
 
 
 def rows_with_number(vocab_size: int, used: int, num_token_id: int) -> int:

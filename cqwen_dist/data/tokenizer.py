@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
-from cqwen_dist.config.bases import rows_with_number
+from cqwen_dist.config.bases import numeral_ids, rows_with_number
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.numbers import find_numbers, write_numbers
@@ -145,12 +145,8 @@ class NumericalAwareTokenizer:
 
     @cached_property
     def numeral_ids(self) -> list[int]:
-        """The tokens that the tokenizer spells numerals with: all of digits, a space before them or not. Ascending.
-
-        Ten in Qwen and SmolLM2, which cut numerals into digits; every group of up to three digits in Llama 3.
-        """
-        words = ((token.lstrip("\u0120\u2581"), i) for token, i in self.tokenizer.get_vocab().items())  # Ġ ▁: a space
-        return sorted(i for word, i in words if word.isascii() and word.isdigit())
+        """The tokens that the tokenizer spells numerals with (`config.bases.numeral_ids`)."""
+        return numeral_ids(self.tokenizer.get_vocab())
 
     def encode(self, text: str) -> tuple[list[int], list[float]]:
         """Ids and float64 values of one text, of one length; the value is 0.0 at words. No token is added.

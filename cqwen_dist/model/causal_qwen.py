@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import LoraConfig, UserError
-from cqwen_dist.config.bases import rows_with_number
+from cqwen_dist.config.bases import numeral_ids, rows_with_number
 from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, translate
 from cqwen_dist.model import calibration, initialise
@@ -298,9 +298,14 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
 
         start: "seed", "seed-100", or "calibrated" (then calibration_batches are needed). num_token_id: default
         len(tokenizer) of the tokenizer beside the model, or the last row where there is none. options: of
-        `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). Raises `UserError`.
+        `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). Calibrated, <NUM>'s rows inherit from the
+        digits' unless num_row_init says otherwise. Raises `UserError`.
         """
         used = tokenizer_rows(name_or_path)
+        if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
+            found = tokenizer_beside(name_or_path)
+            options.setdefault("numerals", [] if found is None else numeral_ids(found.get_vocab()))
+            options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
         rows_for = _with_number(used, used if num_token_id is None else num_token_id)
         base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
         if num_token_id is None:
@@ -310,7 +315,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if start == "calibrated":
             if calibration_batches is None:
                 raise UserError("calibration_batches", "no batches", "batches of text for the calibrated start")
-            calibration.calibrate(model, calibration_batches)
+            calibration.calibrate(model, calibration_batches, numerals=options.get("numerals", ()))
         causal = cls(model.config, model)
         if base.generation_config is not None:
             causal.generation_config = base.generation_config
@@ -442,16 +447,21 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
 
 def tokenizer_rows(name_or_path: str) -> int | None:
     """Rows that the tokenizer beside a model uses, as `data.tokenizer` counts them; None where there is none."""
+    tokenizer = tokenizer_beside(name_or_path)
+    return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def tokenizer_beside(name_or_path: str) -> Any:
+    """transformers' tokenizer beside a model, or None where there is none."""
     folder = Path(name_or_path).expanduser()
     # of a folder without these, transformers makes up an empty tokenizer
     if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of `cqwen_dist.auto`'s own class
     except (OSError, ValueError, KeyError):
         return None
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    return getattr(tokenizer, "tokenizer", tokenizer)  # of `cqwen_dist.auto`'s own class
 
 
 def _with_number(used: int | None, num_token_id: int | None) -> Callable[[int], int] | None:
