@@ -63,7 +63,8 @@ class UsualNorm:
         """Of the step that is being taken."""
         if self.fixed is not None:
             return self.fixed
-        return self.TIMES * statistics.median(self.seen) if len(self.seen) >= self.KNOWN else math.inf
+        usual = statistics.median(self.seen) if len(self.seen) >= self.KNOWN else 0.0
+        return self.TIMES * usual or math.inf  # gradients of zero are no measure: a norm over 0 is no number
 
     def add(self, norm: float) -> None:
         self.seen = [*self.seen, norm][-self.LAST :]

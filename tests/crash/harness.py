@@ -39,6 +39,7 @@ ELSEWHERE = {
     WAIT: ("cqwen_dist.train.trainer:Trainer", "_next", 9, 20.0),
     "figures": ("cqwen_dist.train.trainer:Trainer", "_evaluate", 4, 20.0),
     "setup": ("cqwen_dist.train.trainer:StageLoaders", "__init__", 1, 0.0),
+    "start": ("cqwen_dist.train.trainer:Trainer", "_at", 9, 20.0),
 }
 
 

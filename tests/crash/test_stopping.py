@@ -41,6 +41,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
             for rest in (
                 (Blow(1, "step", 4, 1.0, signal.SIGTERM), 4),  # it takes the step that it is in
                 (Blow(1, "evaluation", 2, 0.0, signal.SIGTERM), 0),  # while the base model is measured
+                (Blow(1, "start", 4, 0.0, signal.SIGTERM), 0),  # while the start is calibrated
                 (Blow(1, "boundary", 2, 0.0, signal.SIGINT), 5),
                 (Blow(0, "save", 2, 0.0, signal.SIGUSR1), 4),  # or one more
                 (Blow(ALL, "setup", 1, 0.0, signal.SIGTERM), 0),

@@ -138,14 +138,14 @@ def test_a_tied_head_is_the_token_table_and_rows_are_cut_from_the_file(tmp_path:
 
 
 def wide_parts(folder: str) -> list[Any]:
-    """The partitioned base's token table, gathered, and its head whole and in part."""
+    """The partitioned base's token table, gathered, its head whole and in part, and so the file's table."""
     case = Case(2, 1, 3, "fp32", 1, BOTH)
     settings = deepspeed_config(config_of(case), 2, 1)
-    base, head = load_partitioned_base(folder, torch.float32, settings, runtime_of(case), rows_for=lambda _: 128)
+    base, head, rows = load_partitioned_base(folder, torch.float32, settings, runtime_of(case), rows_for=lambda _: 128)
     table = base.model.embed_tokens.weight
     with deepspeed.zero.GatheredParameters(table):
         whole = table.detach().clone()
-    parts = (whole, head[:], head[90:110], head[101:128], head[40:60], head[128:128])
+    parts = (whole, head[:], head[90:110], head[101:128], head[40:60], head[128:128], rows[:], rows[100:103])
     return [base.config.vocab_size, base.config.added_rows, *(part.numpy() for part in parts)]
 
 
@@ -154,7 +154,8 @@ def test_rows_that_are_added_are_those_of_the_whole_base(kind: str, tied: bool, 
     tiny_base(kind, tied=tied).save_pretrained(tmp_path, max_shard_size="20KB")
     base = load_base(str(tmp_path), torch.float32, rows_for=lambda _: 128)
     head = base.get_output_embeddings().weight.detach()
-    wanted = (base.model.embed_tokens.weight.detach(), head, head[90:110], head[101:], head[40:60], head[128:])
+    table = base.model.embed_tokens.weight.detach()
+    wanted = (table, head, head[90:110], head[101:], head[40:60], head[128:], table, table[100:103])
     for rows, added, *found in run_ranks(wide_parts, 2, str(tmp_path)):
         assert (rows, added) == (128, 27)
         for there, here in zip(found, wanted, strict=True):

@@ -49,6 +49,14 @@ def test_a_spike_is_clipped_and_the_next_limit_hardly_knows_of_it() -> None:
     assert usual.limit() == pytest.approx(before, rel=0.01)
 
 
+def test_gradients_of_zero_set_no_limit() -> None:
+    """w_num alone on texts without numbers: 0/0 would be in every weight."""
+    usual = UsualNorm(None)
+    for _ in range(10):
+        usual.add(0.0)
+    assert usual.limit() == math.inf
+
+
 def test_what_was_seen_goes_through_json_and_back() -> None:
     usual, again = UsualNorm(None), UsualNorm(None)
     for k in range(9):
