@@ -133,7 +133,7 @@ def start_regression(model: CausalQwenModel, coefficients: Tensor, intercept: fl
         action.reg_weight[:words] = 0.0
         action.reg_weight[words:] = 1.0 / model.config.number_dims
         set_number_scale(model, scale)
-    else:
+    elif bool(coefficients.any()):  # zeros would make scale_Y 0 and the loss infinite: then W_reg stays as drawn
         action.reg_weight.copy_(coefficients)
 
 

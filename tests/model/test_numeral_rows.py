@@ -288,6 +288,16 @@ def test_y_starts_as_the_line_that_was_found() -> None:
         torch.testing.assert_close(y.scale, scale, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_where_only_the_median_is_known_y_still_has_a_scale() -> None:
+    batch = random_batch()
+    for dims in (8, 0):
+        model = tiny_model(start="calibrated", number_dims=dims)
+        start_regression(model, torch.zeros(HIDDEN, dtype=torch.float64), 3.5, 0.7)
+        *_, scale_y = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+        assert (scale_y > 0).all(), "a scale of 0 makes the first loss infinite"
+
+
 TARGETS = {
     "none": TargetTransform(),
     "standardise": TargetTransform("standardise", 40.0, 35.0),
