@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,9 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train from where the run is to its end; returns the last figures."""
         self.runtime.stop.agreed(self.runtime.device)
-        step, last = self._start_or_resume()
+        alone = self.groups.world_size == 1  # then nobody waits for this rank: a signal ends the start at once
+        with self.runtime.stop.interruptible() if alone else nullcontext():
+            step, last = self._start_or_resume()
         total = self.schedule.total_steps
         if step >= total:
             self._say(f"already done: {total} steps in {self.folder}")
