@@ -41,7 +41,7 @@ def test_overrides_reach_defaults_lists_and_optional_sections(load):
     assert (config.stages[0].steps, config.stages[1].steps) == (3, 1000)
     assert config.train.betas == (0.9, 0.95)
     assert config.model.lora.target_modules[:2] == ["up_proj", "k_proj"]
-    assert config.stages[1].lr_groups == {"scales": 0.01}
+    assert config.stages[1].lr_groups["scales"] == 0.01
     built = "model: {architecture: {model_type: qwen2}}\ndata: {train: a}"
     assert load(built, "model.pretrain.steps=3").model.pretrain.steps == 3  # type: ignore[union-attr]
     assert load(built, "model.architecture.rope_theta=1e6").model.architecture == {
