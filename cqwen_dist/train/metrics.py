@@ -138,7 +138,7 @@ class Progress:
     def part(self, what: str, done: int, of: int) -> None:
         """How far one part of the work is, with the time left of it; printed at most every few seconds."""
         now = time.monotonic()
-        if what != self._part:
+        if what != self._part or not done:  # the same part may come again
             self._part, self._part_began = what, now
         if now - self._shown >= self.every_s:
             self._shown = now
