@@ -48,13 +48,18 @@ def to_tell(items: list[Item], tokenizer: NumericalAwareTokenizer) -> list[Batch
         targets &= np.cumsum(targets) > prompt.ids.count(tokenizer.num_token_id)
         values = np.array([*encoded.values, 0.0])
         documents.append(Document(ids, values, targets))
+    return whole_texts(documents, tokenizer, ROWS)
+
+
+def whole_texts(documents: list[Document], tokenizer: NumericalAwareTokenizer, rows: int) -> list[Batch]:
+    """Batches of so many documents, a row each."""
     return [
         collate(
-            [(document,) for document in documents[at : at + ROWS]],
+            [(document,) for document in documents[at : at + rows]],
             pad_token_id=tokenizer.pad_token_id,
             num_token_id=tokenizer.num_token_id,
         )
-        for at in range(0, len(documents), ROWS)
+        for at in range(0, len(documents), rows)
     ]
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.bench.learn_data import read_items
-from cqwen_dist.data.collate import Document, collate
+from cqwen_dist.bench.learn_measure import whole_texts
+from cqwen_dist.data.collate import Document
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
@@ -58,14 +59,7 @@ def word_batches(texts: list[str], tokenizer: NumericalAwareTokenizer, source: s
         learnt = np.append(shared_words(text, numbers, digits)[int(spelling)], True)
         values, none = np.array([*encoded.values, 0.0]), np.zeros(len(ids), bool)
         documents.append(Document(ids, values, none, learnt | (ids == tokenizer.num_token_id)))
-    return [
-        collate(
-            [(document,) for document in documents[at : at + ROWS]],
-            pad_token_id=tokenizer.pad_token_id,
-            num_token_id=tokenizer.num_token_id,
-        )
-        for at in range(0, len(documents), ROWS)
-    ]
+    return whole_texts(documents, tokenizer, ROWS)
 
 
 @torch.no_grad()

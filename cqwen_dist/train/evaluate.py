@@ -115,10 +115,9 @@ class Evaluator:
                 u = self.model.abduction(self.features(unseen, keep))
                 labels = batch.labels.flatten()[keep]
                 scores = self._scores(u, labels)
-                best, number = self._top1(u, rank_by="loc"), labels == num
-                sums[0] += ((best == labels) | (number & torch.isin(best, spelt))).sum()
-                written = (self.model.action.word_part(u).loc @ rows.T + bias).logsumexp(1)
-                likely = torch.where(number, torch.logaddexp(scores.label_loc, written), scores.label_loc)
+                digits = self.model.action.word_part(u).loc @ rows.T + bias
+                right, likely = as_spelt(self._top1(u, rank_by="loc"), scores.label_loc, labels, num, spelt, digits)
+                sums[0] += right.sum()
                 sums[1] += (scores.log_norm - likely).sum()
                 sums[2] += labels.numel()
         right, surprise, total = sum_over(sums).tolist()
@@ -270,6 +269,18 @@ class Evaluator:
 
     def _top1(self, u_prime: Cauchy, rank_by: str = "ovr") -> Tensor:
         return top1(self.model, u_prime, self.groups, self.gemm_dtype, rank_by)
+
+
+def as_spelt(
+    best: Tensor, label_loc: Tensor, labels: Tensor, num_token_id: int, spelt: Tensor, digits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(right [N] bool, the label's logit [N]) of a base that spells numerals: any of `spelt` stands for <NUM>.
+
+    best, labels [N] words, label_loc [N] the labels' logits, digits [N,d] those of `spelt` [d]; d may be 0.
+    """
+    number = labels == num_token_id
+    likely = torch.where(number, torch.logaddexp(label_loc, digits.float().logsumexp(1)), label_loc)
+    return (best == labels) | (number & torch.isin(best, spelt)), likely
 
 
 def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: str) -> Tensor:

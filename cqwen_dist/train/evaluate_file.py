@@ -23,7 +23,7 @@ from cqwen_dist.ops.ovr_scores import ovr_scores
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.train.conformal import CALIBRATION, CALIBRATION_FILE, IntervalFactors
-from cqwen_dist.train.evaluate import Decisions, Evaluator, perplexity
+from cqwen_dist.train.evaluate import Decisions, Evaluator, as_spelt, perplexity
 from cqwen_dist.train.run_folder import START
 
 STATE = "state.json"  # of a checkpoint
@@ -131,10 +131,8 @@ def base_figures(
         score = (z, torch.zeros_like(z), head.weight, head.bias, 0.0)
         found = ovr_scores(*score, labels)
         _, best = ovr_topk(*score, 1, rank_by="loc")
-        number = labels == num_token_id
-        right += float(((best[:, 0] == labels) | (number & torch.isin(best[:, 0], spelt))).sum())
-        written = (z @ rows.T + bias).float().logsumexp(1)
-        likely = torch.where(number, torch.logaddexp(found.label_loc, written), found.label_loc)
+        hits, likely = as_spelt(best[:, 0], found.label_loc, labels, num_token_id, spelt, z @ rows.T + bias)
+        right += float(hits.sum())
         surprise += float((found.log_norm - likely).double().sum())
         count += len(labels)
     return {
