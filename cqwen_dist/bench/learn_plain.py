@@ -14,11 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.bench.learn_data import Item, read_items
 from cqwen_dist.bench.learn_measure import errors, numbers_to_tell, pieces, spread
-from cqwen_dist.bench.learn_words import measured_words, plain_scorer
+from cqwen_dist.bench.learn_words import ROWS, measured_words, plain_scorer
 from cqwen_dist.config import DataConfig
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import Loader
@@ -92,19 +93,30 @@ def _train(
         if starts is not None:
             first = torch.tensor([starts[i] - 1 for i in indices], device=device).unsqueeze(1)
             labels = labels.masked_fill(torch.arange(labels.shape[1], device=device) < first, IGNORE_INDEX)
-        logits = model(input_ids=there.input_ids, position_ids=there.position_ids, use_cache=False).logits
-        keep = labels.flatten() != IGNORE_INDEX
-        loss = F.cross_entropy(logits.flatten(0, 1)[keep].float(), labels.flatten()[keep])
-        loss.backward()
+        loss = _backward(model, there, labels)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             decay = 0.5 * (1 + math.cos(math.pi * step / max(steps - 1, 1)))
             group["lr"] = options["lr"] * (0.1 + 0.9 * decay)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        losses.append(loss)
     model.eval()
     return [float(loss) for loss in losses]
+
+
+def _backward(model: Any, batch: Batch, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of labels [B,T] and its gradients, ROWS texts at a time: logits are [ROWS,T,V]."""
+    total, count = torch.zeros((), device=labels.device), (labels != IGNORE_INDEX).sum()
+    for ids, positions, wanted in zip(
+        *(x.split(ROWS) for x in (batch.input_ids, batch.position_ids, labels)), strict=True
+    ):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        keep = wanted != IGNORE_INDEX
+        loss = F.cross_entropy(logits[keep].float(), wanted[keep], reduction="sum") / count
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.bench.learn_lanes import Task
+from cqwen_dist.bench.learn_words import ROWS
 from cqwen_dist.config import UserError
 
 # Starts of the comparison: the presets, and variants of them.
@@ -428,7 +429,7 @@ def real(planner: Planner) -> None:
                 "stages": stages,
                 "train": {
                     "global_batch_size": size.batch,
-                    "micro_batch_size": size.batch,
+                    "micro_batch_size": min(ROWS, size.batch),
                     "seed": seed,
                     "eval_every": 100_000,
                     "checkpoint_every": 100_000,
