@@ -105,44 +105,22 @@ def memory(
 
 
 def learn(
-    experiment: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="EXPERIMENT", help="preserve, starts, numbers or real; default: the first three."),
-    ] = None,
-    data: Annotated[str, typer.Option(help="JSONL: GSM8K's fields, or text; default: Python's docstrings.")] = "",
-    tokenizer: Annotated[str, typer.Option(help="A Qwen2.5 tokenizer: preserve at V = 151,936.")] = "",
-    base: Annotated[str, typer.Option(help="The folder of a real base, which real fine-tunes.")] = "",
+    base: Annotated[str, typer.Option(help="The folder of a real base, such as `make base` makes.")],
+    data: Annotated[str, typer.Option(help="JSONL: GSM8K's fields (question, answer), or text.")],
     out: Annotated[Path, typer.Option(help="Where results lie; the same command goes on there.")] = Path("runs/learn"),
-    scale: Annotated[str, typer.Option(help="small (minutes on 2 cores) or full (a GPU).")] = "small",
-    seeds: Annotated[int | None, typer.Option(help="Seeds of starts and numbers; default: the scale's.")] = None,
-    lanes: Annotated[int | None, typer.Option(help="Trainings side by side; default: by the cores.")] = None,
+    scale: Annotated[str, typer.Option(help="small (an hour on 2 cores) or full (a GPU).")] = "small",
+    lanes: Annotated[int | None, typer.Option(min=1, help="Trainings side by side; default: by the cores.")] = None,
     minutes: Annotated[float, typer.Option(help="Stop after so long; what is done stays.")] = 60.0,
     only: Annotated[list[str] | None, typer.Option(help="Only arms whose names match; several times for more.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Does it learn: knowledge kept and forgotten, the starts compared, numbers against digits. Trains many models."""
+    """A real base on your texts beside ordinary LoRA: words, numbers, and what is kept of prose and code."""
     quiet_libraries()
-    from cqwen_dist.bench.learn import EXPERIMENTS, render, run
+    from cqwen_dist.bench.learn.compare import run, table
 
     console = plain_console(stderr=as_json)
-    summary = run(
-        experiment or [name for name in EXPERIMENTS if name != "real"],
-        out=out,
-        data=data or None,
-        tokenizer=tokenizer or None,
-        base=base or None,
-        scale=scale,
-        seeds=seeds,
-        lanes=lanes,
-        minutes=minutes,
-        only=only,
-        say=console.print,
-    )
-    if as_json:
-        print_json(summary)
-    else:
-        for table in render(summary):
-            console.print(table)
+    summary = run(base, data, out=out, scale=scale, lanes=lanes, minutes=minutes, only=only, say=console.print)
+    print_document(summary, as_json, table)
 
 
 def generate(

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.bases import check_model_type
-from cqwen_dist.config.data import DataConfig, Sources
+from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import (
     Above0,
@@ -34,17 +34,6 @@ class PretrainConfig(Section):
     steps: Positive = Field(400, description="Optimizer steps of next-token cross-entropy.")
     lr: Above0 = Field(3e-3, description="Peak learning rate (cosine to zero).")
     batch_size: Positive = Field(32, description="Sequences per step.")
-    data: Sources | None = Field(
-        None, description="Further texts that the pretraining alone reads, as data.train is read."
-    )
-    numerals: Literal["numbers", "digits", "both"] = Field(
-        "numbers", description="Numerals as <NUM> with unseen values, as their digits, or every text both ways."
-    )
-    rows: Literal["all", "occurring"] = Field(
-        "all",
-        description="Train all rows of the vocabulary, or only those that occur and then widen: a real vocabulary in "
-        "minutes.",
-    )
 
 
 class ModelConfig(Section):
@@ -378,10 +367,7 @@ class Config(Section):
         """How <NUM>'s rows start, resolved: a base that this run pretrained on texts with <NUM> knows it already."""
         if self.model.num_row_init is not None:
             return self.model.num_row_init
-        saw_digits = self.model.architecture is None
-        if self.model.pretrain is not None:
-            saw_digits = self.model.pretrain.numerals == "digits"
-        return "digits" if self.start == "calibrated" and saw_digits else "inherit"
+        return "digits" if self.start == "calibrated" and self.model.architecture is None else "inherit"
 
     @property
     def max_grad_norm(self) -> float | None:

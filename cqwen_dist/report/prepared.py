@@ -70,13 +70,12 @@ def tokenizer_of(config: Config) -> NumericalAwareTokenizer:
     from cqwen_dist.data.records import ReadReport
     from cqwen_dist.data.sources import read_split
     from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-    from cqwen_dist.train.pretrain import further_texts
 
     number, policy = config.model.num_token_id, config.data.numbers
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
         return NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, number, None, policy)
     size = int((config.model.architecture or {})["vocab_size"])
-    texts = read_split(config.data, ReadReport())[0] + further_texts(config)
+    texts = read_split(config.data, ReadReport())[0]
     return NumericalAwareTokenizer(
         train_tokenizer([text.text for text in texts], size - 1, policy), number, size, policy
     )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cqwen_dist.checkpoint.manifest import let_read
 from cqwen_dist.config import TRAIN_TOKENIZER, Config, UserError
+from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.sources import ReadReport, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
-from cqwen_dist.train.pretrain import further_texts, pretrain_base, read_for_pretraining
+from cqwen_dist.train.pretrain import pretrain
 
 CPU = torch.device("cpu")
 
@@ -38,10 +40,10 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         raise UserError(
             "model.tokenizer", "no value", "a tokenizer's folder or hub name, or `train` to build one from the data"
         )
-    base = build_base(architecture, config.train.seed)
+    base: Any = build_base(architecture, config.train.seed)
     vocab_size = base.config.vocab_size
     reads = config.model.tokenizer == TRAIN_TOKENIZER or config.model.pretrain is not None
-    texts = read_split(config.data, ReadReport())[0] + further_texts(config) if reads else []
+    texts = read_split(config.data, ReadReport())[0] if reads else []
     beside = folder.with_name(".base.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -54,9 +56,9 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     if tokenizer.rows_for(vocab_size) > vocab_size:
         raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
-        plan = config.model.pretrain
-        data = read_for_pretraining(config, texts, tokenizer, plan.numerals)
-        pretrain_base(base, architecture, data, plan, config.train.seed, say, device or CPU)
+        data = tokenise(texts, tokenizer, config.data)
+        pretrain(base.to(device or CPU), data, config.model.pretrain, config.train.seed, say)
+        base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # where generation ends
     base.save_pretrained(beside)
     let_read(beside)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jsonschema
@@ -96,17 +95,11 @@ def test_the_json_schema_knows_every_key():
         assert not validator.is_valid({**tree, "loss": {"reg_weigth": 1.0}})
 
 
-def test_the_config_is_read_without_torch_and_at_once():
+def test_the_config_is_read_without_torch():
+    """`cqwen --help` answers in under a second: what takes seconds to import is not imported."""
     code = "import sys, cqwen_dist.config; print(*(m for m in ('torch', 'transformers', 'numpy') if m in sys.modules))"
-    took = []
-    for _ in range(3):  # the best of three: the machine may be busy
-        began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        took.append(time.perf_counter() - began)
-        assert done.stdout.strip() == "", "cqwen_dist.config is floor 0: it imports no heavy package"
-        if took[-1] < 0.8:
-            break
-    assert min(took) < 0.8, "`cqwen --help` answers in under a second; the config may not take it all"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "", "cqwen_dist.config is floor 0: it imports no heavy package"
 
 
 plain = st.one_of(
@@ -145,13 +138,9 @@ BUILT = "model: {architecture: {model_type: qwen2}}\ndata: {train: a}\n"
     [
         (BASE, [], "digits", None),  # a base from elsewhere never saw <NUM>
         (BUILT, [], "inherit", 0.2),  # a random one knows no digits either
-        (BUILT, ["model.pretrain.steps=3"], "inherit", 0.2),  # the default: on texts with <NUM>
-        (BUILT, ["model.pretrain.numerals=numbers"], "inherit", 0.2),
-        (BUILT, ["model.pretrain.numerals=both"], "inherit", 0.2),
-        (BUILT, ["model.pretrain.numerals=digits"], "digits", None),
+        (BUILT, ["model.pretrain.steps=3"], "inherit", 0.2),  # on texts with <NUM>
         (BASE, ["start=seed"], "inherit", 1.0),
         (BASE, ["start=seed-100"], "inherit", 1.0),
-        (BUILT, ["model.pretrain.numerals=digits", "start=seed"], "inherit", 1.0),
         *((BASE, [f"model.num_row_init={how}"], how, 0.2) for how in ("inherit", "mean", "small")),
         (BASE, ["model.num_row_init=digits", "start=seed"], "digits", None),
         (BASE, ["model.w_num_scale=0.5"], "digits", 0.5),

@@ -1,7 +1,7 @@
 """Many small trainings side by side: lanes are processes that take tasks off one list, in order.
 
-A tiny model leaves most of a GPU and all but one core idle, so a dozen lanes share them. Every result is written as
-it ends, under its task's name; what is there already is not done again.
+A small model leaves most of a GPU and all but one core idle, so lanes share them. Every result is written as it ends,
+under its task's name; what is there already is not done again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,11 @@ Work = Callable[..., dict[str, Any]]  # (options of the task, runtime) -> figure
 
 @dataclass(frozen=True)
 class Task:
-    """Something to do in a lane; `needs` are tasks that stand before it on the list."""
+    """Something to do in a lane."""
 
     name: str
     kind: str
     options: dict[str, Any]
-    needs: tuple[str, ...] = field(default=())
 
 
 def run_tasks(
@@ -99,14 +98,8 @@ def _lane(tasks: list[Task], kinds: dict[str, Work], out: Path, turn: Any, lane:
 
 def _do(task: Task, kinds: dict[str, Work], out: Path, runtime: Runtime) -> None:
     results = out / "results"
-    for need in task.needs:
-        while _read(results, need) is None:
-            time.sleep(0.2)
     began = time.monotonic()
     try:
-        broken = [need for need in task.needs if "error" in (_read(results, need) or {})]
-        if broken:
-            raise RuntimeError(f"{broken[0]} failed")
         result = kinds[task.kind](task.options, runtime)
     except Exception:  # the others go on
         result = {"error": traceback.format_exc()}

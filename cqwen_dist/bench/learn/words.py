@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.bench.learn_data import read_items
-from cqwen_dist.bench.learn_measure import whole_texts
+from cqwen_dist.bench.learn.answers import whole_texts
+from cqwen_dist.bench.learn.corpora import read_items
 from cqwen_dist.data.collate import Document
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
@@ -63,7 +63,7 @@ def word_batches(texts: list[str], tokenizer: NumericalAwareTokenizer, source: s
 
 
 @torch.no_grad()
-def word_figures(score: Scorer, batches: list[Batch], num_token_id: int) -> dict[str, float]:
+def word_metrics(score: Scorer, batches: list[Batch], num_token_id: int) -> dict[str, float]:
     """Top-1 and perplexity of the words alone; F1 of telling <NUM> where there is one."""
     columns = []
     for batch in batches:
@@ -86,11 +86,11 @@ def word_figures(score: Scorer, batches: list[Batch], num_token_id: int) -> dict
 def measured_words(
     score: Scorer, files: dict[str, str], tokenizer: NumericalAwareTokenizer, source: str
 ) -> dict[str, dict[str, float]]:
-    """`word_figures` of every file, by its name."""
+    """`word_metrics` of every file, by its name."""
     found = {}
     for name, file in files.items():
         batches = word_batches([item.text for item in read_items(Path(file))], tokenizer, source)
-        found[name] = word_figures(score, batches, tokenizer.num_token_id)
+        found[name] = word_metrics(score, batches, tokenizer.num_token_id)
     return found
 
 

@@ -1,0 +1,46 @@
+"""One run of the product inside `cqwen bench learn`: trained by its trainer, measured as every arm is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cqwen_dist.bench.learn.answers import Told, numbers_to_tell, spread, tell, to_tell, told_metrics
+from cqwen_dist.bench.learn.corpora import read_items
+from cqwen_dist.bench.learn.words import causal_scorer, measured_words
+from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.checkpoint.manifest import list_checkpoints
+from cqwen_dist.config import Config
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.train.trainer import train_on
+
+
+def our_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+    """Task: train and measure.
+
+    options: config (a tree), base (a folder), held_out (files by name), told (so many numbers at most), median.
+    Returns `words` of every file, `numbers`, and `evaluations`: the run's own at the start and after each stage.
+    """
+    config = Config.model_validate(options["config"])
+    run = Path(config.run.dir)
+    shutil.rmtree(run, ignore_errors=True)
+    train_on(config, runtime)
+    start = json.loads((run / "start.json").read_text(encoding="utf-8"))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    trained, tokenizer = load_trained(list_checkpoints(run)[-1])
+    model = trained.model.to(runtime.device)
+    items = read_items(Path(options["held_out"]["words"]))
+    every = tell(model, to_tell(items, tokenizer))
+    some = spread(len(every.truth), options["told"])
+    repeated = np.array([again for *_, again in numbers_to_tell(items, tokenizer.policy)])[some]
+    result = {
+        "words": measured_words(causal_scorer(model), options["held_out"], tokenizer, options["base"]),
+        "numbers": told_metrics(Told(*(column[some] for column in every)), options["median"], repeated),
+        "evaluations": [start["eval"], *(record for record in records if "eval/accuracy" in record)],
+    }
+    shutil.rmtree(run, ignore_errors=True)
+    return result

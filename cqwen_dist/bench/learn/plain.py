@@ -1,0 +1,124 @@
+"""The ordinary way, to compare with: the same base, PEFT's LoRA, softmax cross-entropy, numbers as digits.
+
+Nothing of CausalQwen is in here but the reading of texts. A number is told by greedy decoding behind its prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.bench.learn.answers import errors, numbers_to_tell, spread
+from cqwen_dist.bench.learn.corpora import Item, read_items
+from cqwen_dist.bench.learn.words import ROWS, measured_words, plain_scorer
+from cqwen_dist.config import DataConfig
+from cqwen_dist.data.dataset import tokenise
+from cqwen_dist.data.loader import Loader
+from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
+from cqwen_dist.model.backbone import load_base
+from cqwen_dist.parallel.runtime import Runtime, seed_everything
+
+NEW_TOKENS = 12  # of a decoded number at most
+DECODED = 128  # prefixes decoded in one call
+
+
+def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+    """Task: fine-tune in the ordinary way and measure.
+
+    options: base (a folder), data (a `DataConfig` tree), steps (0: the base itself is measured), batch, lr, seed, lora
+    (what PEFT takes), digits (else <NUM> with its value unseen), held_out (files by name), told (so many numbers at
+    most), median. Returns `words` of every file, `numbers` where digits are read, and the training's `losses`.
+    """
+    kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
+    tokenizer = kind.from_pretrained(options["base"])
+    base: Any = load_base(options["base"], torch.float32, rows_for=None if options["digits"] else tokenizer.rows_for)
+    seed_everything(options["seed"])
+    lora = LoraConfig(**options["lora"], task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora).to(runtime.device)
+    losses = _train(model, tokenizer, DataConfig.model_validate(options["data"]), options)
+    model.eval()
+    result = {"words": measured_words(plain_scorer(model), options["held_out"], tokenizer, options["base"])}
+    if options["digits"]:
+        result["numbers"] = _numbers(model, tokenizer, read_items(Path(options["held_out"]["words"])), options)
+    return {**result, "losses": losses}
+
+
+def _train(model: Any, tokenizer: NumericalAwareTokenizer, config: DataConfig, options: dict[str, Any]) -> list[float]:
+    """AdamW, cosine to a tenth, clip 1.0: as the run it is compared with; returns the losses."""
+    device = next(model.parameters()).device
+    dataset = tokenise(list(read_texts(str(config.train), config, ReadReport())), tokenizer, config)
+    size, steps = options["batch"], options["steps"]
+    loader = Loader(dataset, rank=0, world=1, global_batch_size=size, micro_batch_size=size, seed=options["seed"])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=options["lr"], weight_decay=0)
+    losses = []
+    model.train()
+    for step, (batch,) in zip(range(steps), loader, strict=False):
+        losses.append(_backward(model, batch.to(device)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        decay = 0.5 * (1 + math.cos(math.pi * step / max(steps - 1, 1)))
+        optimizer.param_groups[0]["lr"] = options["lr"] * (0.1 + 0.9 * decay)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [float(loss) for loss in losses]
+
+
+def _backward(model: Any, batch: Batch) -> Tensor:
+    """The mean cross-entropy of a batch and its gradients, ROWS texts at a time: logits are [ROWS,T,V]."""
+    total, count = torch.zeros((), device=batch.labels.device), batch.label_mask.sum()
+    parts = (batch.input_ids, batch.position_ids, batch.labels)
+    for ids, positions, labels in zip(*(part.split(ROWS) for part in parts), strict=True):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / count
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+@torch.no_grad()
+def _numbers(
+    model: Any, tokenizer: NumericalAwareTokenizer, items: list[Item], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Errors of the numbers behind the prompts, decoded greedily; what does not read as a number is the median."""
+    device = next(model.parameters()).device
+    every = numbers_to_tell(items, tokenizer.policy)
+    asked = [every[i] for i in spread(len(every), options["told"])]
+    prefixes = [tokenizer.encode(items[text].text[:start])[0] for text, start, *_ in asked]
+    median = float(options["median"])
+    told, unread = np.full(len(asked), np.nan), 0
+    order = sorted(range(len(prefixes)), key=lambda i: len(prefixes[i]))
+    for at in range(0, len(order), DECODED):
+        some = order[at : at + DECODED]
+        width = max(len(prefixes[i]) for i in some)
+        ids = torch.full((len(some), width), tokenizer.pad_token_id)
+        mask = torch.zeros(ids.shape, dtype=torch.int64)
+        for row, i in enumerate(some):
+            ids[row, width - len(prefixes[i]) :] = torch.tensor(prefixes[i])
+            mask[row, width - len(prefixes[i]) :] = 1
+        new = model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )[:, width:]
+        for row, i in enumerate(some):
+            text = tokenizer.tokenizer.decode(new[row], skip_special_tokens=True)
+            found = [value for start, _, value in find_numbers(text, tokenizer.policy) if start <= 1]
+            if found and math.isfinite(found[0]):
+                told[i] = found[0]
+            else:
+                told[i], unread = median, unread + 1
+    truth = np.array([value for _, _, value, _ in asked])
+    metrics = errors(truth, told, median, np.array([again for *_, again in asked]))
+    return {**metrics, "unread": unread, "crps": metrics["mae"]}  # CRPS of a point is its error
