@@ -61,30 +61,28 @@ def run(
     results = []
     for batch in batches:
         ids = torch.randint(0, vocab - 2, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(device)
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(rounds + 1):
-            for name, contender in contenders.items():
-                began = time.perf_counter()
-                contender(ids)
-                if device != "cpu":
-                    torch.cuda.synchronize()
-                if turn:  # the first warms up
-                    times[name].append(time.perf_counter() - began)
-        theirs = times["Hugging Face"]
+        times = _in_turn(contenders, ids, rounds)
         for name, own in times.items():
-            ratios = [a / b for a, b in zip(theirs, own, strict=True)]
-            results.append(
-                {
-                    "batch": batch,
-                    "contender": name,
-                    "tokens_per_s": batch * new_tokens / median(own),
-                    "ratio": median(ratios),
-                    "ratio_least": min(ratios),
-                    "ratio_most": max(ratios),
-                }
-            )
+            ratios = [a / b for a, b in zip(times["Hugging Face"], own, strict=True)]
+            rate = batch * new_tokens / median(own)
+            row = {"batch": batch, "contender": name, "tokens_per_s": rate, "ratio": median(ratios)}
+            results.append({**row, "ratio_least": min(ratios), "ratio_most": max(ratios)})
     shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
     return {"shape": shape, "rounds": rounds, "threads": torch.get_num_threads(), "results": results}
+
+
+def _in_turn(contenders: dict[str, Callable[[Tensor], Any]], ids: Tensor, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every contender in each round; one more round before them warms up."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, contender in contenders.items():
+            began = time.perf_counter()
+            contender(ids)
+            if ids.is_cuda:
+                torch.cuda.synchronize()
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    return times
 
 
 def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:

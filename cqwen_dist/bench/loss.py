@@ -76,35 +76,9 @@ def run(
     inputs and gradients or None, tokens_per_second), ``skipped`` (name: reason).
     Raises ValueError for an unknown dtype, device or contender, and for a size or number of rounds below 1.
     """
-    for name, count in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("rounds", rounds)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, found {count}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {dtype!r}")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device must be cpu, or cuda where there is one, found {device!r}")
-    makers = contenders(impl)
-    names = list(makers) if only is None else ["floor", *(n for n in only if n != "floor")]
-    unknown = [n for n in names if n not in makers]
-    if unknown:
-        raise ValueError(f"contenders are {sorted(makers)}, found {unknown}")
-
-    place = torch.device(device)
+    place = _checked(tokens, hidden, vocab, dtype, device, rounds)
     problem = _problem(tokens, hidden, vocab, DTYPES[dtype], place)
-    skipped: dict[str, str] = {}
-    steps: dict[str, Callable[[], object]] = {}
-    for name in names:
-        gib = PLAIN_COPIES.get(name, 0) * tokens * vocab * 4 / 2**30
-        if gib > plain_limit_gib:
-            skipped[name] = f"about {gib:.1f} GiB of [N, V] tensors"
-            continue
-        try:
-            steps[name] = makers[name](problem)
-        except (ImportError, NeedsCuda) as error:
-            skipped[name] = str(error)
-
+    steps, skipped = _steps(problem, impl, only, plain_limit_gib)
     extra = {name: _extra_mib(step, problem, place) for name, step in steps.items()}  # also the warm-up
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
@@ -128,7 +102,7 @@ def run(
         "hidden": hidden,
         "vocab": vocab,
         "dtype": dtype,
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "impl": impl,
         "torch": torch.__version__,
         "rounds": rounds,
@@ -136,6 +110,42 @@ def run(
         "rows": rows,
         "skipped": skipped,
     }
+
+
+def _checked(tokens: int, hidden: int, vocab: int, dtype: str, device: str, rounds: int) -> torch.device:
+    """The device that is meant. Raises ValueError."""
+    for name, count in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("rounds", rounds)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, found {count}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {dtype!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device must be cpu, or cuda where there is one, found {device!r}")
+    return torch.device(device)
+
+
+def _steps(
+    problem: Problem, impl: str, only: list[str] | None, plain_limit_gib: float
+) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """(one step of each contender that runs here, why others do not). Raises ValueError for an unknown name."""
+    makers = contenders(impl)
+    names = list(makers) if only is None else ["floor", *(name for name in only if name != "floor")]
+    unknown = [name for name in names if name not in makers]
+    if unknown:
+        raise ValueError(f"contenders are {sorted(makers)}, found {unknown}")
+    steps, skipped = {}, {}
+    for name in names:
+        gib = PLAIN_COPIES.get(name, 0) * problem.labels.shape[0] * problem.weight.shape[0] * 4 / 2**30
+        if gib > plain_limit_gib:
+            skipped[name] = f"about {gib:.1f} GiB of [N, V] tensors"
+            continue
+        try:
+            steps[name] = makers[name](problem)
+        except (ImportError, NeedsCuda) as error:
+            skipped[name] = str(error)
+    return steps, skipped
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -22,12 +22,6 @@ def data(
     workers: Annotated[
         list[int] | None, typer.Option(min=1, help="Processes; several times for several. Default: 1 and a core each.")
     ] = None,
-    corpus_gb: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Instead: data.train, one file, repeated to so many GB; prepared, read, memory watched."
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """`cqwen prepare` beside the plain tokenizer, and with several workers beside one: time and memory."""
@@ -35,15 +29,10 @@ def data(
 
     checked = load_config(config, overrides or [])
     quiet_libraries()
-    from cqwen_dist.bench import corpus
     from cqwen_dist.bench import data as bench
     from cqwen_dist.report.prepared import tokenizer_of
 
     cores = len(os.sched_getaffinity(0))
-    if corpus_gb is not None:
-        found = corpus.run(config, overrides or [], corpus_gb, max(workers or [cores]), tokenizer_of)
-        print_document(found, as_json, corpus.table)
-        return
     result = bench.run(checked.data, tokenizer_of(checked), rounds, repeat, workers or sorted({1, cores}))
     print_document(result, as_json, bench.table)
 
