@@ -20,11 +20,13 @@ def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
     typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
 
 
-def config_schema() -> None:
+def config_schema(
+    basic: Annotated[bool, typer.Option("--basic", help="Only the keys that most runs set.")] = False,
+) -> None:
     """JSON Schema of a config file, so that editors complete keys."""
     from cqwen_dist.config import json_schema
 
-    typer.echo(json_schema())
+    typer.echo(json_schema(basic))
 
 
 def plan(

@@ -19,6 +19,7 @@ from cqwen_dist.config import yaml_text
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.messages import annotation_at, explain, members_of, section_of
 from cqwen_dist.config.schema import Config, Section
+from cqwen_dist.config.tiers import with_tiers
 
 # What may differ between the command that began a run and the one that goes on with it.
 RESUMABLE = (
@@ -156,9 +157,9 @@ def _printable(text: str) -> bool:
     return True
 
 
-def json_schema() -> str:
-    """JSON Schema of a config file; point an editor at it and keys complete."""
-    schema = Config.model_json_schema()
+def json_schema(basic_only: bool = False) -> str:
+    """JSON Schema of a config file, each key's tier at `x-tier`; point an editor at it and keys complete."""
+    schema = with_tiers(Config.model_json_schema(), basic_only)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     return json.dumps(schema, indent=2, ensure_ascii=False)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cqwen_dist.config import Config, UserError, changed_keys, json_schema, load_config, yaml_text
 from cqwen_dist.config.messages import _places
+from cqwen_dist.config.tiers import BASIC, _sections
 
 ROOT = Path(__file__).parents[2]
 BASE = "model: {name_or_path: x}\ndata: {train: a}\n"
@@ -93,6 +94,48 @@ def test_the_json_schema_knows_every_key():
         tree, _ = yaml_text.parse(path.read_text(encoding="utf-8"))
         assert not [error.message for error in validator.iter_errors(tree)], path.name
         assert not validator.is_valid({**tree, "loss": {"reg_weigth": 1.0}})
+
+
+def test_what_the_shipped_configs_set_is_basic_but_for_the_toys_own_keys():
+    """Basic keys are those that most runs set; each of them exists."""
+    full, basic = (json.loads(json_schema(only)) for only in (False, True))
+    keys = {tier: set(keys_of(full, tier)) for tier in ("basic", "expert")}
+    assert keys["basic"] == set(keys_of(basic, "basic"))
+    assert not set(keys_of(basic, "expert"))
+    assert set(BASIC) <= keys["basic"]
+    assert len(keys["expert"]) > len(BASIC), "most keys are for experts"
+    toys = {"model.pretrain", "model.w_num_scale", "data.calculator_marks"}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        tree, _ = yaml_text.parse(path.read_text(encoding="utf-8"))
+        assert set(set_in(tree)) <= keys["basic"] | toys, path.name
+    assert set(basic["$defs"]) < set(full["$defs"])
+
+
+def keys_of(schema: dict, tier: str, path: str = "") -> list[str]:
+    """Dotted keys of a tier that are no sections."""
+
+    def at(section: dict, path: str) -> list[str]:
+        found = []
+        for name, key in section.get("properties", {}).items():
+            place = f"{path}.{name}" if path else name
+            inner = [k for part in _sections(key) for k in at(schema["$defs"][part], place)]
+            found += inner or ([place] if key["x-tier"] == tier else [])
+        return found
+
+    return at(schema, path)
+
+
+def set_in(tree: dict, path: str = "") -> list[str]:
+    found = []
+    for name, value in tree.items():
+        place = f"{path}.{name}" if path else name
+        if place in ("model.architecture", "model.pretrain", "stages.lr_groups") or not isinstance(value, dict | list):
+            found.append(place)
+        elif isinstance(value, dict):
+            found += set_in(value, place)
+        else:
+            found += [key for item in value if isinstance(item, dict) for key in set_in(item, place)] or [place]
+    return found
 
 
 def test_the_config_is_read_without_torch():
