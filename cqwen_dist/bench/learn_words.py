@@ -104,11 +104,10 @@ def causal_scorer(model: CausalQwenModel) -> Scorer:
         there = batch.to(device)
         u_prime = action.add_noise(model.abduction(model.kept_features(there, keep)))
         scores = vocab_parallel_scores(
-            *action.word_head(u_prime, torch.float32),
+            action.word_part(u_prime).to(torch.float32),
+            action.word_head(model.config.used_rows),
             there.labels.flatten()[keep],
-            group=groups.vocab,
-            vocab_start=action.vocab_start,
-            used_rows=model.config.used_rows,
+            groups.vocab,
         )
         return top1(model, u_prime, groups, torch.float32, "ovr"), scores.label_loc - scores.log_norm
 

@@ -28,6 +28,7 @@ from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales, star
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
+from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import main_rank_says
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
@@ -223,23 +224,15 @@ def _word_loc(model: CausalQwenModel, z: Tensor) -> Tensor:
 
 def _normalisers(model: CausalQwenModel, loc: Tensor, groups: Groups | None, progress: Progress) -> Tensor:
     """log sum_k exp loc_S,k [N] of this rank's tokens; the first of the two word-head products."""
-    action = model.action
+    head = model.action.word_head()
     longest = max(exchange_counts(len(loc), None if groups is None else groups.world, loc.device))
     parts = []
     for start in range(0, longest, NORM_TOKENS):
         progress("normalisers", start, longest)
         own = loc[start : start + NORM_TOKENS]
-        scores = vocab_parallel_scores(
-            own,
-            torch.ones_like(own),
-            action.cls_weight,
-            action.cls_bias,
-            action.threshold,
-            torch.zeros(own.shape[0], dtype=torch.int64, device=own.device),
-            group=None if groups is None else groups.vocab,
-            vocab_start=action.vocab_start,
-        )
-        parts.append(scores.log_norm)
+        no_labels = torch.zeros(len(own), dtype=torch.int64, device=own.device)
+        law = Cauchy(own, torch.ones_like(own))
+        parts.append(vocab_parallel_scores(law, head, no_labels, None if groups is None else groups.vocab).log_norm)
     return torch.cat(parts) if parts else loc.new_zeros(0)
 
 

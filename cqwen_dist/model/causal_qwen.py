@@ -38,9 +38,8 @@ from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.lora import inject_lora, merge_lora
+from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at
-from cqwen_dist.ops.regression import cauchy_nll
 from cqwen_dist.targets import TargetTransform
 
 
@@ -355,7 +354,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
                 logits = seen @ action.cls_weight.T + action.cls_bias if scores is None else scores.loc
                 scale_s = None if scores is None else scores.scale
             if labels is not None:
-                loss = self._loss(u_prime, y, labels, numeric_values)
+                loss = self._loss(u, labels, numeric_values)
         return CausalQwenOutput(
             loss=loss,
             logits=logits,
@@ -367,22 +366,24 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
         )
 
-    def _loss(self, u_prime: Cauchy, y: Cauchy, labels: Tensor, values: Tensor | None) -> Tensor:
-        """S0 5.3 with alpha 0, the gate without gradient, lambda 1; never [B,T,V]."""
-        action, num = self.model.action, self.config.num_token_id
-        labels = labels[:, 1:].flatten()
-        valid = (labels != IGNORE_INDEX).nonzero()[:, 0]
-        labels = labels[valid]
-        seen = action.word_part(Cauchy(*(t[:, :-1].flatten(0, 1)[valid] for t in u_prime)))
-        head = (action.cls_weight, action.cls_bias, action.threshold)
-        loss = linear_ovr(seen.loc, seen.scale, *head, labels).loss / max(labels.numel(), 1)
-        at = (labels == num).nonzero()[:, 0]
-        loc, scale = (t[:, :-1].flatten()[valid][at] for t in y)
-        goals = loc.new_zeros(at.shape, dtype=torch.float64) if values is None else values[:, 1:].flatten()[valid][at]
-        with torch.no_grad():
-            gate = ovr_prob_at(seen.loc[at], seen.scale[at], *head, labels.new_tensor([num]))[:, 0]
-        nll = cauchy_nll(loc, scale, self.model.target.forward(goals))
-        return loss + (gate * nll).sum() / max(at.numel(), 1)
+    def _loss(self, u: Cauchy, labels: Tensor, values: Tensor | None) -> Tensor:
+        """`fused_loss` of one process: S0 5.3 with alpha 0, the gate without gradient, lambda 1."""
+        num, labels = self.config.num_token_id, labels[:, 1:].flatten()
+        kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
+        labels = labels[kept]
+        if values is None:
+            values = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
+        else:
+            values = values[:, 1:].flatten()[kept]
+        is_number = labels == num
+        return fused_loss(
+            self.model.action,
+            Cauchy(*(t[:, :-1].flatten(0, 1)[kept] for t in u)),
+            TokenLabels(labels, self.model.target.forward(values), is_number),
+            LossOptions(num),
+            token_weight=1.0 / max(len(labels), 1),
+            number_weight=1.0 / max(int(is_number.sum()), 1),
+        ).loss
 
     @torch.no_grad()
     def generate(  # type: ignore[override]  # numbers go with the ids

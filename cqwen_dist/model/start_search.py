@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import log_prob_above, prob_above
-from cqwen_dist.ops.ovr_heads import chunk_rows
-from cqwen_dist.ops.ovr_inputs import rows_in_use
+from cqwen_dist.ops.ovr.head import chunk_rows
 from cqwen_dist.ops.products import product
 from cqwen_dist.parallel.collectives import gather_lists, gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
@@ -73,7 +72,7 @@ class StartLogits:
         self.loc = gather_tokens(loc, counts, self.vocab)
         self.labels = gather_tokens(labels, counts, self.vocab)
         self.tokens = int(self._total(torch.tensor(float(len(loc)))))
-        self.in_loss = rows_in_use(action.rows, self.start, used_rows)
+        self.in_loss = action.word_head(used_rows).rows
         self.logits = loc.new_empty(len(self.loc), action.rows)
         progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
         for at in range(0, action.rows, step := max(1024, chunk_rows(*self.loc.shape))):
