@@ -17,8 +17,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
-from cqwen_dist.model.causal_qwen import CausalQwenForCausalLM, CausalQwenModel
 
 MODES = ("standard", "compatible", "ovr", "causal", "individual")
 

@@ -100,7 +100,7 @@ def causal_scorer(model: CausalQwenModel) -> Scorer:
     device = action.cls_weight.device
 
     def score(batch: Batch) -> tuple[Tensor, Tensor]:
-        keep = batch.label_mask.flatten().nonzero()[:, 0].to(device)
+        keep = batch.kept.to(device)
         there = batch.to(device)
         u_prime = action.add_noise(model.abduction(model.kept_features(there, keep)))
         scores = vocab_parallel_scores(

@@ -76,6 +76,10 @@ class ActionNetwork(nn.Module):
         """The rows of words that are here: W_cls, b_cls, C. used_rows: words from here on are left out."""
         return WordHead(self.cls_weight, self.cls_bias, self.threshold, self.vocab_start, self.vocab_size, used_rows)
 
+    def row_norms(self) -> Tensor:
+        """||W_cls,k||_1 of each word here, [rows]: scale_S,k where every dimension of U' has scale 1."""
+        return self.cls_weight.abs().sum(1)
+
     def value(self, u_prime: Cauchy) -> Cauchy:
         """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`).
 

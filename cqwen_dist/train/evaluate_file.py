@@ -22,6 +22,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.scores import ovr_scores
 from cqwen_dist.ops.ovr.topk import topk
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.train.conformal import CALIBRATION, CALIBRATION_FILE, IntervalFactors
@@ -59,7 +60,7 @@ def evaluate_checkpoint(
         config = run.data
         base = base or run.base_folder
         only_used = run.loss.negatives == "used"
-        dtype = torch.bfloat16 if run.train.precision == "bf16" else torch.float32
+        dtype = dtype_of(run.train.precision)
         remote_code = run.model.trust_remote_code
         spelt = run.num_row_init == "digits"
         start = _json(Path(run.run.dir) / START)
@@ -121,7 +122,7 @@ def base_figures(
     right = surprise = 0.0
     count = 0
     for batch in batches:
-        keep = batch.label_mask.flatten().nonzero()[:, 0].to(head.weight.device)
+        keep = batch.kept.to(head.weight.device)
         there = batch.to(head.weight.device)
         labels = there.labels.flatten()[keep]
         if len(labels) and int(labels.max()) >= head.weight.shape[0]:

@@ -69,7 +69,7 @@ class Stepper:
         """
         torch.manual_seed((self.config.train.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
         reg_weight = plan.reg_weight(step, self.config.loss.reg_weight)
-        keeps = [batch.label_mask.flatten().nonzero()[:, 0] for batch in micro_batches]
+        keeps = [batch.kept for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
         sums = torch.zeros(5, device=self.device)
         looking = self.constraint.due(step)

@@ -117,8 +117,7 @@ def _tile_kernel(
             f = token_weights[:, None] / ((d * d + s * s) * rest + _MIN_DENOMINATOR)
             if HAS_CLASS_WEIGHTS:
                 f = f * w[None, :]
-            d_loc = s * f
-            d_loc = tl.where(is_label, -d_loc, d_loc)
+            d_loc = tl.where(is_label, -(s * f), s * f)
             tl.store(d_loc_ptr + at, d_loc.to(d_loc_ptr.dtype.element_ty), mask=inside)
             tl.store(d_scale_ptr + at, (d * f).to(d_scale_ptr.dtype.element_ty), mask=inside)
     before = tl.load(per_token_ptr + rows, mask=in_rows, other=0.0)
