@@ -1,6 +1,6 @@
 """The one container that travels from the collator to the loss, and the letters of every shape comment.
 
-B batch, T positions, N kept tokens (flattened), H hidden, C causal dimension (word part plus number
+B batch, T positions, N label positions (flattened), H hidden, C causal dimension (word part plus number
 dimensions), V vocabulary (V_full), v rows of the vocabulary on this rank. U, S and Y are random variables.
 """
 
@@ -39,3 +39,8 @@ class Batch:
     def label_mask(self) -> torch.Tensor:
         """[B,T] bool: positions whose next word is learnt (labels and attention mask together)."""
         return (self.labels != IGNORE_INDEX) & self.attention_mask
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """[N] int64: the label positions, as indices into the flattened [B*T]. Reads the batch: fast on the CPU."""
+        return self.label_mask.flatten().nonzero()[:, 0]

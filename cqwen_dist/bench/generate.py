@@ -1,7 +1,7 @@
 """Tokens a second of the modes beside Hugging Face's own generate on the same base, in turns, in one process.
 
 Weights are random: speed depends on shapes only, but for one thing. `standard` computes few scales where P tells words
-apart, and all of them where it does not (`ops.ovr_best`). "standard" is a calibrated start, whose scales are equal;
+apart, and all of them where it does not (`ops.ovr.best`). "standard" is a calibrated start, whose scales are equal;
 "standard, all scales" is the worst case.
 """
 
@@ -17,8 +17,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
-from cqwen_dist.model.causal_qwen import CausalQwenForCausalLM, CausalQwenModel
 
 MODES = ("standard", "compatible", "ovr", "causal", "individual")
 

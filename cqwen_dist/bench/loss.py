@@ -28,7 +28,7 @@ from torch import Tensor
 
 from cqwen_dist.bench.memory import peak_growth_bytes
 from cqwen_dist.ops.ovr import NegativeSampling, linear_ovr
-from cqwen_dist.ops.ovr_chunked import tile_shape
+from cqwen_dist.ops.ovr.one_pass import tile_shape
 
 DTYPES = {
     "fp32": torch.float32,

@@ -16,13 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.model.lora import peft_config
+from cqwen_dist.ops.products import dtype_of
 
 
 def peer_step(
     config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False
 ) -> Callable[[list[Batch]], None]:
     """A function that takes one optimizer step on CPU micro-batches. Raises ImportError where Liger is not there."""
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    dtype = dtype_of(config.train.precision)
     settings = AutoConfig.for_model(**{**architecture, "tie_word_embeddings": False})
     settings.use_cache = False
     with device:

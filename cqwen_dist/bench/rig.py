@@ -22,6 +22,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.model.backbone import compile_layers
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
@@ -111,7 +112,7 @@ def build_rig(
     """
     seed_everything(config.train.seed)
     groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    dtype = dtype_of(config.train.precision)
     base, head = _base(config, architecture, runtime, dtype)
     vocab = base.config.vocab_size
     start, stop = vocab_range(vocab, groups.vocab_rank, groups.vocab_size)

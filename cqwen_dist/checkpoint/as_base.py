@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.abduction import AbductionNetwork
-from cqwen_dist.model.causal_qwen import CausalQwenForCausalLM
 
 OPTION = "--as-base"
 HELD = 1e-6  # a bias up to this, in logits, is rounding

@@ -35,9 +35,10 @@ from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.intervals import FILE as CALIBRATION
 from cqwen_dist.intervals import read_intervals
+from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import load_base
-from cqwen_dist.model.causal_qwen import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.lora import is_lora
+from cqwen_dist.ops.products import dtype_of
 
 ABOUT = "training.json"
 EMBEDDING = ("embedding.w_num", "embedding.num_row")  # what trains of it
@@ -146,7 +147,7 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
 def assemble(state: TrainState, config: Config, source: object = "") -> CausalQwenForCausalLM:
     """The model of a whole checkpoint: the run's base model with everything trained put in. source: for errors."""
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    dtype = dtype_of(config.train.precision)
     shape = CausalQwenConfig(**saved)
     rows = shape.vocab_size
     base = load_base(config.base_folder, dtype, config.model.trust_remote_code, rows_for=lambda _: rows)

@@ -20,8 +20,8 @@ from cqwen_dist.generate.generator import at_hand, check_prompt
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import ovr_prob_at
-from cqwen_dist.ops.ovr_scores import ovr_scores
+from cqwen_dist.ops.ovr.scores import ovr_scores
+from cqwen_dist.ops.ovr.topk import prob_at
 from cqwen_dist.ops.regression import cauchy_nll
 
 
@@ -35,8 +35,7 @@ def law_at_end(model: Any, batch: Padded) -> Cauchy:
     last = torch.arange(1, b + 1, device=batch.ids.device) * t - 1
     u = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions, keep=last)
     with at_hand(net.action):
-        home = net.action.cls_weight.device
-        return net.action.add_noise(Cauchy(u.loc.to(home), u.scale.to(home)))
+        return net.action.add_noise(u.to(net.action.cls_weight.device))
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def multi_label(
             ids = torch.arange(p.shape[1])
         else:
             ids = torch.tensor(_known(words, model.config.vocab_size))
-            p = _prob_at(net.action, seen, ids)
+            p = prob_at(seen, net.action.word_head(), ids.to(seen.loc.device))
     result = []
     for row in p.cpu():
         above = (row > prob_threshold).nonzero()[:, 0]
@@ -141,10 +140,9 @@ def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence
     labels, values = batch.ids[targets], batch.values[targets]
     with at_hand(net.action):
         action = net.action
-        law = action.add_noise(Cauchy(*(t.to(action.cls_weight.device) for t in u)))
+        law = action.add_noise(u.to(action.cls_weight.device))
         seen = action.word_part(law)
-        head = (action.cls_weight, action.cls_bias, action.threshold)
-        found = ovr_scores(seen.loc, seen.scale, *head, labels.to(seen.loc.device))
+        found = ovr_scores(seen, action.word_head(), labels.to(seen.loc.device))
         y = action.value(law)
     softmax = (found.label_loc - found.log_norm).double().cpu()
     log_p = found.label_log_p.double().cpu()
@@ -173,12 +171,6 @@ def _raw_nll(target: Any, y: Cauchy, values: Tensor) -> Tensor:
     raw = values.to(y.loc.device)
     nll = cauchy_nll(y.loc.double(), y.scale.double(), target.forward(raw).double())
     return nll - target.log_derivative(raw)
-
-
-def _prob_at(action: Any, seen: Cauchy, ids: Tensor) -> Tensor:
-    return ovr_prob_at(
-        seen.loc, seen.scale, action.cls_weight, action.cls_bias, action.threshold, ids.to(seen.loc.device)
-    )
 
 
 def _known(words: Sequence[int], vocab_size: int) -> list[int]:

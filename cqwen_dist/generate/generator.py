@@ -21,8 +21,8 @@ from cqwen_dist.generate.modes import Action, Draws, Options, find_mode, warpers
 from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import ovr_prob_at
-from cqwen_dist.ops.ovr_best import row_sizes
+from cqwen_dist.ops.ovr.best import row_sizes
+from cqwen_dist.ops.ovr.topk import prob_at
 from cqwen_dist.targets import TargetTransform
 
 
@@ -156,7 +156,7 @@ def generate(
                 past_key_values=cache,
                 keep=torch.arange(1, b + 1, device=device) * (end - start) - 1,  # the last position of each row
             )
-            u_prime = chosen.law(action, Cauchy(u.loc.to(home), u.scale.to(home)), draws)
+            u_prime = chosen.law(action, u.to(home), draws)
             seen = action.word_part(u_prime)
             word = chosen.choose(action, seen, draws, options, ids[:, :end].to(home))
             p_num, p_word = (p.to(device) for p in _probs(action, seen, num_token_id, word))
@@ -188,9 +188,8 @@ def _in_turn(processors: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Callab
 
 def _probs(action: Action, u: Cauchy, num_token_id: int, words: Tensor) -> tuple[Tensor, Tensor]:
     """P of <NUM> and of each row's own word: [B] float64 each."""
-    weight = action.cls_weight
     at = torch.cat([words.new_tensor([num_token_id]), words])
-    p = ovr_prob_at(u.loc.to(weight.dtype), u.scale.to(weight.dtype), weight, action.cls_bias, action.threshold, at)
+    p = prob_at(u.to(action.cls_weight.dtype), action.word_head(), at)
     return p[:, 0].double(), p[:, 1:].diagonal().double()
 
 

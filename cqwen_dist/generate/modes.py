@@ -34,7 +34,8 @@ from transformers.generation import (
 
 from cqwen_dist.config import UserError
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
-from cqwen_dist.ops.ovr_best import RowSizes, best_word, scale_scores
+from cqwen_dist.ops.ovr.best import RowSizes, best_word, scale_scores
+from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.products import product
 
 
@@ -45,12 +46,13 @@ class Action(Protocol):
     vocab_start: int
     cls_weight: Tensor  # [V,C] without the number dimensions
     cls_bias: Tensor  # [V]
-    threshold: Tensor  # [] or [V]
     b_noise: Tensor  # [C]
 
     def add_noise(self, u: Cauchy) -> Cauchy: ...
 
     def word_part(self, u: Cauchy) -> Cauchy: ...
+
+    def word_head(self, used_rows: int | None = None) -> WordHead: ...
 
     def value(self, u_prime: Cauchy) -> Cauchy: ...
 
@@ -134,17 +136,15 @@ def point(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
 
 def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """argmax P, equal P told apart by loc_S (or argmax loc_S): [B]."""
-    loc, scale, weight, bias, threshold = _head(action, u_prime)
-    used = min(options.used_rows, weight.shape[0])
+    u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
     if options.rank_by == "loc":
-        return (product(loc, weight[:used]) + bias[:used]).argmax(1)
-    return best_word(loc, scale, weight, bias, threshold, options.sizes, used_rows=used)
+        return (product(u.loc, head.weight[: head.rows]) + action.cls_bias[: head.rows]).argmax(1)
+    return best_word(u, head, options.sizes)
 
 
 def softmax_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """As an ordinary language model, softmax(loc_S) after the processors; the best word without sampling: [B]."""
-    loc, _, weight, bias, _ = _head(action, u_prime)
-    logits = (loc @ weight.T + bias).float()
+    logits = (u_prime.loc.to(action.cls_weight.dtype) @ action.cls_weight.T + action.cls_bias).float()
     if options.processors is not None:
         logits = options.processors(ids, logits)
     return draws.pick(logits.softmax(-1)) if options.do_sample else logits.argmax(-1)
@@ -161,10 +161,10 @@ def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, 
 
 def prob_words(action: Action, u_prime: Cauchy, used_rows: int) -> Tensor:
     """P of every word in use [B,used_rows], fp32."""
-    loc, scale, weight, bias, threshold = _head(action, u_prime)
-    used = min(used_rows, weight.shape[0])
-    loc_s = product(loc, weight[:used]) + bias[:used]
-    return prob_above(scale_scores(scale, weight, used), (threshold[:used] if threshold.ndim else threshold) - loc_s)
+    u, head = u_prime.to(action.cls_weight.dtype), action.word_head(used_rows)
+    used = head.take(slice(0, head.rows))
+    loc_s = product(u.loc, used.weight) + action.cls_bias[: head.rows]
+    return prob_above(scale_scores(u.scale, used.weight, head.rows), used.threshold - loc_s)
 
 
 def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
@@ -212,9 +212,3 @@ def find_mode(name: str) -> Mode:
 
 def _at(action: Action, u: Tensor) -> Cauchy:
     return Cauchy(u, action.b_noise.abs().expand_as(u))
-
-
-def _head(action: Action, u: Cauchy) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loc, scale, weight, bias, threshold) as the functions of `ops.ovr` take them, U in the weight's dtype."""
-    weight = action.cls_weight
-    return u.loc.to(weight.dtype), u.scale.to(weight.dtype), weight, action.cls_bias, action.threshold

@@ -3,7 +3,9 @@
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import FeatureExtractionNetwork
-from cqwen_dist.model.causal_qwen import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel, register
+from cqwen_dist.model.causal_lm import CausalQwenForCausalLM, register
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 
 register()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import WordHead
 
 
 class ActionNetwork(nn.Module):
@@ -71,10 +72,13 @@ class ActionNetwork(nn.Module):
         """
         return Cauchy(u.loc[..., : self.word_size], u.scale[..., : self.word_size])
 
-    def word_head(self, u_prime: Cauchy, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What every loss and ranking of words takes first: loc and scale of U' [N,C_w] in dtype, W_cls, b_cls, C."""
-        seen = self.word_part(u_prime)
-        return seen.loc.to(dtype), seen.scale.to(dtype), self.cls_weight, self.cls_bias, self.threshold
+    def word_head(self, used_rows: int | None = None) -> WordHead:
+        """The rows of words that are here: W_cls, b_cls, C. used_rows: words from here on are left out."""
+        return WordHead(self.cls_weight, self.cls_bias, self.threshold, self.vocab_start, self.vocab_size, used_rows)
+
+    def row_norms(self) -> Tensor:
+        """||W_cls,k||_1 of each word here, [rows]: scale_S,k where every dimension of U' has scale 1."""
+        return self.cls_weight.abs().sum(1)
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`).

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cqwen_dist.config import UserError
-from cqwen_dist.config.bases import check_model_type
+from cqwen_dist.config.bases import check_model_type, rows_with_number
 from cqwen_dist.model.quantized import quantized_loading
 
 
@@ -81,6 +81,32 @@ def load_base(
         del base.config.quantization_config  # of this run's memory, not of the model that is exported
     add_rows(base, rows)
     return base
+
+
+def tokenizer_rows(name_or_path: str) -> int | None:
+    """Rows that the tokenizer beside a model uses, as `data.tokenizer` counts them; None where there is none."""
+    tokenizer = tokenizer_beside(name_or_path)
+    return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def tokenizer_beside(name_or_path: str) -> Any:
+    """transformers' tokenizer beside a model, or None where there is none."""
+    folder = Path(name_or_path).expanduser()
+    # of a folder without these, transformers makes up an empty tokenizer
+    if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
+    except (OSError, ValueError, KeyError):
+        return None
+    return getattr(tokenizer, "tokenizer", tokenizer)  # of `cqwen_dist.auto`'s own class
+
+
+def rows_with_number_for(used: int | None, num_token_id: int | None) -> Callable[[int], int] | None:
+    """`load_base`'s rows_for, of a tokenizer that uses so many rows; None where there is no tokenizer."""
+    if used is None or num_token_id is None:
+        return None
+    return lambda rows: rows_with_number(rows, used, num_token_id)
 
 
 @torch.no_grad()

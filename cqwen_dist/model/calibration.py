@@ -18,27 +18,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
+from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import main_rank_says
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 
-if TYPE_CHECKING:
-    from cqwen_dist.model.causal_qwen import CausalQwenModel
-
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
+Features = Callable[[Batch, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def calibrate(
     batches: Iterable[Batch],
     *,
     groups: Groups | None = None,
-    features: Callable[[Batch, Tensor], Tensor] | None = None,
+    features: Features | None = None,
     b_noise_init: float | None = None,
     max_tokens: int = 1024,
     used_rows: int | None = None,
@@ -86,91 +87,131 @@ def calibrate(
 ) -> Calibration:
     """Fit the rows, choose (C, gamma) and start the regression; the model is changed in place.
 
-    batches: what the training collator yields, this rank's share; the first max_tokens labelled positions of each
-    rank choose (C, gamma). fit_batches: what rows and regression are fitted to (None: `batches`). features:
-    (Batch, keep) -> z [N,H] (default the model's own; the engine's under ZeRO). level: whether to; if not, and without
-    numerals, no row of W_cls changes. numerals: the tokens that the base spells numerals with, where
+    batches: what the training collator yields, this rank's share; the first max_tokens label positions of each rank
+    choose (C, gamma). fit_batches: what rows and regression are fitted to (None: `batches`). features: (batch, label
+    positions) -> z [N,H] (default the model's own; the engine's under ZeRO). level: whether to level the rows; if not,
+    and without numerals, no row of W_cls changes. numerals: the tokens that the base spells numerals with, where
     <NUM>'s row is to inherit from them. progress: called often, on every rank alike; may raise to end it. gamma is one
     for all word dimensions. With b_noise_init the total may come out larger than the best gamma; what is reported is
     of the total that is set. Collective over the world: with groups, every rank brings the same number of batches, and
     ends with the same values. Raises ValueError where no rank holds a label.
     """
     features = features or model.kept_features
-    search = _seen(model, batches, features, max_tokens, groups, progress, "features")
-    if fit_batches is None:
-        fit = search
-    else:
-        fit = _seen(model, fit_batches, features, None, groups, progress, "features to fit rows to")
-    action, num = model.action, model.config.num_token_id
-    shown = StartLogits(model, _word_loc(model, search.z), search.labels, groups, progress, used_rows)
-    if not shown.tokens:
+    search = _positions(model, batches, features, max_tokens, groups, progress, "features")
+    fit = search
+    if fit_batches is not None:
+        fit = _positions(model, fit_batches, features, None, groups, progress, "features to fit rows to")
+    logits = StartLogits(model.action, _word_loc(model, search.z), search.labels, groups, progress, used_rows)
+    if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
-    norms = action.cls_weight.abs().sum(1)
-    seed_loss, seed_said, _ = shown.at(0.0, SEED_GAMMA + SEED_NOISE, norms)
-    base_said = shown.best_logit()
-
-    levelled = told = 0.0
-    if level or numerals:
-        own = _word_loc(model, fit.z)
-        log_norm = _normalisers(model, own, groups, progress)
-        counts = exchange_counts(len(own), None if groups is None else groups.world, own.device)
-        world = None if groups is None else groups.world
-        loc, log_norm, labels = (gather_tokens(part, counts, world) for part in (own, log_norm, fit.labels))
-        cut = slice(0, 2 * LEVEL_TOKENS)  # texts are of unequal lengths: there may be more than was asked for
-        if numerals:
-            progress("<NUM>'s row", 0, 1)
-            told = fit_numeral_rows(model, loc[cut], log_norm[cut], labels[cut], numerals, groups)
-            shown.redo([*numerals, num])
-        if level:
-            progress("levelling", 0, 1)
-            levelled, v = level_logits(model, loc[cut], log_norm[cut], groups)
-            shown.take(v)
-    norms = action.cls_weight.abs().sum(1)
-
-    def choose() -> tuple[float, float]:
-        return best_threshold_and_gamma(histogram)
-
+    seed_loss, seed_best, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE, model.action.row_norms())
+    base = _Base(seed_loss, seed_best, logits.best_logit())
+    rows = _fit_rows(model, fit, logits, level, numerals, groups, progress)
     progress("C and gamma", 0, 1)
-    histogram = shown.histogram(norms)
+    norms = model.action.row_norms()
+    histogram = logits.histogram(norms)
+    choose = partial(best_threshold_and_gamma, histogram)
     threshold, gamma = choose() if groups is None else main_rank_says(choose)
     gamma = set_scales(model, gamma, b_noise_init)
-    action.threshold.fill_(threshold)
-    loss, said, prob_sum = shown.at(threshold, gamma, norms)
-    labels = shown.labels
-    digits = torch.isin(base_said, torch.tensor(list(numerals), dtype=torch.int64, device=base_said.device))
-    base_right = (base_said == labels) | (digits & (labels == num))
-    is_num, said_num = labels == num, said == num
-    p_num = shown.p_of(num, threshold, gamma, norms)
+    model.action.threshold.fill_(threshold)
+    numbers = _fit_regression(model, fit, groups)
+    return _report(model, logits, base, rows, numbers, threshold, gamma, numerals)
 
-    def mean(values: Tensor) -> float:
-        return shown.mean(values.float())
 
-    numbers = mean(is_num)
-    reg = _fit_regression(model, fit, groups)
+class _Base(NamedTuple):
+    """What was found before any row changed."""
+
+    seed_loss: float
+    seed_best: Tensor  # [n] argmax P at the seeds' start
+    best_logit: Tensor  # [n] argmax loc_S
+
+
+class _FittedRows(NamedTuple):
+    """Shares of variance, 0 where nothing was fitted (`Calibration`)."""
+
+    levelled: float = 0.0
+    num_row_told: float = 0.0
+
+
+class _FittedNumbers(NamedTuple):
+    """How many numbers the regression was fitted to, and the median errors of `Calibration`."""
+
+    numbers: int
+    error: float | None
+    median_error: float | None
+
+
+def _fit_rows(
+    model: CausalQwenModel,
+    fit: _Positions,
+    logits: StartLogits,
+    level: bool,
+    numerals: Sequence[int],
+    groups: Groups | None,
+    progress: Progress,
+) -> _FittedRows:
+    """<NUM>'s row from the numerals' rows, then all rows levelled, each where it is wanted; `logits` follow."""
+    if not (level or numerals):
+        return _FittedRows()
+    own, world = _word_loc(model, fit.z), None if groups is None else groups.world
+    log_norm = _normalisers(model, own, groups, progress)
+    counts = exchange_counts(len(own), world, own.device)
+    cut = slice(0, 2 * LEVEL_TOKENS)  # texts are of unequal lengths: there may be more than was asked for
+    loc, log_norm, labels = (gather_tokens(part, counts, world)[cut] for part in (own, log_norm, fit.labels))
+    levelled = told = 0.0
+    if numerals:
+        progress("<NUM>'s row", 0, 1)
+        told = fit_numeral_rows(model, loc, log_norm, labels, numerals, groups)
+        logits.redo([*numerals, model.config.num_token_id])
+    if level:
+        progress("levelling", 0, 1)
+        levelled, v = level_logits(model.action, loc, log_norm, groups)
+        logits.take(v)
+    return _FittedRows(levelled, told)
+
+
+def _report(
+    model: CausalQwenModel,
+    logits: StartLogits,
+    base: _Base,
+    rows: _FittedRows,
+    regression: _FittedNumbers,
+    threshold: float,
+    gamma: float,
+    numerals: Sequence[int],
+) -> Calibration:
+    """The start as it is set, measured on the positions that (C, gamma) were chosen on."""
+    num, labels, norms = model.config.num_token_id, logits.labels, model.action.row_norms()
+    loss, best, prob_sum = logits.at(threshold, gamma, norms)
+    digits = torch.isin(base.best_logit, torch.tensor(list(numerals), dtype=torch.int64, device=labels.device))
+    base_right = (base.best_logit == labels) | (digits & (labels == num))
+    is_num, best_is_num = labels == num, best == num
+    p_num = logits.p_of(num, threshold, gamma, norms)
+    numbers = logits.mean(is_num)
     return Calibration(
         threshold=threshold,
         gamma=gamma,
         loss=loss,
-        seed_loss=seed_loss,
-        accuracy=mean(said == labels),
-        base_accuracy=mean(base_right),
-        agreement=mean(said == base_said),
-        seed_accuracy=mean(seed_said == labels),
-        uniform_loss=1.0 + math.log(action.vocab_size),
-        prob_sum_median=float(shown.everyone(prob_sum).quantile(0.5)),
-        tokens=shown.tokens,
-        levelled=levelled,
-        num_row_told=told,
-        num_f1=2 * mean(is_num & said_num) / (numbers + mean(said_num)) if numbers else None,
-        num_p_mean=mean(p_num * is_num) / numbers if numbers else None,
-        numbers=reg[0],
-        reg_mdae=reg[1],
-        reg_median_mdae=reg[2],
+        seed_loss=base.seed_loss,
+        accuracy=logits.mean(best == labels),
+        base_accuracy=logits.mean(base_right),
+        agreement=logits.mean(best == base.best_logit),
+        seed_accuracy=logits.mean(base.seed_best == labels),
+        uniform_loss=1.0 + math.log(model.action.vocab_size),
+        prob_sum_median=float(logits.everyone(prob_sum).quantile(0.5)),
+        tokens=logits.tokens,
+        levelled=rows.levelled,
+        num_row_told=rows.num_row_told,
+        num_f1=2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
+        num_p_mean=logits.mean(p_num * is_num) / numbers if numbers else None,
+        numbers=regression.numbers,
+        reg_mdae=regression.error,
+        reg_median_mdae=regression.median_error,
     )
 
 
-class _Seen(NamedTuple):
-    """Labelled positions of this rank: z [N,H], labels, whether a value is learnt, the value, the row's fold [N]."""
+class _Positions(NamedTuple):
+    """Label positions of this rank: z [N,H], labels, whether a value is learnt, the value, the row's fold [N]."""
 
     z: Tensor
     labels: Tensor
@@ -179,42 +220,40 @@ class _Seen(NamedTuple):
     folds: Tensor
 
 
-def _seen(
+def _positions(
     model: CausalQwenModel,
     batches: Iterable[Batch],
-    features: Callable[[Batch, Tensor], Tensor],
+    features: Features,
     max_tokens: int | None,
     groups: Groups | None,
     progress: Progress,
     what: str,
-) -> _Seen:
+) -> _Positions:
     """One forward pass over the batches. With groups no rank leaves one out: features may need the others (ZeRO-3)."""
     device = model.action.cls_weight.device
     batches = list(batches)
-    z, labels, learnt, values, folds = [], [], [], [], []
+    parts: list[_Positions] = []
     for i, batch in enumerate(batches):
         progress(what, i, len(batches))
-        index = batch.label_mask.flatten().nonzero()[:, 0]
-        keep, there = index.to(device), batch.to(device)
-        z.append(features(there, keep).float())
-        labels.append(there.labels.flatten()[keep])
-        learnt.append(there.numeric_mask.flatten()[keep])
-        values.append(there.numeric_labels.flatten()[keep])
-        folds.append(_fold_of_row(there).repeat_interleave(there.labels.shape[1])[keep])
-        if groups is None and max_tokens is not None and sum(map(len, labels)) >= max_tokens:
+        kept, batch = batch.kept.to(device), batch.to(device)
+        z = features(batch, kept).float()
+        folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
+        per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
+        parts.append(_Positions(z, *(part.flatten()[kept] for part in per_position)))
+        if groups is None and max_tokens is not None and sum(len(part.labels) for part in parts) >= max_tokens:
             break
-    if not z:
+    if not parts:
         none = torch.zeros(0, device=device)
         z_none = none.new_zeros(0, model.config.hidden_size)
-        return _Seen(z_none, none.long(), none.bool(), none.double(), none.long())
-    return _Seen(*(torch.cat(parts)[:max_tokens] for parts in (z, labels, learnt, values, folds)))
+        return _Positions(z_none, none.long(), none.bool(), none.double(), none.long())
+    return _Positions(*(torch.cat(column)[:max_tokens] for column in zip(*parts, strict=True)))
 
 
 def _fold_of_row(batch: Batch) -> Tensor:
-    """[B] in [0, FOLDS): what a row says decides, so that the folds are the same on any number of ranks."""
+    """[B] in [0, FOLDS): a hash of the row's tokens, so that the folds are the same on any number of ranks."""
     places = torch.arange(1, batch.input_ids.shape[1] + 1, device=batch.input_ids.device)
-    said = (batch.input_ids * batch.attention_mask * places).sum(1)
-    return (said * 2_654_435_761 % 2**32) * FOLDS // 2**32  # Knuth's multiplicative hash: its high bits are even
+    key = (batch.input_ids * batch.attention_mask * places).sum(1)
+    return (key * 2_654_435_761 % 2**32) * FOLDS // 2**32  # Knuth's multiplicative hash: its high bits are even
 
 
 def _word_loc(model: CausalQwenModel, z: Tensor) -> Tensor:
@@ -223,37 +262,27 @@ def _word_loc(model: CausalQwenModel, z: Tensor) -> Tensor:
 
 def _normalisers(model: CausalQwenModel, loc: Tensor, groups: Groups | None, progress: Progress) -> Tensor:
     """log sum_k exp loc_S,k [N] of this rank's tokens; the first of the two word-head products."""
-    action = model.action
+    head = model.action.word_head()
     longest = max(exchange_counts(len(loc), None if groups is None else groups.world, loc.device))
     parts = []
     for start in range(0, longest, NORM_TOKENS):
         progress("normalisers", start, longest)
         own = loc[start : start + NORM_TOKENS]
-        scores = vocab_parallel_scores(
-            own,
-            torch.ones_like(own),
-            action.cls_weight,
-            action.cls_bias,
-            action.threshold,
-            torch.zeros(own.shape[0], dtype=torch.int64, device=own.device),
-            group=None if groups is None else groups.vocab,
-            vocab_start=action.vocab_start,
-        )
-        parts.append(scores.log_norm)
+        no_labels = torch.zeros(len(own), dtype=torch.int64, device=own.device)
+        law = Cauchy(own, torch.ones_like(own))
+        parts.append(vocab_parallel_scores(law, head, no_labels, None if groups is None else groups.vocab).log_norm)
     return torch.cat(parts) if parts else loc.new_zeros(0)
 
 
-def _fit_regression(
-    model: CausalQwenModel, seen: _Seen, groups: Groups | None
-) -> tuple[int, float | None, float | None]:
-    """Start W_reg, b_reg and U's number dimensions; returns (numbers, their median error left out, the median's)."""
+def _fit_regression(model: CausalQwenModel, seen: _Positions, groups: Groups | None) -> _FittedNumbers:
+    """Start W_reg, b_reg and U's number dimensions from the positions whose value is learnt."""
     x = seen.z if model.config.number_dims else _word_loc(model, seen.z)
     x, values, folds = (part[seen.learnt] for part in (x, seen.values, seen.folds))
     if groups is not None:
         counts = exchange_counts(len(x), groups.world, x.device)
         x, values, folds = (gather_tokens(part, counts, groups.world) for part in (x, values, folds))
     if not len(values):
-        return 0, None, None
+        return _FittedNumbers(0, None, None)
     x, values, folds = (part[: 2 * LEVEL_TOKENS] for part in (x, values, folds))
 
     def fit() -> tuple[Any, float, float]:
@@ -267,4 +296,4 @@ def _fit_regression(
 
     found, error, of_median = fit() if groups is None else main_rank_says(fit)
     start_regression(model, found.coefficients, found.intercept, found.scale)
-    return len(values), error, of_median
+    return _FittedNumbers(len(values), error, of_median)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.model.configuration import CausalQwenConfig
+from cqwen_dist.model.embedding import NumericalAwareEmbedding
 
 SEED_GAMMA = math.log1p(math.e)  # softplus(1.0) = 1.3133 (S3 4 step 2)
 SEED_NOISE = 0.1  # not the seeds' 0: |b| has no gradient at 0, so b_noise would never train
@@ -25,9 +27,17 @@ VALUE_SHARE = 0.08
 PRESET_THRESHOLD = {"seed": 0.0, "seed-100": 100.0, "calibrated": 0.0}
 
 
+class Heads(Protocol):
+    """What a start sets: a `CausalQwenModel` without its backbone."""
+
+    config: CausalQwenConfig
+    abduction: AbductionNetwork
+    action: ActionNetwork
+
+
 @torch.no_grad()
 def inherit_head(
-    model: CausalQwenModel,
+    heads: Heads,
     weight: Any,
     bias: Tensor | None,
     *,
@@ -44,7 +54,7 @@ def inherit_head(
     of the words' part of W_reg, which is new (S1 5 has 0.1). Returns
     the relative error of the logits (Frobenius; 0 unless C_w < H).
     """
-    config, action, abduction = model.config, model.action, model.abduction
+    config, action, abduction = heads.config, heads.action, heads.abduction
     words, hidden, numbers = config.causal_size, config.hidden_size, config.number_dims
     rows = slice(action.vocab_start, action.vocab_start + action.rows)
     shared = min(words, hidden)
@@ -81,13 +91,14 @@ def inherit_head(
 
 
 @torch.no_grad()
-def inherit_numeral_row(model: CausalQwenModel, table: Any, numerals: Sequence[int]) -> float:
-    """<NUM>'s row at the input: the mean of those of the tokens that the base spells numerals with.
+def inherit_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: Sequence[int]) -> float:
+    """<NUM>'s row at the input: the mean of the rows of the tokens that the base spells numerals with.
 
-    table [V,H]: the base's token table, a tensor or a file's slice. Kept as `num_row`, the difference from the table's
-    own row. Returns the mean norm of the tokens' rows: what a value's part of the embedding is to be measured by.
+    table [V,H]: the base's token table, a tensor or a file's slice. `num_row` becomes the difference of that mean from
+    the table's own row of <NUM>. Returns the mean norm of the tokens' rows, the measure for a value's embedding.
     """
-    embedding, num = model.features.embedding, model.config.num_token_id
+    num = embedding.num_token_id
+    assert num is not None
     rows = torch.cat([table[word : word + 1] for word in numerals]).detach().float()
     own = table[num : num + 1].detach().float()[0]
     embedding.num_row.copy_(rows.mean(0) - own)
@@ -95,61 +106,61 @@ def inherit_numeral_row(model: CausalQwenModel, table: Any, numerals: Sequence[i
 
 
 @torch.no_grad()
-def set_scales(model: CausalQwenModel, gamma: float, b_noise: float | None) -> float:
+def set_scales(heads: Heads, gamma: float, b_noise: float | None) -> float:
     """Give U' the total scale gamma on word dimensions; returns what it is then.
 
     Half of each total is |b_noise| and half scale_U; with b_noise given, that is the noise of the words and scale_U
     the rest of gamma (at least half of it: then the total is more than gamma).
     """
-    words = model.config.causal_size
+    words = heads.config.causal_size
     noise = gamma / 2 if b_noise is None else b_noise
     floor = min(1e-6, gamma * 1e-3)
-    model.config.scale_floor = model.abduction.scale_floor = floor
+    heads.config.scale_floor = heads.abduction.scale_floor = floor
     scale = max(gamma - noise, gamma / 2)
-    model.abduction.set_scale(scale, 0, words)
-    model.action.b_noise[:words] = noise
+    heads.abduction.set_scale(scale, 0, words)
+    heads.action.b_noise[:words] = noise
     return scale + noise
 
 
 @torch.no_grad()
-def set_number_scale(model: CausalQwenModel, scale: float) -> None:
+def set_number_scale(heads: Heads, scale: float) -> None:
     """Give U' this total scale on number dimensions, half of it noise: scale_Y, where words have no part in it."""
-    if dims := model.config.number_dims:
-        model.abduction.set_scale(scale / 2, -dims)
-        model.action.b_noise[-dims:] = scale / 2
+    if dims := heads.config.number_dims:
+        heads.abduction.set_scale(scale / 2, -dims)
+        heads.action.b_noise[-dims:] = scale / 2
 
 
 @torch.no_grad()
-def start_regression(model: CausalQwenModel, coefficients: Tensor, intercept: float, scale: float) -> None:
+def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale: float) -> None:
     """Y = coefficients . z + intercept with this Cauchy scale, in the target's unit, before the first step.
 
     coefficients: [H], read by U's number dimensions, which then tell the number alone (W_reg's words' part begins at
     0); without such dimensions [C_w], W_reg itself, and the scale is what |W_reg| makes of the words'.
     """
-    action, words = model.action, model.config.causal_size
+    action, words = heads.action, heads.config.causal_size
     action.reg_bias.fill_(intercept)
-    if model.config.number_dims:
-        model.abduction.loc_net.weight[words:] = coefficients.to(action.reg_weight)
+    if heads.config.number_dims:
+        heads.abduction.loc_net.weight[words:] = coefficients.to(action.reg_weight)
         action.reg_weight[:words] = 0.0
-        action.reg_weight[words:] = 1.0 / model.config.number_dims
-        set_number_scale(model, scale)
+        action.reg_weight[words:] = 1.0 / heads.config.number_dims
+        set_number_scale(heads, scale)
     elif bool(coefficients.any()):  # zeros would make scale_Y 0 and the loss infinite: then W_reg stays as drawn
         action.reg_weight.copy_(coefficients)
 
 
 @torch.no_grad()
-def apply_preset(model: CausalQwenModel, start: str, b_noise_init: float | None = None) -> None:
+def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) -> None:
     """The seeds' constants: scale_U = softplus(1), C = 0 or 100 (`calibrated`: the same, until it is run)."""
     noise = SEED_NOISE if b_noise_init is None else b_noise_init
-    set_scales(model, SEED_GAMMA + noise, noise)
-    set_number_scale(model, 1.0)
-    model.action.threshold.fill_(PRESET_THRESHOLD[start])
+    set_scales(heads, SEED_GAMMA + noise, noise)
+    set_number_scale(heads, 1.0)
+    heads.action.threshold.fill_(PRESET_THRESHOLD[start])
 
 
 @torch.no_grad()
-def override_start(model: CausalQwenModel, threshold: float | None, gamma: float | None) -> None:
+def override_start(heads: Heads, threshold: float | None, gamma: float | None) -> None:
     """Another C for every word, another total scale of U' on word dimensions (half of it noise), where given."""
     if threshold is not None:
-        model.action.threshold.fill_(threshold)
+        heads.action.threshold.fill_(threshold)
     if gamma is not None:
-        set_scales(model, gamma, None)
+        set_scales(heads, gamma, None)

@@ -14,18 +14,15 @@ number does follow, at least `APART` below it elsewhere), and their own rows los
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.model.initialise import Heads
 from cqwen_dist.model.ridge import ridge_by_leave_one_out
 from cqwen_dist.parallel.collectives import main_rank_says, sum_over
 from cqwen_dist.parallel.groups import Groups
-
-if TYPE_CHECKING:
-    from cqwen_dist.model.action import ActionNetwork
-    from cqwen_dist.model.causal_qwen import CausalQwenModel
 
 # Nats. 4 to 10 give <NUM> an F1 within 0.01 on SmolLM2 and GSM8K; less lets digits compete, more costs words.
 APART = 6.0
@@ -33,7 +30,7 @@ APART = 6.0
 
 @torch.no_grad()
 def level_logits(
-    model: CausalQwenModel, loc: Tensor, log_norm: Tensor, groups: Groups | None = None
+    action: ActionNetwork, loc: Tensor, log_norm: Tensor, groups: Groups | None = None
 ) -> tuple[float, Tensor]:
     """Take v [C_w] from every row of W_cls; returns (the share of the normaliser's variance that v tells of tokens left
     out, v).
@@ -49,13 +46,13 @@ def level_logits(
     v, share = fit() if groups is None else main_rank_says(fit)  # two machines may round apart
     if share <= 0:
         return 0.0, torch.zeros_like(v)
-    model.action.cls_weight.sub_(v.to(model.action.cls_weight))
+    action.cls_weight.sub_(v.to(action.cls_weight))
     return share, v
 
 
 @torch.no_grad()
 def fit_numeral_rows(
-    model: CausalQwenModel,
+    heads: Heads,
     loc: Tensor,
     log_norm: Tensor,
     labels: Tensor,
@@ -68,7 +65,7 @@ def fit_numeral_rows(
     numerals with. Returns the share of the target's variance that the row tells of tokens left out. No bias is used:
     what a row knows a plain export keeps.
     """
-    action, num = model.action, model.config.num_token_id
+    action, num = heads.action, heads.config.num_token_id
     rows, bias = rows_of(action, numerals, groups)
     written = (loc @ rows.T + bias).double().logsumexp(1)
     follows = labels == num

@@ -7,7 +7,6 @@ total from U without forming them, over a vocabulary that may be spread over ran
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,9 @@ from torch.distributed import ProcessGroup
 from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
 from cqwen_dist.ops.regression import GATES, cauchy_nll, number_nll
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss
 
 
 class OvrClassificationLoss(nn.Module):
@@ -131,6 +131,31 @@ class CausalQwenLoss(nn.Module):
 
 
 @dataclass(frozen=True)
+class TokenLabels:
+    """What N positions are to learn. Several values a position (S4 4.7): see `ops.regression.number_nll`."""
+
+    words: Tensor  # [N] int64, in the whole vocabulary
+    values: Tensor  # [N] or [N,R] fp32: the labels' values in the target unit, 0's where text
+    is_number: Tensor  # [N] bool: positions whose value is learnt
+    value_weights: Tensor | None = None  # [R] or [N,R]
+    types: Tensor | None = None  # [N] int64: the type of the value, -1 for none
+    p_type: Tensor | None = None  # [N,R]: P of every type
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The loss of a run: the gate of the numbers, and how the words' part is computed."""
+
+    num_token_id: int
+    alpha: float = 0.0
+    gate: str = "alpha"  # a name of `GATES`
+    gate_grad: str = "stop"  # "full": the gate's probabilities give gradient
+    gemm_dtype: torch.dtype = torch.float32  # of the products, and of tokens in communication; the rows stay fp32
+    used_rows: int | None = None  # words from here on are left out
+    ovr: OvrOptions = PLAIN
+
+
+@dataclass(frozen=True)
 class LossTerms:
     """What one micro-batch contributes: sums of this rank's tokens (no means), and the scalar to differentiate."""
 
@@ -144,56 +169,42 @@ class LossTerms:
 def fused_loss(
     action: ActionNetwork,
     u: Cauchy,
-    labels: Tensor,
-    targets: Tensor,
-    num_mask: Tensor,
-    *,
+    labels: TokenLabels,
+    options: LossOptions,
     token_weight: float,
     number_weight: float,
-    num_token_id: int,
-    group: ProcessGroup | None,
+    group: ProcessGroup | None = None,
     token_counts: list[int] | None = None,
-    gemm_dtype: torch.dtype = torch.float32,
-    alpha: float = 0.0,
-    gate: str = "alpha",
-    gate_grad: str = "stop",
-    class_weights: Tensor | None = None,
-    value_weights: Tensor | None = None,
-    types: Tensor | None = None,
-    p_type: Tensor | None = None,
-    **ovr_options: Any,
 ) -> LossTerms:
-    """The loss of N kept tokens, no [N,V] ever formed.
+    """The loss of N label positions (S0 5.3), no [N,V] ever formed.
 
-    u: Cauchy [N,C] of this rank's tokens; labels [N] int64; targets [N] fp32, the labels' values in the target unit
-    (0's where text); num_mask [N] bool, positions whose value is learnt. token_weight, number_weight: reciprocals of
-    the global counts, times whatever the engine divides by. N may be 0. class_weights [rows]: of this rank's words.
-    gemm_dtype: of the products and of tokens on the wire; the rows stay fp32. ovr_options: `vocab_parallel_ovr`'s.
-    With an action of R values a position: targets [N,R] and value_weights [R] or [N,R], or targets [N], types [N] and
-    p_type [N,R] (`ops.regression.number_nll`). Collective over `group`, forward and backward.
+    u: U [N,C] of this rank's tokens; N may be 0. token_weight, number_weight: reciprocals of the global counts, times
+    whatever the engine divides by. group: the vocabulary group, None for a whole vocabulary here. token_counts: N of
+    every rank of it, where they are known. Collective over `group`, forward and backward. Raises as `linear_ovr` and
+    `number_nll`.
     """
     u_prime = action.add_noise(u)
-    out = vocab_parallel_ovr(
-        *action.word_head(u_prime, gemm_dtype),
-        labels,
-        group=group,
-        vocab_start=action.vocab_start,
-        token_weights=torch.full(labels.shape, token_weight, device=labels.device),
-        num_token_id=num_token_id,
-        token_counts=token_counts,
-        class_weights=class_weights,
-        vocab_size=action.vocab_size,
-        **ovr_options,
+    out = vocab_parallel_loss(
+        action.word_part(u_prime).to(options.gemm_dtype),
+        action.word_head(options.used_rows),
+        labels.words,
+        torch.full(labels.words.shape, token_weight, device=labels.words.device),
+        options.ovr,
+        group,
+        options.num_token_id,
+        token_counts,
     )
     assert out.p_num is not None
-    p_num = out.p_num.detach() if gate_grad == "stop" else out.p_num
-    y = action.value(u_prime)
-    if y.loc.ndim > targets.ndim:  # one value under the law of each type
-        targets = targets.unsqueeze(-1).expand_as(y.loc)
-    nll = cauchy_nll(y.loc, y.scale, targets)  # finite everywhere, so a gate of 0 drops value and gradient
-    p_type = p_type.detach() if p_type is not None and gate_grad == "stop" else p_type
-    nll = number_nll(nll, value_weights, p_type, types)
-    reg_sum = (GATES[gate](num_mask, p_num, alpha) * nll).sum()  # 0, and connected, where there is no number
+    stop = options.gate_grad == "stop"
+    p_num = out.p_num.detach() if stop else out.p_num
+    p_type = labels.p_type.detach() if stop and labels.p_type is not None else labels.p_type
+    y, values = action.value(u_prime), labels.values
+    if y.loc.ndim > values.ndim:  # one value under the law of each type
+        values = values.unsqueeze(-1).expand_as(y.loc)
+    nll = cauchy_nll(y.loc, y.scale, values)  # finite everywhere, so a gate of 0 drops value and gradient
+    nll = number_nll(nll, labels.value_weights, p_type, labels.types)
+    gates = GATES[options.gate](labels.is_number, p_num, options.alpha)
+    reg_sum = (gates * nll).sum()  # 0, and connected, where there is no number
     return LossTerms(
         loss=out.loss + number_weight * reg_sum,
         cls_sum=out.per_token.sum(),

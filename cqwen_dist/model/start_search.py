@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import log_prob_above, prob_above
-from cqwen_dist.ops.ovr_heads import chunk_rows
-from cqwen_dist.ops.ovr_inputs import rows_in_use
+from cqwen_dist.ops.ovr.head import chunk_rows
 from cqwen_dist.ops.products import product
 from cqwen_dist.parallel.collectives import gather_lists, gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
-
-if TYPE_CHECKING:
-    from cqwen_dist.model.causal_qwen import CausalQwenModel
 
 LOC_CELLS = 8192  # over the range of all logits: some hundredths of a nat
 NORM_CELLS = 24  # between the least and the largest norm, by their logarithm
@@ -55,7 +52,7 @@ class StartLogits:
 
     def __init__(
         self,
-        model: CausalQwenModel,
+        action: ActionNetwork,
         loc: Tensor,
         labels: Tensor,
         groups: Groups | None,
@@ -63,9 +60,8 @@ class StartLogits:
         used_rows: int | None,
     ) -> None:
         """loc [N,C_w] loc_U, labels [N]: this rank's. used_rows: the loss leaves words from here on out."""
-        self.model, self.groups = model, groups
+        self.action, self.groups = action, groups
         self.vocab = None if groups is None else groups.vocab
-        action = model.action
         self.start = action.vocab_start
         counts = exchange_counts(len(loc), self.vocab, loc.device)
         first = 0 if groups is None else sum(counts[: groups.vocab_rank])
@@ -73,7 +69,7 @@ class StartLogits:
         self.loc = gather_tokens(loc, counts, self.vocab)
         self.labels = gather_tokens(labels, counts, self.vocab)
         self.tokens = int(self._total(torch.tensor(float(len(loc)))))
-        self.in_loss = rows_in_use(action.rows, self.start, used_rows)
+        self.in_loss = action.word_head(used_rows).rows
         self.logits = loc.new_empty(len(self.loc), action.rows)
         progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
         for at in range(0, action.rows, step := max(1024, chunk_rows(*self.loc.shape))):
@@ -86,7 +82,7 @@ class StartLogits:
 
     def redo(self, words: Sequence[int]) -> None:
         """These words' rows are others now."""
-        action = self.model.action
+        action = self.action
         if at := [word - self.start for word in words if word - self.start in range(action.rows)]:
             self.logits[:, at] = product(self.loc, action.cls_weight[at]) + action.cls_bias[at]
 
@@ -114,7 +110,7 @@ class StartLogits:
     def p_of(self, word: int, threshold: float, gamma: float, norms: Tensor) -> Tensor:
         """P of one word [n]."""
         p = torch.zeros(len(self.loc), device=norms.device)
-        if (at := word - self.start) in range(self.model.action.rows):
+        if (at := word - self.start) in range(self.action.rows):
             p = prob_above((gamma * norms[at]).expand(len(p)), threshold - self.logits[:, at])
         return p if self.vocab is None else sum_over(p, self.vocab)
 

@@ -49,6 +49,10 @@ class Cauchy(NamedTuple):
     loc: Tensor
     scale: Tensor
 
+    def to(self, where: torch.dtype | torch.device) -> Cauchy:
+        """The same law in another dtype or on another device."""
+        return Cauchy(self.loc.to(where), self.scale.to(where))
+
     def affine(self, weight: Tensor, bias: Tensor | None = None) -> Cauchy:
         """The law of W X + b: loc W loc + b, scale |W| scale, bias not in the scale (S0 4, S3 2.4).
 

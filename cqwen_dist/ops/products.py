@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def dtype_of(precision: str) -> torch.dtype:
+    """The dtype of `train.precision`, fp32 or bf16: of the backbone and of the products."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b^T in fp32 (fp64 for fp64), for a [N, C] and b [n, C] of one dtype; differentiable.
 

@@ -1,7 +1,7 @@
 """The OvR loss over a vocabulary whose rows are spread over the ranks of a group.
 
 A rank passes its own tokens and holds its own rows. Tokens are gathered in the group, each rank computes the
-loss of *all* of them on *its* rows (`ops.ovr.linear_ovr`, a slice), and one sum gives each token its total: OvR
+loss of *all* of them on *its* rows (`ops.ovr.loss`, a slice), and one sum gives each token its total: OvR
 has no normaliser, so nothing else has to be agreed on. Communication is
 
     forward    all-gather    loc_u, scale_u [N,C], labels, weights [N]; reduce-scatter of 3 numbers a token
@@ -14,13 +14,18 @@ The gradients of rows are of the group's tokens: the caller sums them over the r
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at, ovr_topk
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import WordHead
+from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
+from cqwen_dist.ops.ovr.sampling import NegativeSampling
+from cqwen_dist.ops.ovr.topk import RankBy, prob_at, topk
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 
 
@@ -52,51 +57,54 @@ def vocab_parallel_ovr(
     token_weights: Tensor | None = None,
     num_token_id: int | None = None,
     token_counts: list[int] | None = None,
-    **options: Any,
+    class_weights: Tensor | None = None,
+    vocab_reduction: Literal["sum", "mean"] = "sum",
+    impl: str = "auto",
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    used_rows: int | None = None,
+    sampling: NegativeSampling | None = None,
 ) -> VocabParallelOutput:
     """`linear_ovr` over the vocabulary of a group.
 
     loc_u, scale_u [N_r,C], labels, token_weights [N_r]: this rank's tokens (N_r may differ between ranks, may be 0).
-    weight_shard [v,C], bias_shard [v], threshold_shard [] or [v]: this rank's rows [vocab_start, vocab_start+v).
-    token_counts: N_r of every rank of the group, where the caller knows them (else they are exchanged).
-    options: what `linear_ovr` takes besides (class_weights [v] of this rank's rows, impl, sampling, ...).
-    group: the vocabulary group, or None for a single process. Collective over it; autograd's backward too, on
-    every rank or none.
+    weight_shard [v,C], bias_shard [v], threshold_shard [] or [v], class_weights [v]: this rank's rows
+    [vocab_start, vocab_start+v). token_counts: N_r of every rank of the group, where the caller knows them (else they
+    are exchanged). The rest, and what is raised: as `linear_ovr`. group: the vocabulary group, or None for a single
+    process. Collective over it; autograd's backward too, on every rank or none.
     """
-    counts = token_counts or exchange_counts(loc_u.shape[0], group, loc_u.device)
+    head = WordHead(weight_shard, bias_shard, threshold_shard, vocab_start, vocab_size, used_rows)
+    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, sampling=sampling)
+    u = Cauchy(loc_u, scale_u)
+    return vocab_parallel_loss(u, head, labels, token_weights, options, group, num_token_id, token_counts)
+
+
+def vocab_parallel_loss(
+    u: Cauchy,
+    head: WordHead,
+    labels: Tensor,
+    token_weights: Tensor | None = None,
+    options: OvrOptions = PLAIN,
+    group: ProcessGroup | None = None,
+    num_token_id: int | None = None,
+    token_counts: list[int] | None = None,
+) -> VocabParallelOutput:
+    """`vocab_parallel_ovr` of U' [N_r,C] and this rank's rows of the head. Collective over `group`."""
+    counts = token_counts or exchange_counts(len(u.loc), group, u.loc.device)
     if token_weights is None:
         token_weights = torch.ones(labels.shape, device=labels.device)
-    all_loc = gather_tokens(loc_u, counts, group)
-    all_scale = gather_tokens(scale_u, counts, group)
-    all_labels = gather_tokens(labels, counts, group)
-    all_weights = gather_tokens(token_weights, counts, group)
-    out = linear_ovr(
-        all_loc,
-        all_scale,
-        weight_shard,
-        bias_shard,
-        threshold_shard,
-        all_labels,
-        token_weights=all_weights,
-        vocab_start=vocab_start,
-        want_prob_sum=options.get("sampling") is None,
-        **options,
+    every = gather_law(u, counts, group)
+    out = ovr_loss(
+        every,
+        head,
+        gather_tokens(labels, counts, group),
+        gather_tokens(token_weights, counts, group),
+        replace(options, want_prob_sum=options.sampling is None),
     )
     prob_sum = torch.full_like(out.per_token, torch.nan) if out.prob_sum is None else out.prob_sum
     columns = [out.per_token, prob_sum]
     if num_token_id is not None:
-        row = num_token_id - vocab_start
-        if 0 <= row < weight_shard.shape[0]:
-            rows = slice(row, row + 1)
-            bias = None if bias_shard is None else bias_shard[rows]
-            threshold = threshold_shard if threshold_shard.ndim == 0 else threshold_shard[rows]
-            word = torch.zeros(1, dtype=torch.int64, device=loc_u.device)
-            p_all = ovr_prob_at(all_loc, all_scale, weight_shard[rows], bias, threshold, word)[:, 0]
-        else:  # as differentiable as the owner's, so that backward's collective is entered by every rank or none
-            inputs = (all_loc, all_scale, weight_shard, bias_shard, threshold_shard)
-            needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-            p_all = torch.zeros(all_loc.shape[0], device=loc_u.device, requires_grad=needs_grad)
-        columns.append(p_all)
+        columns.append(_prob_of(num_token_id, every, head))
     own = scatter_sum_tokens(torch.stack([c.float() for c in columns], dim=1), counts, group)
     return VocabParallelOutput(
         loss=sum_partials(out.loss, group),
@@ -106,7 +114,24 @@ def vocab_parallel_ovr(
     )
 
 
-@torch.no_grad()
+def gather_law(u: Cauchy, counts: list[int], group: ProcessGroup | None) -> Cauchy:
+    """`gather_tokens` of location and scale."""
+    return Cauchy(gather_tokens(u.loc, counts, group), gather_tokens(u.scale, counts, group))
+
+
+def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
+    """P of one word at every token [N] on the rank that holds it; zeros elsewhere.
+
+    The zeros are as differentiable as the owner's P, so that backward's collective is entered by every rank or none.
+    """
+    row = word - head.start
+    if 0 <= row < len(head.weight):
+        return prob_at(u, head.take(slice(row, row + 1)), torch.zeros(1, dtype=torch.int64, device=u.loc.device))[:, 0]
+    inputs = (*u, head.weight, head.bias, head.threshold)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    return torch.zeros(len(u.loc), device=u.loc.device, requires_grad=needs_grad)
+
+
 def vocab_parallel_topk(
     loc_u: Tensor,
     scale_u: Tensor,
@@ -117,33 +142,37 @@ def vocab_parallel_topk(
     *,
     group: ProcessGroup | None,
     vocab_start: int,
-    **options: Any,
+    used_rows: int | None = None,
+    rank_by: RankBy = "ovr",
 ) -> tuple[Tensor, Tensor]:
-    """The k best words of each own token over the whole vocabulary: (scores [N_r,k], ids [N_r,k]).
+    """`ovr_topk` of this rank's own tokens over the vocabulary of a group: (scores [N_r,k], ids [N_r,k]).
+
+    Tensors as `vocab_parallel_ovr`'s; options, scores and what is raised as `ovr_topk`'s. Collective over `group`.
+    """
+    head = WordHead(weight_shard, bias_shard, threshold_shard, vocab_start, used_rows=used_rows)
+    return vocab_parallel_best(Cauchy(loc_u, scale_u), head, k, group, rank_by)
+
+
+@torch.no_grad()
+def vocab_parallel_best(
+    u: Cauchy, head: WordHead, k: int, group: ProcessGroup | None, rank_by: RankBy = "ovr"
+) -> tuple[Tensor, Tensor]:
+    """`vocab_parallel_topk` of U' [N_r,C] and this rank's rows of the head. Collective over `group`.
 
     Every rank finds the k best of its rows for all tokens; the group's candidates are gathered and merged, equal
-    scores told apart by loc_S as in one process. Options and scores are `ops.ovr.ovr_topk`'s. Collective over `group`.
+    scores told apart by loc_S as in one process.
     """
     if group is None or group.size() == 1:
-        return ovr_topk(
-            loc_u, scale_u, weight_shard, bias_shard, threshold_shard, k, vocab_start=vocab_start, **options
-        )
-    counts = exchange_counts(loc_u.shape[0], group, loc_u.device)
-    all_loc, all_scale = gather_tokens(loc_u, counts, group), gather_tokens(scale_u, counts, group)
-    n = all_loc.shape[0]
-    scores, ids = ovr_topk(
-        all_loc, all_scale, weight_shard, bias_shard, threshold_shard, k, vocab_start=vocab_start, **options
-    )
+        return topk(u, head, k, rank_by)
+    counts = exchange_counts(len(u.loc), group, u.loc.device)
+    every = gather_law(u, counts, group)
+    n, size = len(every.loc), group.size()
+    scores, ids = topk(every, head, k, rank_by)
     loc = torch.full_like(scores, -torch.inf)  # where there is no word (id -1), as on a rank of too few rows
-    if weight_shard.shape[0]:
-        at = (ids - vocab_start).clamp(min=0)
-        bias = 0.0 if bias_shard is None else bias_shard[at]
-        loc = (
-            (torch.einsum("nc,nkc->nk", all_loc, weight_shard[at].to(all_loc.dtype)) + bias)
-            .float()
-            .where(ids >= 0, loc)
-        )
-    size = group.size()
+    if len(head.weight):
+        own = head.take((ids - head.start).clamp(min=0))
+        found = torch.einsum("nc,nkc->nk", every.loc, own.weight.to(every.loc.dtype))
+        loc = (found + (0.0 if own.bias is None else own.bias)).float().where(ids >= 0, loc)
     scores, loc, ids = (
         gather_tokens(part, [n] * size, group).view(size, n, k).transpose(0, 1).reshape(n, size * k)
         for part in (scores, loc, ids)

@@ -1,51 +1,36 @@
-"""`ops.ovr_scores` over a vocabulary whose rows are spread over the ranks of a group; for evaluation, no gradient."""
+"""`ops.ovr.scores` over a vocabulary whose rows are spread over the ranks of a group; for evaluation, no gradient."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cqwen_dist.ops.ovr_scores import OvrScores, ovr_scores
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import WordHead
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens
+from cqwen_dist.parallel.vocab_parallel import gather_law
 
 
 @torch.no_grad()
 def vocab_parallel_scores(
-    loc_u: Tensor,
-    scale_u: Tensor,
-    weight_shard: Tensor,
-    bias_shard: Tensor | None,
-    threshold_shard: Tensor,
-    labels: Tensor,
-    *,
-    group: ProcessGroup | None,
-    vocab_start: int,
-    **options: Any,
+    u: Cauchy, head: WordHead, labels: Tensor, group: ProcessGroup | None, prob_thresholds: Sequence[float] = ()
 ) -> OvrScores:
-    """Scores of this rank's own tokens [N_r] (N_r may differ, may be 0) over the whole vocabulary.
+    """Scores of this rank's own tokens U' [N_r,C], labels [N_r] (N_r may differ, may be 0) over the whole vocabulary.
 
-    Tokens are gathered in the group, every rank scores its rows; normalisers are gathered and added as logarithms,
-    what the label's owner alone knows is summed. Options are `ovr_scores`'s. Collective over `group`.
+    head: this rank's rows. Tokens are gathered in the group and every rank scores its rows; normalisers are gathered
+    and added as logarithms, what the label's owner alone knows is summed. prob_thresholds and what is raised: as
+    `ovr_scores`. Collective over `group`.
     """
     if group is None or group.size() == 1:
-        return ovr_scores(
-            loc_u, scale_u, weight_shard, bias_shard, threshold_shard, labels, vocab_start=vocab_start, **options
-        )
-    counts = exchange_counts(loc_u.shape[0], group, loc_u.device)
-    part = ovr_scores(
-        gather_tokens(loc_u, counts, group),
-        gather_tokens(scale_u, counts, group),
-        weight_shard,
-        bias_shard,
-        threshold_shard,
-        gather_tokens(labels, counts, group),
-        vocab_start=vocab_start,
-        **options,
-    )
-    n, size = part.log_norm.shape[0], group.size()
+        return ovr_scores(u, head, labels, prob_thresholds)
+    counts, size = exchange_counts(len(u.loc), group, u.loc.device), group.size()
+    every = gather_law(u, counts, group)
+    part = ovr_scores(every, head, gather_tokens(labels, counts, group), prob_thresholds)
+    n = len(part.log_norm)
     everyone = gather_tokens(part.log_norm, [n] * size, group).view(size, n)
     start = sum(counts[: group.rank()])
     summed = torch.cat([torch.stack([part.label_loc, part.label_log_p], 1), part.above], 1)

@@ -15,7 +15,7 @@ from cqwen_dist.plan.sizes import FP32, MAX_LIVE, Sizes
 
 GIB, MIB = 2**30, 2**20
 MOMENTS = 2 * FP32
-# The fused loss's tiles (`ops.ovr_chunked`; a test holds the two equal): bytes of a [t, n] and of an [n, C] buffer,
+# The fused loss's tiles (`ops.ovr.one_pass`; a test holds the two equal): bytes of a [t, n] and of an [n, C] buffer,
 # most tokens; [t, n] buffers beside loc and scale, by implementation.
 TILE_BYTES = {"cpu": 2 * MIB, "cuda": 128 * MIB}
 BLOCK_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
@@ -23,7 +23,7 @@ TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 WORK_BUFFERS = {"chunked": 3, "triton": 0}
 FASTEST = {"cpu": "chunked", "cuda": "triton"}
 REFERENCE_TENSORS = 9
-# A look at the accuracy (`train.step`, `ops.ovr_heads`): tokens, bytes of an [N, n] chunk, such chunks alive at once.
+# A look at the accuracy (`train.step`, `ops.ovr.head`): tokens, bytes of an [N, n] chunk, such chunks alive at once.
 LOOK_TOKENS, CHUNK_BYTES, CHUNKS = 256, 8 * MIB, 11
 # [N, C] tensors in fp32 of KL(U || U at the start), those that its backward needs included.
 KL_TENSORS = 8
@@ -226,7 +226,7 @@ def _loss(s: Sizes) -> Iterator[Part]:
 
 
 def tile_shape(tokens: int, rows: int, c: int, kind: str) -> tuple[int, int]:
-    """(t, n) of the fused loss; as `ops.ovr_chunked.tile_shape`."""
+    """(t, n) of the fused loss; as `ops.ovr.one_pass.tile_shape`."""
     t = max(1, min(tokens, TILE_TOKENS[kind]))
     n = min(TILE_BYTES[kind] // (t * FP32), BLOCK_BYTES[kind] // (max(1, c) * FP32))
     return t, max(1, min(rows, n))

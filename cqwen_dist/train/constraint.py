@@ -84,7 +84,7 @@ class Constraint:
         size = self.model.config.causal_hidden_size
         kept = []
         for batch in batches:
-            keep = batch.label_mask.flatten().nonzero()[:, 0].to(self.device)
+            keep = batch.kept.to(self.device)
             kept.append(self._abduction(self._features(batch.to(self.device), keep)))
         loc = torch.cat([u.loc for u in kept]).double() if kept else torch.zeros(0, size, dtype=torch.float64)
         scale = torch.cat([u.scale for u in kept]).double() if kept else torch.zeros(0, size, dtype=torch.float64)

@@ -26,10 +26,11 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.levelling import rows_of
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr_scores import OvrScores
+from cqwen_dist.ops.ovr.scores import OvrScores
+from cqwen_dist.ops.ovr.topk import RankBy
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_ovr, vocab_parallel_topk
+from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_best, vocab_parallel_loss
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 from cqwen_dist.train.conformal import IntervalFactors
 from cqwen_dist.train.frequency import band_names, band_of
@@ -239,35 +240,28 @@ class Evaluator:
         of = len(self.batches) if isinstance(self.batches, Sized) else 1
         for i, batch in enumerate(self.batches):
             self.progress("evaluating", i, of)
-            keep = batch.label_mask.flatten().nonzero()[:, 0]
+            keep = batch.kept
             yield batch.to(self.device), keep.to(self.device)
 
     def _words(self, u_prime: Cauchy, labels: Tensor) -> VocabParallelOutput:
         action = self.model.action
-        return vocab_parallel_ovr(
-            *action.word_head(u_prime, self.gemm_dtype),
-            labels,
-            group=self.groups.vocab,
-            vocab_start=action.vocab_start,
-            vocab_size=action.vocab_size,
-            used_rows=self.used_rows,
-        )
+        seen = action.word_part(u_prime).to(self.gemm_dtype)
+        return vocab_parallel_loss(seen, action.word_head(self.used_rows), labels, group=self.groups.vocab)
 
     def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
         action, label_set = self.model.action, self.decisions.label_set
         return vocab_parallel_scores(
-            *action.word_head(u_prime, self.gemm_dtype),
+            action.word_part(u_prime).to(self.gemm_dtype),
+            action.word_head(self.model.config.used_rows),
             labels,
-            group=self.groups.vocab,
-            vocab_start=action.vocab_start,
-            used_rows=self.model.config.used_rows,
+            self.groups.vocab,
             prob_thresholds=() if label_set is None else (label_set,),
         )
 
     def _best(self, u_prime: Cauchy) -> tuple[Tensor, Tensor]:
         return best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
 
-    def _top1(self, u_prime: Cauchy, rank_by: str = "ovr") -> Tensor:
+    def _top1(self, u_prime: Cauchy, rank_by: RankBy = "ovr") -> Tensor:
         return top1(self.model, u_prime, self.groups, self.gemm_dtype, rank_by)
 
 
@@ -283,7 +277,7 @@ def as_spelt(
     return (best == labels) | (number & torch.isin(best, spelt)), likely
 
 
-def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: str) -> Tensor:
+def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy) -> Tensor:
     """The best word of each token [N], by P ("ovr", over the rows that the tokenizer uses) or by loc_S ("loc", all).
 
     u_prime: Cauchy [N,C]. Collective over the vocabulary group.
@@ -292,18 +286,12 @@ def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: to
 
 
 def best_word(
-    model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: str
+    model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy
 ) -> tuple[Tensor, Tensor]:
     """`top1` with what it was ranked by: (z = (loc_S - C)/scale_S or loc_S [N] fp32, ids [N])."""
     action = model.action
-    scores, ids = vocab_parallel_topk(
-        *action.word_head(u_prime, gemm_dtype),
-        1,
-        group=groups.vocab,
-        vocab_start=action.vocab_start,
-        used_rows=model.config.used_rows if rank_by == "ovr" else None,
-        rank_by=rank_by,
-    )
+    head = action.word_head(model.config.used_rows if rank_by == "ovr" else None)
+    scores, ids = vocab_parallel_best(action.word_part(u_prime).to(gemm_dtype), head, 1, groups.vocab, rank_by)
     return scores[:, 0], ids[:, 0]
 
 

@@ -18,8 +18,11 @@ from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.model.backbone import load_base
-from cqwen_dist.ops.ovr import ovr_topk
-from cqwen_dist.ops.ovr_scores import ovr_scores
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import WordHead
+from cqwen_dist.ops.ovr.scores import ovr_scores
+from cqwen_dist.ops.ovr.topk import topk
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.train.conformal import CALIBRATION, CALIBRATION_FILE, IntervalFactors
@@ -57,7 +60,7 @@ def evaluate_checkpoint(
         config = run.data
         base = base or run.base_folder
         only_used = run.loss.negatives == "used"
-        dtype = torch.bfloat16 if run.train.precision == "bf16" else torch.float32
+        dtype = dtype_of(run.train.precision)
         remote_code = run.model.trust_remote_code
         spelt = run.num_row_init == "digits"
         start = _json(Path(run.run.dir) / START)
@@ -119,7 +122,7 @@ def base_figures(
     right = surprise = 0.0
     count = 0
     for batch in batches:
-        keep = batch.label_mask.flatten().nonzero()[:, 0].to(head.weight.device)
+        keep = batch.kept.to(head.weight.device)
         there = batch.to(head.weight.device)
         labels = there.labels.flatten()[keep]
         if len(labels) and int(labels.max()) >= head.weight.shape[0]:
@@ -128,9 +131,9 @@ def base_figures(
         embeddings[there.input_ids == num_token_id] = digits.to(table.dtype)
         z = base.base_model(inputs_embeds=embeddings, position_ids=there.position_ids, use_cache=False)[0]
         z = z.flatten(0, 1)[keep]
-        score = (z, torch.zeros_like(z), head.weight, head.bias, 0.0)
-        found = ovr_scores(*score, labels)
-        _, best = ovr_topk(*score, 1, rank_by="loc")
+        u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
+        found = ovr_scores(u, words, labels)
+        _, best = topk(u, words, 1, rank_by="loc")
         hits, likely = as_spelt(best[:, 0], found.label_loc, labels, num_token_id, spelt, z @ rows.T + bias)
         right += float(hits.sum())
         surprise += float((found.log_norm - likely).double().sum())

@@ -20,7 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
@@ -29,6 +28,7 @@ from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import gather_objects, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.train.engine import Engine
@@ -65,7 +65,7 @@ class FeatureCache:
         self.config, self.runtime, self.engine, self.tokenizer = config, runtime, engine, tokenizer
         self.features, self.say = features, say
         self.settings = config.train.feature_cache
-        self.dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        self.dtype = dtype_of(config.train.precision)
         named = self.settings.dir
         self.folder = Path(config.run.dir) / FOLDER if named is None else Path(named).expanduser()
         self._loader: Loader | None = None

@@ -165,7 +165,7 @@ def _write_shards(
     with out, torch.no_grad():
         for batch in batches:
             mask = batch.label_mask
-            keep = mask.flatten().nonzero()[:, 0].to(runtime.device)
+            keep = batch.kept.to(runtime.device)
             z = features(batch.to(runtime.device), keep).cpu().contiguous()
             rows = min(mask.shape[0], len(samples) - done)  # a row of padding stands for no sample
             counts[done : done + rows] = mask.sum(1)[:rows].numpy()

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
-from cqwen_dist.model.losses import LossTerms, fused_loss
+from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.engine import Engine
@@ -68,7 +69,7 @@ class Stepper:
         """
         torch.manual_seed((self.config.train.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
         reg_weight = plan.reg_weight(step, self.config.loss.reg_weight)
-        keeps = [batch.label_mask.flatten().nonzero()[:, 0] for batch in micro_batches]
+        keeps = [batch.kept for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
         sums = torch.zeros(5, device=self.device)
         looking = self.constraint.due(step)
@@ -122,26 +123,27 @@ class Stepper:
     ) -> LossTerms:
         """The fused loss of one micro-batch, weighted so that the ranks' average is the global mean."""
         loss, world = self.config.loss, self.groups.world_size
-        labels = batch.labels.flatten()[keep]
         return fused_loss(
             self.model.action,
             u,
-            labels,
-            self.model.target.forward(batch.numeric_labels.flatten()[keep]),
-            batch.numeric_mask.flatten()[keep],
+            TokenLabels(
+                batch.labels.flatten()[keep],
+                self.model.target.forward(batch.numeric_labels.flatten()[keep]),
+                batch.numeric_mask.flatten()[keep],
+            ),
+            LossOptions(
+                num_token_id=self.model.config.num_token_id,
+                alpha=loss.alpha,
+                gate=loss.gate,
+                gate_grad=loss.gate_grad,
+                gemm_dtype=self.gemm_dtype,
+                used_rows=self.used_rows,
+                ovr=OvrOptions(self.class_weights, loss.vocab_reduction, loss.impl),
+            ),
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),
-            num_token_id=self.model.config.num_token_id,
             group=self.groups.vocab,
             token_counts=kept,
-            gemm_dtype=self.gemm_dtype,
-            alpha=loss.alpha,
-            gate=loss.gate,
-            gate_grad=loss.gate_grad,
-            class_weights=self.class_weights,
-            impl=loss.impl,
-            vocab_reduction=loss.vocab_reduction,
-            used_rows=self.used_rows,
         )
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:

@@ -24,6 +24,7 @@ from cqwen_dist.model.backbone import compile_layers, load_base
 from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import override_start
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import Stopped, gather_objects, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
@@ -86,7 +87,7 @@ class Trainer:
             lambda: to_go_on_from(config, self._say)
         )  # a damaged one is told before anything is built
         main_rank_first(lambda: build_run_base(config, self._say, runtime.device))
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+        dtype = dtype_of(config.train.precision)
         head, table, code = None, None, config.model.trust_remote_code
         read = cache(lambda: load_tokenizer(config))  # once there is a base to read it for
         if config.parallel.zero_stage == 3:

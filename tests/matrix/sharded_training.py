@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import Config
-from cqwen_dist.model.losses import fused_loss
+from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -149,16 +149,20 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
         terms = fused_loss(
             model.action,
             model.abduction(z),
-            batch.labels.flatten()[keep],
-            batch.numeric_labels.flatten()[keep].float(),
-            batch.numeric_mask.flatten()[keep],
+            TokenLabels(
+                batch.labels.flatten()[keep],
+                batch.numeric_labels.flatten()[keep].float(),
+                batch.numeric_mask.flatten()[keep],
+            ),
+            LossOptions(
+                NUM,
+                gemm_dtype=torch.bfloat16 if case.precision == "bf16" else torch.float32,
+                gate_grad=gate_grad or gate_grad_of(case.kind),
+            ),
             token_weight=case.world / words,
             number_weight=case.world / numbers,
-            num_token_id=NUM,
             group=groups.vocab,
             token_counts=counts[i],
-            gemm_dtype=torch.bfloat16 if case.precision == "bf16" else torch.float32,
-            gate_grad=gate_grad or gate_grad_of(case.kind),
         )
         engine.backward(terms.loss, i == case.accumulation - 1)
         total += terms.cls_sum / words + terms.reg_sum / numbers

@@ -11,7 +11,7 @@ from torch import nn
 
 from cqwen_dist.config import Stage
 from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.losses import fused_loss
+from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -47,12 +47,10 @@ def one_step(vocab: int, hidden: int, tokens: int) -> dict[str, Any]:
     fused_loss(
         action,
         Cauchy(loc, scale),
-        torch.randint(0, vocab, (tokens,)),
-        torch.zeros(tokens),
-        torch.zeros(tokens, dtype=torch.bool),
+        TokenLabels(torch.randint(0, vocab, (tokens,)), torch.zeros(tokens), torch.zeros(tokens, dtype=torch.bool)),
+        LossOptions(vocab - 1),
         token_weight=1.0 / tokens,
         number_weight=0.0,
-        num_token_id=vocab - 1,
         group=groups.vocab,
     ).loss.backward()
     gradients = sum(m.parameter.grad.nbytes for m in optimizer.members if m.spread == "rows")

@@ -38,7 +38,7 @@ def locations(model: CausalQwenModel, seed: int = 0) -> torch.Tensor:
 def level(model: CausalQwenModel, loc: torch.Tensor) -> float:
     """`level_logits` by the normalisers of these tokens; the share it tells."""
     norm = (loc @ model.action.cls_weight.T + model.action.cls_bias).logsumexp(-1).detach()
-    return level_logits(model, loc, norm)[0]
+    return level_logits(model.action, loc, norm)[0]
 
 
 def logits(model: CausalQwenModel, loc: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _levelled(loc: torch.Tensor, norm: torch.Tensor, vocab_group: int) -> tuple[
     model = model_of(start, stop - start)
     if dist.get_rank():
         norm = norm + 1.0  # what the main rank fits counts
-    return model.action.cls_weight.detach(), level_logits(model, loc, norm, groups)[0]
+    return model.action.cls_weight.detach(), level_logits(model.action, loc, norm, groups)[0]
 
 
 @pytest.mark.parametrize("vocab_group", [1, 2])

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.losses import CausalQwenLoss, LossTerms, OvrClassificationLoss, RegressionLoss, fused_loss
+from cqwen_dist.model.losses import (
+    CausalQwenLoss,
+    LossOptions,
+    LossTerms,
+    OvrClassificationLoss,
+    RegressionLoss,
+    TokenLabels,
+    fused_loss,
+)
 from cqwen_dist.ops.cauchy import Cauchy
 
 B, T, V = 2, 5, 13
@@ -121,14 +129,14 @@ def fused_total(model: CausalQwenModel, batch: Batch, reg_weight: float = 1.0, *
     return fused_loss(
         model.action,
         model.abduction(z),
-        batch.labels.flatten()[keep],
-        model.target.forward(batch.numeric_labels.flatten()[keep]),
-        batch.numeric_mask.flatten()[keep],
+        TokenLabels(
+            batch.labels.flatten()[keep],
+            model.target.forward(batch.numeric_labels.flatten()[keep]),
+            batch.numeric_mask.flatten()[keep],
+        ),
+        LossOptions(model.config.num_token_id, **options),  # type: ignore[arg-type]
         token_weight=1.0 / count,
         number_weight=reg_weight / numbers,
-        num_token_id=model.config.num_token_id,
-        group=None,
-        **options,  # type: ignore[arg-type]
     )
 
 
@@ -186,14 +194,10 @@ def test_regression_gradient_is_proportional_to_the_gate() -> None:
         terms = fused_loss(
             model.action,
             u,
-            torch.tensor([NUM]),
-            torch.tensor([3.0]),
-            torch.tensor([True]),
+            TokenLabels(torch.tensor([NUM]), torch.tensor([3.0]), torch.tensor([True])),
+            LossOptions(NUM, alpha=alpha),
             token_weight=0.0,
             number_weight=1.0,
-            num_token_id=NUM,
-            group=None,
-            alpha=alpha,
         )
         grads.append(torch.autograd.grad(terms.loss, model.action.reg_weight)[0])
         p_num = float(terms.p_num)

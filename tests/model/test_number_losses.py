@@ -9,7 +9,7 @@ from support.numerics import assert_close
 from torch import Tensor
 
 from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.losses import CausalQwenLoss, LossTerms, fused_loss
+from cqwen_dist.model.losses import CausalQwenLoss, LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.regression import number_nll
 
@@ -63,18 +63,16 @@ def by_hand(model: ActionNetwork, case: dict[str, Tensor], kind: str) -> Tensor:
 
 def fused(model: ActionNetwork, case: dict[str, Tensor], kind: str, **options: object) -> LossTerms:
     several = {"value_weights": WEIGHTS} if kind == "several" else {"types": case["types"], "p_type": case["p_type"]}
-    return fused_loss(
-        model,
-        Cauchy(case["loc"], case["scale"]),
+    if "value_weights" in options:
+        several = {"value_weights": options.pop("value_weights")}  # type: ignore[dict-item]
+    labels = TokenLabels(
         case["labels"],
         case["values"] if kind == "several" else case["values"][:, 0],
         case["labels"] == NUM,
-        token_weight=0.0,
-        number_weight=1.0,
-        num_token_id=NUM,
-        group=None,
-        **(several | options),  # type: ignore[arg-type]
+        **several,
     )
+    u = Cauchy(case["loc"], case["scale"])
+    return fused_loss(model, u, labels, LossOptions(NUM, **options), 0.0, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["several", "by type"])

@@ -48,7 +48,7 @@ def tokens(n: int = 70, seed: int = 0, noise: float = 3.0) -> tuple[Tensor, Tens
 
 
 def search(model: CausalQwenModel, loc: Tensor, labels: Tensor, used_rows: int | None = None) -> StartLogits:
-    return StartLogits(model, loc, labels, None, nothing_said, used_rows)
+    return StartLogits(model.action, loc, labels, None, nothing_said, used_rows)
 
 
 def norms_of(model: CausalQwenModel) -> Tensor:
@@ -200,7 +200,7 @@ def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, 
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = model_of(start, stop - start)
     own = slice(counts[0]) if dist.get_rank() == 0 else slice(counts[0], None)
-    seen = StartLogits(model, loc[own], labels[own], groups, nothing_said, used)
+    seen = StartLogits(model.action, loc[own], labels[own], groups, nothing_said, used)
     norms = norms_of(model)
     histogram = seen.histogram(norms)
     loss, best, prob_sum = seen.at(*AT, norms)

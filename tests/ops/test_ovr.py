@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from cqwen_dist.ops import ovr_chunked
-from cqwen_dist.ops.ovr import linear_ovr
+from cqwen_dist.ops.ovr import linear_ovr, one_pass
 
 FAST = ["chunked"]
 SHAPES = [(1, 1, 1), (1, 123, 507), (252, 123, 1), (252, 32, 507), (7, 64, 3001)]  # N, C, V
@@ -155,7 +154,7 @@ def test_finite_differences(impl):
 
 
 def test_slices_add_up_and_a_slice_may_hold_no_label(monkeypatch):
-    monkeypatch.setitem(ovr_chunked.TILE_BYTES, "cpu", 4096)  # several tiles a slice
+    monkeypatch.setitem(one_pass.TILE_BYTES, "cpu", 4096)  # several tiles a slice
     leaves, labels = problem(6, 16, 500, gamma=0.1)
     labels = labels.clamp(max=399)
     whole = gradients(leaves, labels, want_prob_sum=True)
@@ -174,9 +173,9 @@ def test_slices_add_up_and_a_slice_may_hold_no_label(monkeypatch):
 def test_tiles_of_tokens_and_words_change_nothing(monkeypatch):
     leaves, labels = problem(50, 16, 500, gamma=0.1)
     whole = gradients(leaves, labels, want_prob_sum=True)
-    monkeypatch.setitem(ovr_chunked.TILE_TOKENS, "cpu", 7)
-    monkeypatch.setitem(ovr_chunked.TILE_BYTES, "cpu", 7 * 4 * 33)
-    assert ovr_chunked.tile_shape(50, 500, 16, "cpu") == (7, 33)
+    monkeypatch.setitem(one_pass.TILE_TOKENS, "cpu", 7)
+    monkeypatch.setitem(one_pass.TILE_BYTES, "cpu", 7 * 4 * 33)
+    assert one_pass.tile_shape(50, 500, 16, "cpu") == (7, 33)
     tiled = gradients(leaves, labels, want_prob_sum=True)
     for k in (0, 2, 3):
         torch.testing.assert_close(tiled[k], whole[k], rtol=1e-5, atol=1e-6)
@@ -252,8 +251,8 @@ def test_only_needed_gradients_are_made_and_inference_makes_none(monkeypatch):
     leaves, labels = problem(5, 8, 30)
     full = gradients(leaves, labels)[1]
     seen = []
-    real_visit = ovr_chunked.visit
-    monkeypatch.setattr(ovr_chunked, "visit", lambda i, need, m: seen.append(need) or real_visit(i, need, m))
+    real_visit = one_pass.visit
+    monkeypatch.setattr(one_pass, "visit", lambda *args: seen.append(args[3]) or real_visit(*args))
     for frozen in range(5):
         for k, leaf in enumerate(leaves):
             leaf.requires_grad_(k != frozen)

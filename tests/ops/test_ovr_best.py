@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.numerics import assert_close
 
-from cqwen_dist.ops import ovr_best
-from cqwen_dist.ops.ovr import ovr_topk
-from cqwen_dist.ops.ovr_best import abs_blocks, best_word, row_sizes, scale_scores
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import WordHead, ovr_topk
+from cqwen_dist.ops.ovr import best as ovr_best
+from cqwen_dist.ops.ovr.best import abs_blocks, best_word, row_sizes, scale_scores
 
 
 def head(rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -37,7 +38,7 @@ def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens:
         for used in (1003, 400):
             plain = ovr_topk(loc, scale, weight, bias, c + threshold, used_rows=used)[1][:, 0]
             for sizes in (row_sizes(weight), None):
-                quick = best_word(loc, scale, weight, bias, c + threshold, sizes, used_rows=used)
+                quick = best_word(Cauchy(loc, scale), WordHead(weight, bias, c + threshold, used_rows=used), sizes)
                 other = (quick != plain).nonzero()[:, 0]
                 above = loc[other].double() @ weight.double().T + (bias - c - threshold).double()
                 z = above / (scale[other].double() @ weight.double().abs().T)
@@ -49,7 +50,7 @@ def test_few_words_are_looked_at_where_scales_are_equal(monkeypatch: pytest.Monk
     monkeypatch.setattr(ovr_best, "scale_scores", lambda *_: pytest.fail("every scale was computed"))
     weight, bias, c = head(1003, 37)
     loc, scale = law(3, 37, 0.0)
-    best_word(loc, scale, weight, bias, c, row_sizes(weight))
+    best_word(Cauchy(loc, scale), WordHead(weight, bias, c), row_sizes(weight))
 
 
 def test_bounds_hold_for_every_word() -> None:
@@ -68,14 +69,15 @@ def test_without_scale_equal_strength_is_told_apart_by_loc() -> None:
     weight = torch.tensor([[1.0], [3.0], [2.0], [-1.0], [3.0]])
     one, zero = torch.ones(2, 1), torch.zeros(2, 1)
     for sizes in (row_sizes(weight), None):
-        assert best_word(one, zero, weight, None, torch.tensor(0.5), sizes).tolist() == [1, 1]  # the first of equals
-        assert best_word(one, zero, weight, None, torch.tensor(9.0), sizes).tolist() == [1, 1]
+        for threshold in (0.5, 9.0):
+            head = WordHead.of(weight, None, threshold)
+            assert best_word(Cauchy(one, zero), head, sizes).tolist() == [1, 1]  # the first of equals
 
 
 def test_nan_is_no_crash() -> None:
     weight, bias, c = head(64, 5)
     loc = torch.full((2, 5), float("nan"))
-    assert best_word(loc, loc, weight, bias, c, row_sizes(weight)).shape == (2,)
+    assert best_word(Cauchy(loc, loc), WordHead(weight, bias, c), row_sizes(weight)).shape == (2,)
 
 
 def test_scales_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:

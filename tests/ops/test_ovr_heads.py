@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from support.numerics import ovr_prob_sum
 
-from cqwen_dist.ops import ovr_heads
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at, ovr_prob_sum, ovr_topk
+from cqwen_dist.ops.ovr import head as ovr_head
+from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at, ovr_topk
 
 
 def head(n=6, c=8, v=300, seed=0, dtype=torch.float32):
@@ -20,7 +21,7 @@ def head(n=6, c=8, v=300, seed=0, dtype=torch.float32):
 
 @pytest.fixture(params=[1 << 23, 1 << 10], ids=["one chunk", "many chunks"])
 def chunks(request, monkeypatch):
-    monkeypatch.setattr(ovr_heads, "CHUNK_BYTES", request.param)
+    monkeypatch.setattr(ovr_head, "CHUNK_BYTES", request.param)
 
 
 def materialised(loc_u, scale_u, weight, bias, threshold):

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from cqwen_dist.ops.ovr_scores import OvrScores, ovr_scores
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import WordHead
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 
@@ -43,22 +45,19 @@ def assert_close(found: OvrScores, expected: OvrScores) -> None:
 @pytest.mark.parametrize("scalar", [True, False])
 def test_scores_are_what_their_names_say(scalar: bool) -> None:
     inputs = problem(scalar=scalar)
-    assert_close(ovr_scores(*inputs, used_rows=USED, prob_thresholds=P), oracle(*inputs))
+    u, head = Cauchy(*inputs[:2]), WordHead(*inputs[2:5], used_rows=USED)
+    assert_close(ovr_scores(u, head, inputs[5], prob_thresholds=P), oracle(*inputs))
 
 
 def test_slices_add_up_and_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = problem()
-    monkeypatch.setattr("cqwen_dist.ops.ovr_scores.chunk_rows", lambda n, c: 7)
+    monkeypatch.setattr("cqwen_dist.ops.ovr.scores.chunk_rows", lambda n, c: 7)
     parts = []
     for start, stop in ((0, 50), (50, 50), (50, V)):
         loc, scale, weight, bias, threshold, labels = inputs
         rows = slice(start, stop)
-        parts.append(
-            ovr_scores(
-                loc, scale, weight[rows], bias[rows], threshold[rows], labels,
-                vocab_start=start, used_rows=USED, prob_thresholds=P,
-            )
-        )  # fmt: skip
+        head = WordHead(weight[rows], bias[rows], threshold[rows], start, used_rows=USED)
+        parts.append(ovr_scores(Cauchy(loc, scale), head, labels, prob_thresholds=P))
     norm = torch.stack([part.log_norm for part in parts]).logsumexp(0)
     assert_close(OvrScores(norm, *(sum(column) for column in list(zip(*parts, strict=True))[1:])), oracle(*inputs))
 
@@ -69,10 +68,9 @@ def on_rank(counts: list[int]) -> list[np.ndarray]:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = vocab_range(V, rank, world)
     mine, rows = slice(sum(counts[:rank]), sum(counts[: rank + 1])), slice(start, stop)
-    found = vocab_parallel_scores(
-        loc[mine], scale[mine], weight[rows], bias[rows], threshold[rows], labels[mine],
-        group=dist.group.WORLD, vocab_start=start, used_rows=USED, prob_thresholds=P,
-    )  # fmt: skip
+    u = Cauchy(loc[mine], scale[mine])
+    head = WordHead(weight[rows], bias[rows], threshold[rows], start, used_rows=USED)
+    found = vocab_parallel_scores(u, head, labels[mine], dist.group.WORLD, prob_thresholds=P)
     return [part.numpy() for part in found]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from test_ovr import assert_as_exact_as_the_materialised, gradients, problem
 
-from cqwen_dist.ops import ovr_chunked
 from cqwen_dist.ops.cauchy import log_prob_above
-from cqwen_dist.ops.ovr_tile import Tile
-from cqwen_dist.ops.ovr_triton import TritonTile
+from cqwen_dist.ops.ovr import one_pass
+from cqwen_dist.ops.ovr.tile import Tile
+from cqwen_dist.ops.ovr.triton import TritonTile
 
 
 def entry_by_entry() -> None:
@@ -48,8 +48,8 @@ def whole_losses() -> None:
     for shape in ((1, 1, 1), (1, 123, 507), (252, 5, 1)):
         leaves, labels = problem(*shape, gamma=0.1)
         assert_as_exact_as_the_materialised(leaves, labels, "triton", want_prob_sum=True)
-    ovr_chunked.TILE_BYTES["cpu"] = 4 * 17 * 70
-    ovr_chunked.TILE_TOKENS["cpu"] = 17
+    one_pass.TILE_BYTES["cpu"] = 4 * 17 * 70
+    one_pass.TILE_TOKENS["cpu"] = 17
     leaves, labels = problem(40, 8, 300, gamma=0.1)
     options = {"class_weights": torch.rand(300), "token_weights": torch.rand(40), "want_prob_sum": True}
     assert_as_exact_as_the_materialised(leaves, labels, "triton", **options)

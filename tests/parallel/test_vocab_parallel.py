@@ -20,7 +20,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.losses import fused_loss
+from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import NegativeSampling, linear_ovr, ovr_prob_at, ovr_topk
 from cqwen_dist.parallel.groups import Groups, build_groups
@@ -282,14 +282,11 @@ def fused_losses(groups: Groups) -> None:
                 out = fused_loss(
                     net,
                     Cauchy(*u),
-                    problem.labels[tokens],
-                    targets[tokens],
-                    problem.labels[tokens] == num,
+                    TokenLabels(problem.labels[tokens], targets[tokens], problem.labels[tokens] == num),
+                    LossOptions(num, gate_grad=gate_grad),
                     token_weight=0.2,
                     number_weight=0.5,
-                    num_token_id=num,
                     group=group,
-                    gate_grad=gate_grad,
                 )
                 out.loss.backward()
                 terms[who] = (out, net, u, tokens, (v0, v1))

@@ -182,18 +182,18 @@ def test_the_need_is_that_of_the_stage_and_the_moment_that_need_most():
 
 
 def test_the_loss_works_in_the_tiles_that_are_planned():
-    from cqwen_dist.ops import ovr_chunked, ovr_heads, ovr_tile
-    from cqwen_dist.ops.ovr_triton import TritonTile
+    from cqwen_dist.ops.ovr import head, one_pass, tile
+    from cqwen_dist.ops.ovr.triton import TritonTile
     from cqwen_dist.train import step
 
-    assert memory.TILE_BYTES == ovr_chunked.TILE_BYTES
-    assert memory.BLOCK_BYTES == ovr_chunked.BLOCK_BYTES
-    assert memory.TILE_TOKENS == ovr_chunked.TILE_TOKENS
-    assert {"chunked": ovr_tile.TorchTile.buffers, "triton": TritonTile.buffers} == memory.WORK_BUFFERS
-    assert (memory.CHUNK_BYTES, memory.LOOK_TOKENS) == (ovr_heads.CHUNK_BYTES, step.ACCURACY_TOKENS)
+    assert memory.TILE_BYTES == one_pass.TILE_BYTES
+    assert memory.BLOCK_BYTES == one_pass.BLOCK_BYTES
+    assert memory.TILE_TOKENS == one_pass.TILE_TOKENS
+    assert {"chunked": tile.TorchTile.buffers, "triton": TritonTile.buffers} == memory.WORK_BUFFERS
+    assert (memory.CHUNK_BYTES, memory.LOOK_TOKENS) == (head.CHUNK_BYTES, step.ACCURACY_TOKENS)
     for shape in ((100, 1000, 64), (8192, 151_936, 896), (9000, 40, 12)):
         for kind in ("cpu", "cuda"):
-            assert memory.tile_shape(*shape, kind) == ovr_chunked.tile_shape(*shape, kind)
+            assert memory.tile_shape(*shape, kind) == one_pass.tile_shape(*shape, kind)
 
 
 def test_the_verdict_names_the_largest_part_and_a_way_out():

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from cqwen_dist.ops.ovr import ovr_prob_at
+
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """max |found - expected| / max |expected|, in float64: 0 for two empty or zero tensors, inf where one is nan."""
@@ -39,3 +41,11 @@ def assert_all_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     """The gradient of every parameter that has one, by name."""
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def ovr_prob_sum(
+    loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor, used_rows: int | None = None
+) -> Tensor:
+    """sum_k P_ik over the words in use: [N]."""
+    words = torch.arange(weight.shape[0] if used_rows is None else used_rows)
+    return ovr_prob_at(loc_u, scale_u, weight, bias, threshold, words).sum(1)

@@ -100,15 +100,14 @@ def causal_scorer(model: CausalQwenModel) -> Scorer:
     device = action.cls_weight.device
 
     def score(batch: Batch) -> tuple[Tensor, Tensor]:
-        keep = batch.label_mask.flatten().nonzero()[:, 0].to(device)
+        keep = batch.kept.to(device)
         there = batch.to(device)
         u_prime = action.add_noise(model.abduction(model.kept_features(there, keep)))
         scores = vocab_parallel_scores(
-            *action.word_head(u_prime, torch.float32),
+            action.word_part(u_prime).to(torch.float32),
+            action.word_head(model.config.used_rows),
             there.labels.flatten()[keep],
-            group=groups.vocab,
-            vocab_start=action.vocab_start,
-            used_rows=model.config.used_rows,
+            groups.vocab,
         )
         return top1(model, u_prime, groups, torch.float32, "ovr"), scores.label_loc - scores.log_norm
 

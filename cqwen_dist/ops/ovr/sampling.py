@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cqwen_dist.ops.ovr_inputs import OvrInputs
+from cqwen_dist.ops.ovr.head import Targets, WordHead
 
 
 class NegativeSampling(NamedTuple):
@@ -33,25 +33,24 @@ class NegativeSampling(NamedTuple):
     generator: torch.Generator | None = None
 
 
-def sample_negatives(inputs: OvrInputs, sampling: NegativeSampling, vocab_start: int) -> OvrInputs:
+def sample_negatives(
+    head: WordHead, targets: Targets, sampling: NegativeSampling, start: int
+) -> tuple[WordHead, Targets]:
     """The problem with the drawn words alone, their class weights carrying 1 / (expected number of draws).
 
-    The weight's rows are selected differentiably: its gradient is dense, zero where a word was not drawn. Where the
-    draw would save nothing, the problem comes back as it is. On a GPU the distinct labels are counted, which waits
-    for the stream once. Raises ValueError for draws < 1, a mass of the wrong shape and a wanted prob_sum.
+    head: of a slice that begins at `start`; its own start is 0. The weight's rows are selected differentiably: its
+    gradient is dense, zero where a word was not drawn. Where the draw would save nothing, both come back as they are.
+    On a GPU the distinct labels are counted, which waits for the stream once. Raises ValueError for draws < 1, a mass
+    of the wrong shape and a wanted prob_sum.
     """
-    rows, device = inputs.rows, inputs.weight.device
-    if sampling.draws < 1 or (sampling.mass is not None and sampling.mass.shape != inputs.weight.shape[:1]):
-        found = None if sampling.mass is None else tuple(sampling.mass.shape)
-        raise ValueError(f"draws >= 1 and mass of shape ({inputs.weight.shape[0]},), found {sampling.draws}, {found}")
-    if inputs.want_prob_sum:
-        raise ValueError("sum of P is not known from sampled negatives: ask for it without sampling")
-    exact = inputs.target
+    _check(head, targets, sampling)
+    rows, device = head.rows, head.weight.device
+    exact = targets.row
     if sampling.always is not None:
-        exact = torch.cat([exact, sampling.always.to(device) - vocab_start])
+        exact = torch.cat([exact, sampling.always.to(device) - start])
     exact = torch.unique(exact[(exact >= 0) & (exact < rows)])
     if exact.numel() + sampling.draws >= rows:
-        return inputs
+        return head, targets
 
     mass = torch.ones(rows, device=device) if sampling.mass is None else sampling.mass[:rows].to(device)
     mass = mass.double().index_fill(0, exact, 0.0)
@@ -62,13 +61,20 @@ def sample_negatives(inputs: OvrInputs, sampling: NegativeSampling, vocab_start:
     words = torch.cat([exact, drawn])
 
     chance = torch.cat([mass.new_ones(exact.shape[0]), mass[drawn] * (sampling.draws / ends[-1])])
-    class_weights = 1.0 / chance if inputs.class_weights is None else inputs.class_weights[words] / chance
-    at = torch.searchsorted(exact, inputs.target.clamp(min=0)) if exact.numel() else inputs.target
-    return inputs._replace(
-        weight=inputs.weight.index_select(0, words),
-        bias=None if inputs.bias is None else inputs.bias.index_select(0, words),
-        threshold=inputs.threshold.index_select(0, words) if inputs.threshold.ndim else inputs.threshold,
-        target=torch.where(inputs.target >= 0, at, -1),
-        class_weights=class_weights.to(inputs.real),
-        rows=words.shape[0],
+    class_weights = 1.0 / chance if targets.class_weights is None else targets.class_weights[words] / chance
+    at = torch.searchsorted(exact, targets.row.clamp(min=0)) if exact.numel() else targets.row
+    row = torch.where(targets.row >= 0, at, -1)
+    drawn_head = WordHead(  # index_select: its backward adds rows, where that of indexing sorts them first
+        head.weight.index_select(0, words),
+        None if head.bias is None else head.bias.index_select(0, words),
+        head.threshold.index_select(0, words) if head.threshold.ndim else head.threshold,
     )
+    return drawn_head, targets._replace(row=row, class_weights=class_weights.to(head.real))
+
+
+def _check(head: WordHead, targets: Targets, sampling: NegativeSampling) -> None:
+    if sampling.draws < 1 or (sampling.mass is not None and sampling.mass.shape != head.weight.shape[:1]):
+        found = None if sampling.mass is None else tuple(sampling.mass.shape)
+        raise ValueError(f"draws >= 1 and mass of shape ({len(head.weight)},), found {sampling.draws}, {found}")
+    if targets.want_prob_sum:
+        raise ValueError("sum of P is not known from sampled negatives: ask for it without sampling")

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cqwen_dist.ops.ovr_chunked import ovr_one_pass
-from cqwen_dist.ops.ovr_inputs import OvrInputs, OvrSums
-from cqwen_dist.ops.ovr_tile import MIN_DENOMINATOR, MIN_SCALE, Tile, TorchTile
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+from cqwen_dist.ops.ovr.one_pass import ovr_one_pass
+from cqwen_dist.ops.ovr.tile import MIN_DENOMINATOR, MIN_SCALE, Tile, TorchTile
 
 BLOCK_TOKENS, BLOCK_WORDS = 16, 128
 _INV_PI = tl.constexpr(0.3183098861837907)
@@ -97,7 +98,6 @@ def _tile_kernel(
         loc = tl.load(loc_ptr + at, mask=inside, other=0.0)
         s = tl.maximum(tl.load(scale_ptr + at, mask=inside, other=1.0), _MIN_SCALE)
         offset = tl.load(offset_ptr + cols, mask=in_cols, other=0.0)
-
         is_label = cols[None, :] == target[:, None]
         d = offset[None, :] - loc
         d = tl.where(is_label, -d, d)
@@ -117,8 +117,7 @@ def _tile_kernel(
             f = token_weights[:, None] / ((d * d + s * s) * rest + _MIN_DENOMINATOR)
             if HAS_CLASS_WEIGHTS:
                 f = f * w[None, :]
-            d_loc = s * f
-            d_loc = tl.where(is_label, -d_loc, d_loc)
+            d_loc = tl.where(is_label, -(s * f), s * f)
             tl.store(d_loc_ptr + at, d_loc.to(d_loc_ptr.dtype.element_ty), mask=inside)
             tl.store(d_scale_ptr + at, (d * f).to(d_scale_ptr.dtype.element_ty), mask=inside)
     before = tl.load(per_token_ptr + rows, mask=in_rows, other=0.0)
@@ -129,7 +128,7 @@ def _tile_kernel(
 
 
 class TritonTile:
-    """``TileMaths`` by the kernel above; no work buffers. fp32 only."""
+    """`TileMaths` by the kernel above; no work buffers. fp32 only."""
 
     buffers = 0
 
@@ -159,11 +158,11 @@ class TritonTile:
         return d_loc, d_scale
 
 
-def ovr_triton(inputs: OvrInputs) -> OvrSums:
-    """``ovr_one_pass`` with the tile's maths in one kernel; fp64 inputs take the torch maths (the kernel is fp32).
+def ovr_triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+    """`ovr_one_pass` with the tile's maths in one kernel; fp64 inputs take the torch maths (the kernel is fp32).
 
     Raises ValueError off CUDA, unless Triton's interpreter was asked for (TRITON_INTERPRET=1).
     """
-    if not inputs.weight.is_cuda and not os.environ.get("TRITON_INTERPRET"):
-        raise ValueError(f"impl 'triton' needs CUDA tensors, found {inputs.weight.device}")
-    return ovr_one_pass(inputs, TorchTile() if inputs.real == torch.float64 else TritonTile())
+    if not head.weight.is_cuda and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError(f"impl 'triton' needs CUDA tensors, found {head.weight.device}")
+    return ovr_one_pass(u, head, targets, TorchTile() if head.real == torch.float64 else TritonTile())

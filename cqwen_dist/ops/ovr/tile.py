@@ -54,7 +54,7 @@ class TileMaths(Protocol):
 
 
 class TorchTile:
-    """``TileMaths`` in torch operations, in place, about 20 passes over buffers that sit in cache."""
+    """`TileMaths` in torch operations, in place, about 20 passes over buffers that sit in cache."""
 
     buffers = 3
 

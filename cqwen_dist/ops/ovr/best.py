@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cqwen_dist.ops.ovr_inputs import rows_in_use
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.products import product
 
 BLOCK_BYTES = 1 << 20  # of |W|'s rows made at once: they stay in a core's own cache
@@ -79,33 +80,24 @@ def scale_scores(scale_u: Tensor, weight: Tensor, rows: int) -> Tensor:
 
 
 @torch.no_grad()
-def best_word(
-    loc_u: Tensor,
-    scale_u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor,
-    sizes: RowSizes | None,
-    *,
-    used_rows: int | None = None,
-) -> Tensor:
-    """argmax P [N] int64 over the words in use, as `ovr_heads.ovr_topk(..., 1)` finds it: equal z by the larger loc_S.
+def best_word(u: Cauchy, head: WordHead, sizes: RowSizes | None) -> Tensor:
+    """argmax P [N] int64 over the words in use, as `topk.topk` with k = 1 finds it: equal z by the larger loc_S.
 
-    loc_u, scale_u [N, C], weight [v, C], bias [v] or None, threshold [] or [v], sizes: `row_sizes(weight)`, or None:
-    every scale is computed.
+    u: U' [N, C]. head: the whole vocabulary's. sizes: `row_sizes` of its weight, or None: every scale is computed.
     """
-    if loc_u.shape[0] > TOGETHER:
-        parts = zip(loc_u.split(TOGETHER), scale_u.split(TOGETHER), strict=True)
-        return torch.cat([best_word(*part, weight, bias, threshold, sizes, used_rows=used_rows) for part in parts])
-    rows = rows_in_use(weight.shape[0], 0, used_rows)
-    loc = product(loc_u, weight[:rows])
-    if bias is not None:
-        loc = loc + bias[:rows].to(loc.dtype)
-    gap = (threshold[:rows] if threshold.ndim else threshold).to(loc.dtype) - loc
-    words = None if sizes is None else _candidates(gap, scale_u.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
+    if len(u.loc) > TOGETHER:
+        parts = zip(u.loc.split(TOGETHER), u.scale.split(TOGETHER), strict=True)
+        return torch.cat([best_word(Cauchy(*part), head, sizes) for part in parts])
+    rows = head.rows
+    used = head.take(slice(0, rows))
+    loc = product(u.loc, used.weight)
+    if used.bias is not None:
+        loc = loc + used.bias.to(loc.dtype)
+    gap = used.threshold.to(loc.dtype) - loc
+    words = None if sizes is None else _candidates(gap, u.scale.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
     if words is None or not 0 < words.numel() * FEW <= rows:  # none: nothing compares with nan
-        return _first(_strength(gap, scale_scores(scale_u, weight, rows)), loc)
-    scale = product(scale_u.to(weight.dtype), weight[words].abs())
+        return _first(_strength(gap, scale_scores(u.scale, head.weight, rows)), loc)
+    scale = product(u.scale.to(used.weight.dtype), used.weight[words].abs())
     return words[_first(_strength(gap[:, words], scale), loc[:, words])]
 
 
@@ -114,7 +106,6 @@ def _candidates(gap: Tensor, s: Tensor, sizes: RowSizes) -> Tensor:
     mean = s.mean(1, keepdim=True)
     centre = mean * sizes.l1
     radius = (s - mean).norm(dim=1, keepdim=True) * sizes.spread
-    more, less = 1 + SLACK, 1 - SLACK
     more, less = 1 + SLACK, 1 - SLACK
     low = torch.maximum(centre * less - radius * more, s.amin(1, keepdim=True) * sizes.l1 * less)
     high = torch.minimum(centre * more + radius * more, s.amax(1, keepdim=True) * sizes.l1 * more)

@@ -1,0 +1,96 @@
+"""What the functions of this package take and give: a slice of the word head, the tokens' targets, the sums.
+
+Letters: N tokens, C causal dimensions that words see, v words of the slice. U' of the tokens is a `Cauchy` [N, C].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.cauchy import Cauchy
+
+CHUNK_BYTES = 8 << 20  # of one fp32 [N, n], a few of which are alive at once, and of |W|'s [n, C]
+
+
+def chunk_rows(tokens: int, c: int) -> int:
+    """Words n per chunk, so that neither [tokens, n] nor [n, c] in fp32 takes more than CHUNK_BYTES; at least 64."""
+    return max(64, CHUNK_BYTES // (4 * max(1, tokens, c)))
+
+
+class WordHead(NamedTuple):
+    """Words [start, start + v) of the one-vs-rest head: S_k ~ W_k U' + b_k, P_k = P(S_k > C_k) (S0 4, S0 5.1)."""
+
+    weight: Tensor  # [v, C] W: fp32, bf16 or fp64
+    bias: Tensor | None  # [v] b
+    threshold: Tensor  # [] or [v] C
+    start: int = 0  # the slice's first word
+    vocab_size: int | None = None  # words of the whole vocabulary, where it is known
+    used_rows: int | None = None  # words of the whole vocabulary from here on are reserved and left out; None: none is
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, threshold: Tensor | float, *place: int | None) -> WordHead:
+        """As the constructor, which also takes `place`: the threshold may be a float."""
+        if not isinstance(threshold, Tensor):
+            real = torch.promote_types(weight.dtype, torch.float32)
+            threshold = torch.tensor(threshold, dtype=real, device=weight.device)
+        return cls(weight, bias, threshold, *place)  # type: ignore[arg-type]
+
+    @property
+    def rows(self) -> int:
+        """How many of the slice's rows are in use; they come first."""
+        v = self.weight.shape[0]
+        return v if self.used_rows is None else max(0, min(v, self.used_rows - self.start))
+
+    @property
+    def limit(self) -> int | None:
+        """How many words of the whole vocabulary are in use, where that is known."""
+        return min((x for x in (self.vocab_size, self.used_rows) if x is not None), default=None)
+
+    @property
+    def real(self) -> torch.dtype:
+        """The dtype of elementwise maths and sums: fp32, or fp64 for an fp64 weight."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    def take(self, rows: slice | Tensor) -> WordHead:
+        """The head of these rows of the slice alone (a slice of them, or indices [m]); differentiable."""
+        bias = None if self.bias is None else self.bias[rows]
+        return WordHead(self.weight[rows], bias, self.threshold[rows] if self.threshold.ndim else self.threshold)
+
+    def check(self, u: Cauchy) -> None:
+        """Raises ValueError for a shape, TypeError for a dtype, that does not fit to itself or to U' [N, C].
+
+        U' and weight are of one dtype, or U' is bf16 and the weight fp32 (a master).
+        """
+        if u.loc.ndim != 2 or u.loc.shape != u.scale.shape:
+            raise ValueError(f"loc_u, scale_u must be [N, C], found {tuple(u.loc.shape)}, {tuple(u.scale.shape)}")
+        if self.weight.ndim != 2 or self.weight.shape[1] != u.loc.shape[1]:
+            raise ValueError(f"weight must be [v, {u.loc.shape[1]}], found {tuple(self.weight.shape)}")
+        v = len(self.weight)
+        dtypes = (u.loc.dtype, u.scale.dtype, self.weight.dtype)
+        if len(set(dtypes)) > 1 and dtypes != (torch.bfloat16, torch.bfloat16, torch.float32):
+            found = f"{dtypes[0]}, {dtypes[1]}, weight {dtypes[2]}"
+            raise TypeError(f"one dtype wanted (or bf16 with a weight in fp32), found {found}")
+        if self.bias is not None and self.bias.shape != (v,):
+            raise ValueError(f"bias must have shape ({v},), found {tuple(self.bias.shape)}")
+        if self.threshold.shape not in ((), (v,)):
+            raise ValueError(f"threshold must be a scalar or have shape ({v},), found {tuple(self.threshold.shape)}")
+
+
+class Targets(NamedTuple):
+    """What the loss asks of the tokens. Constants: no gradient."""
+
+    row: Tensor  # [N] int64: the label's row in the slice, -1 for none
+    token_weights: Tensor  # [N]: factor of each token in the loss, 0 for one that takes no part
+    class_weights: Tensor | None  # [v]: factor of both terms of a word
+    want_prob_sum: bool
+
+
+class OvrSums(NamedTuple):
+    """Over the slice's rows in use; fp32 (fp64 for fp64)."""
+
+    loss: Tensor  # scalar, differentiable
+    per_token: Tensor  # [N] detached, not yet times the token's weight
+    prob_sum: Tensor | None  # [N] detached

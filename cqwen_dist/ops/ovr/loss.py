@@ -1,0 +1,123 @@
+"""The one-vs-rest loss of a slice of words, by whichever implementation.
+
+Score of word k at token i: S_ik ~ Cauchy(loc_i . W_k + b_k, scale_i . |W_k|) (S0 4), and P_ik = P(S_ik > C_k)
+(S0 5.1). The loss of a token is the sum over words of the binary cross entropy of P_ik (S3 2.5.1). A sum has no
+normaliser: slices of the vocabulary add up exactly, whichever rank holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+from cqwen_dist.ops.ovr.one_pass import ovr_chunked
+from cqwen_dist.ops.ovr.reference import ovr_reference
+from cqwen_dist.ops.ovr.sampling import NegativeSampling, sample_negatives
+
+
+def _triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+    from cqwen_dist.ops.ovr.triton import ovr_triton  # triton comes with torch's CUDA builds only
+
+    return ovr_triton(u, head, targets)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Cauchy, WordHead, Targets], OvrSums]] = {
+    "reference": ovr_reference,
+    "chunked": ovr_chunked,
+    "triton": _triton,
+}
+
+
+@dataclass(frozen=True)
+class OvrOptions:
+    """How the loss is computed; `linear_ovr` says what each option means."""
+
+    class_weights: Tensor | None = None  # [v]
+    vocab_reduction: Literal["sum", "mean"] = "sum"
+    impl: str = "auto"
+    ignore_index: int = -100
+    want_prob_sum: bool = False
+    sampling: NegativeSampling | None = None
+
+
+PLAIN = OvrOptions()
+
+
+class OvrOutput(NamedTuple):
+    """loss: scalar, differentiable. per_token [N]: each token's sum over the slice, its token weight not in it, 0 where
+    ignored. prob_sum [N]: sum of P over the slice, or None. All fp32 (fp64 for fp64), the last two detached."""
+
+    loss: Tensor
+    per_token: Tensor
+    prob_sum: Tensor | None
+
+
+def ovr_loss(
+    u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | None = None, options: OvrOptions = PLAIN
+) -> OvrOutput:
+    """`linear_ovr` of U' [N, C] and a slice of the head; labels, token_weights [N]. Raises as it does."""
+    head.check(u)
+    _check(u, head, labels, token_weights, options)
+    rows = head.rows
+    limit = head.limit
+    factor = 1.0 if options.vocab_reduction == "sum" else 1.0 / (len(head.weight) if limit is None else limit)
+    valid = labels != options.ignore_index
+    inside = valid & (labels >= head.start) & (labels < head.start + rows)
+    weights = u.loc.new_ones(len(labels), dtype=head.real)
+    if token_weights is not None:
+        weights = token_weights.detach().to(head.real)
+    targets = Targets(
+        torch.where(inside, labels - head.start, -1),
+        torch.where(valid, weights * factor, 0.0),
+        None if options.class_weights is None else options.class_weights.detach(),
+        options.want_prob_sum,
+    )
+    part = head._replace(start=0, used_rows=rows)
+    if options.sampling is not None:
+        part, targets = sample_negatives(part, targets, options.sampling, head.start)
+    impl = _fastest(head) if options.impl == "auto" else options.impl
+    with torch.autocast(u.loc.device.type, enabled=False):
+        loss, per_token, prob_sum = IMPLEMENTATIONS[impl](u, part, targets)
+    return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
+
+
+def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | None, options: OvrOptions) -> None:
+    n, v = len(u.loc), len(head.weight)
+    if labels.shape != (n,) or labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64 of shape ({n},), found {labels.dtype} {tuple(labels.shape)}")
+    for name, tensor, size in (("token_weights", token_weights, n), ("class_weights", options.class_weights, v)):
+        if tensor is not None and tensor.shape != (size,):
+            raise ValueError(f"{name} must have shape ({size},), found {tuple(tensor.shape)}")
+    if options.vocab_reduction not in ("sum", "mean"):
+        raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
+    if options.impl != "auto" and options.impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be 'auto' or one of {sorted(IMPLEMENTATIONS)}, found {options.impl!r}")
+    if labels.device.type == "cpu":
+        _check_range(labels, head, options.ignore_index)
+
+
+def _check_range(labels: Tensor, head: WordHead, ignore_index: int) -> None:
+    """On a CPU only: elsewhere reading the labels would stop the stream, and the collator answers for them."""
+    limit = head.limit
+    bad = (labels != ignore_index) & ((labels < 0) | (labels >= (limit if limit is not None else 1 << 62)))
+    if bool(bad.any()):
+        allowed = f"[0, {'vocabulary' if limit is None else limit})"
+        raise ValueError(f"labels must be in {allowed} or {ignore_index}, found {int(labels[bad][0])}")
+
+
+def _fastest(head: WordHead) -> str:
+    """On an H200 the kernel takes a quarter to a half of the torch operations' time; it is fp32 only."""
+    return "triton" if head.weight.is_cuda and head.real == torch.float32 and _has_triton() else "chunked"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,263 @@
+"""The OvR loss and its gradients in one pass over tiles, on any device.
+
+The loss is a plain sum over words with no normaliser, so a tile [t tokens x n words] gives its loss *and* its
+gradients while it is at hand: two GEMMs make loc and scale, elementwise maths (`tile`) turns them into the two
+gradients, four GEMMs spread those. Nothing of size [N, V] exists and nothing is recomputed in backward.
+
+    x = loc_u, g = scale_u
+    for each block of n words:
+        for each block of t tokens:
+            L = x W^T       S = g |W|^T
+            L, S -> loss,   D_loc, D_scale          in place
+            d_x += D_loc W                          d_g += D_scale |W|
+            d_W += D_loc^T x + sign(W) * (D_scale^T g)
+
+Token weights are an input (an upstream gradient per token cannot be known in one pass), so masks and global
+denominators cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+from cqwen_dist.ops.ovr.tile import Tile, TileMaths, TorchTile
+from cqwen_dist.ops.products import mm_into
+
+# Bytes of one [t, n] buffer, of one [n, C] buffer, and most tokens of a tile. CPU: what a tile touches stays in the
+# outer cache. GPU: the GEMMs want large tiles more than the elementwise pass wants them in L2 (H200, N=8,192, H=896,
+# bf16: 41 ms with tiles of 32 MiB, 30 with 128, 28.7 with 512, which would hold 1.8 GiB).
+TILE_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
+BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+TILE_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+def tile_shape(tokens: int, rows: int, c: int, device_type: str, itemsize: int = 4) -> tuple[int, int]:
+    """(t, n): tokens and words of a tile, from the shape, the budgets of bytes and the device."""
+    kind = "cpu" if device_type == "cpu" else "cuda"
+    t = max(1, min(tokens, TILE_TOKENS[kind]))
+    n = min(TILE_BYTES[kind] // (t * itemsize), BLOCK_BYTES[kind] // (max(1, c) * itemsize))
+    return t, max(1, min(rows, n))
+
+
+class Needs(NamedTuple):
+    """Which of the differentiable inputs want a gradient."""
+
+    loc_u: bool = False
+    scale_u: bool = False
+    weight: bool = False
+    bias: bool = False
+    threshold: bool = False
+
+
+class Gradients(NamedTuple):
+    """The gradient of each differentiable input, in its dtype; None where it is not needed."""
+
+    loc_u: Tensor | None
+    scale_u: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    threshold: Tensor | None
+
+
+def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> tuple[OvrSums, Gradients]:
+    """The sums and, at upstream gradient 1, the gradients that are needed.
+
+    GEMMs run in U's dtype on a GPU (fp32 accumulation), in fp32 on a CPU; fp64 throughout for fp64. A weight in
+    fp32 is rounded block by block where they want bf16: no copy of it exists, and its gradient stays fp32.
+    """
+    work = _Visit(u, head, targets, need, maths)
+    tokens, rows = len(u.loc), head.rows
+    for v0 in range(0, rows, work.n):
+        block = work.open_block(slice(v0, min(rows, v0 + work.n)))
+        for i0 in range(0, tokens, work.t):
+            work.visit_tile(block, slice(i0, min(tokens, i0 + work.t)))
+        work.close_block(block)
+    return work.sums(), work.gradients()
+
+
+class _Block(NamedTuple):
+    """n words: their rows as the GEMMs take them, and the two parts of their gradient (None where it is not needed)."""
+
+    words: slice
+    w: Tensor  # [n, C]
+    abs_w: Tensor  # [n, C] |W|; its sign, once all tiles are done
+    d_loc: Tensor | None  # [n, C] D_loc^T x, and at the end the whole gradient
+    d_scale: Tensor | None  # [n, C] D_scale^T g
+
+
+class _Visit:
+    """The phases of `visit`, with what they read, what they add to, and the buffers that all tiles share."""
+
+    def __init__(self, u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> None:
+        self.u, self.head, self.targets, self.need, self.maths = u, head, targets, need, maths
+        self.real = real = head.real
+        self.gemm = gemm = u.loc.dtype if head.weight.is_cuda else real
+
+        # What is read, in the dtype it is used in. A bias only ever stands beside a threshold: C - b is one offset.
+        self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
+        self.token_weights = targets.token_weights.to(real)
+        self.class_weights = None if targets.class_weights is None else targets.class_weights.to(real)
+        self.offset = head.threshold.detach().to(real).expand(len(head.weight))
+        if head.bias is not None:
+            self.offset = self.offset - head.bias.detach().to(real)
+
+        # What the tiles add to. d_gap is the gradient of C - b - x W^T, summed over tokens.
+        self.d_x = self.x.new_zeros(self.x.shape, dtype=real) if need.loc_u else None
+        self.d_g = self.x.new_zeros(self.x.shape, dtype=real) if need.scale_u else None
+        self.d_w = torch.empty_like(head.weight) if need.weight else None
+        self.d_gap = self.x.new_zeros(len(head.weight), dtype=real) if need.bias or need.threshold else None
+        self.per_token = torch.zeros(len(self.x), dtype=torch.float64, device=self.x.device)
+        self.prob_sum = torch.zeros_like(self.per_token) if targets.want_prob_sum else None
+
+        # Buffers. A block's gradient is summed in d_w itself where the weight's dtype is that of the sums.
+        c = self.x.shape[1]
+        self.t, self.n = t, n = tile_shape(len(self.x), head.rows, c, self.x.device.type, real.itemsize)
+        self.tiles = _Flat(2 + maths.buffers, t * n, self.x, real)
+        self.low = _Flat(2 if gemm != real and any(need) else 0, t * n, self.x, gemm)
+        self.blocks = _Flat(2 if head.weight.dtype != gemm else 1, n * c, self.x, gemm)
+        self.block_sums = _Flat(
+            2 if need.weight and head.weight.dtype != real else int(need.weight), n * c, self.x, real
+        )
+
+    def open_block(self, words: slice) -> _Block:
+        """W and |W| of a block of words in the GEMMs' dtype, and where its gradient is summed."""
+        shape = (words.stop - words.start, self.x.shape[1])
+        abs_w, *cast = self.blocks.view(*shape)
+        w = cast[0].copy_(self.head.weight[words]) if cast else self.head.weight.detach()[words]
+        torch.abs(w, out=abs_w)
+        if self.d_w is None:
+            return _Block(words, w, abs_w, None, None)
+        d_scale, *own = self.block_sums.view(*shape)
+        return _Block(words, w, abs_w, own[0] if own else self.d_w[words], d_scale)
+
+    def visit_tile(self, block: _Block, some: slice) -> None:
+        """The scores of some tokens against the block, the maths on them, and their gradients spread."""
+        x, g, words = self.x[some], self.g[some], block.words
+        shape = (len(x), words.stop - words.start)
+        loc, scale, *work = self.tiles.view(*shape)
+        mm_into(x, block.w.T, loc)
+        mm_into(g, block.abs_w.T, scale)
+        tile = Tile(
+            loc,
+            scale,
+            work,
+            self.low.view(*shape),
+            self.offset[words],
+            self.targets.row[some] - words.start,
+            self.token_weights[some],
+            None if self.class_weights is None else self.class_weights[words],
+            self.per_token[some],
+            None if self.prob_sum is None else self.prob_sum[some],
+        )
+        d_loc, d_scale = self.maths(tile, any(self.need))
+        if self.d_gap is not None:
+            self.d_gap[words] += d_loc.sum(0, dtype=self.real)
+        if self.d_x is not None:
+            mm_into(d_loc, block.w, self.d_x[some], add=True)
+        if self.d_g is not None:
+            mm_into(d_scale, block.abs_w, self.d_g[some], add=True)
+        if block.d_loc is not None and block.d_scale is not None:  # the first tile of a block writes
+            mm_into(d_loc.T, x, block.d_loc, add=some.start > 0)
+            mm_into(d_scale.T, g, block.d_scale, add=some.start > 0)
+
+    def close_block(self, block: _Block) -> None:
+        """d_W = D_loc^T x + sign(W) * (D_scale^T g), into the weight's gradient."""
+        if self.d_w is None or block.d_loc is None or block.d_scale is None or not len(self.x):
+            return
+        block.d_loc.addcmul_(torch.sign(block.w, out=block.abs_w), block.d_scale)
+        if block.d_loc.dtype != self.d_w.dtype:
+            self.d_w[block.words].copy_(block.d_loc)
+
+    def sums(self) -> OvrSums:
+        """What all tiles came to, token weights in the loss alone."""
+        weights = self.targets.token_weights
+        weighted = torch.where(weights != 0, weights * self.per_token, 0.0)
+        prob_sum = None if self.prob_sum is None else self.prob_sum.to(self.real)
+        return OvrSums(weighted.sum().to(self.real), self.per_token.to(self.real), prob_sum)
+
+    def gradients(self) -> Gradients:
+        """Each in the dtype of its input; zero for the rows that are in no tile."""
+        d_bias = d_threshold = None
+        bias, threshold = self.head.bias, self.head.threshold
+        if self.d_w is not None:
+            self.d_w[self.head.rows if len(self.x) else 0 :].zero_()
+        if self.d_gap is not None and self.need.bias and bias is not None:
+            d_bias = self.d_gap.to(bias.dtype)
+        if self.d_gap is not None and self.need.threshold:
+            d_threshold = -(self.d_gap if threshold.ndim else self.d_gap.sum()).to(threshold.dtype)
+        return Gradients(
+            None if self.d_x is None else self.d_x.to(self.u.loc.dtype),
+            None if self.d_g is None else self.d_g.to(self.u.scale.dtype),
+            self.d_w,
+            d_bias,
+            d_threshold,
+        )
+
+
+def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) -> OvrSums:
+    """The loss with its gradients made in forward; under no_grad the loss alone. O(N C) and a few tiles of memory.
+
+    head: its start is 0.
+    """
+    leaves = (*u, head.weight, head.bias, head.threshold)
+    if not torch.is_grad_enabled() or not any(leaf is not None and leaf.requires_grad for leaf in leaves):
+        return visit(u, head, targets, Needs(), maths)[0]
+    return OvrSums(*_OnePass.apply(*leaves, head.used_rows, targets, maths))
+
+
+def ovr_chunked(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+    """`ovr_one_pass` with the tile's maths in torch operations: any device."""
+    return ovr_one_pass(u, head, targets, TorchTile())
+
+
+class _OnePass(torch.autograd.Function):
+    """forward: loss and gradients. backward: those gradients times the upstream scalar, in place, handed over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loc_u: Tensor,
+        scale_u: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        threshold: Tensor,
+        used_rows: int | None,
+        targets: Targets,
+        maths: TileMaths,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.save_for_backward(loc_u, scale_u, weight, bias, threshold)
+        ctx.used_rows, ctx.targets, ctx.maths = used_rows, targets, maths
+        head = WordHead(weight, bias, threshold, used_rows=used_rows)
+        sums, ctx.gradients = visit(Cauchy(loc_u, scale_u), head, targets, Needs(*ctx.needs_input_grad[:5]), maths)
+        ctx.mark_non_differentiable(*(s for s in (sums.per_token, sums.prob_sum) if s is not None))
+        return sums.loss, sums.per_token, sums.prob_sum
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        loc_u, scale_u, weight, bias, threshold = ctx.saved_tensors  # raises if the graph was spent and not retained
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # a retained graph, walked again: the first walk was given the tensors themselves
+            head = WordHead(weight, bias, threshold, used_rows=ctx.used_rows)
+            need = Needs(*ctx.needs_input_grad[:5])
+            _, gradients = visit(Cauchy(loc_u, scale_u), head, ctx.targets, need, ctx.maths)
+        if upstream.is_cuda or float(upstream) != 1.0:  # on a CPU a look is free and the product is not
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(upstream)
+        return *gradients, None, None, None
+
+
+class _Flat:
+    """Buffers allocated once; ``view`` cuts a contiguous [a, b] out of each."""
+
+    def __init__(self, count: int, size: int, like: Tensor, dtype: torch.dtype) -> None:
+        self._flat = [like.new_empty(size, dtype=dtype) for _ in range(count)]
+
+    def view(self, a: int, b: int) -> list[Tensor]:
+        return [flat[: a * b].view(a, b) for flat in self._flat]

@@ -1,0 +1,33 @@
+"""The OvR loss as its formula reads: the specification and the oracle.
+
+Materialises [N, v] several times and leaves every gradient to autograd. For tests and for small shapes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
+from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+
+
+def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+    """sum_i token_weights_i sum_k w_k BCE_ik over the slice's words in use (S0 5.1 formulas 3-5, S4 3.4.3)."""
+    real, rows = head.real, head.rows
+    used = head.take(slice(0, rows))
+    weight = used.weight.to(u.loc.dtype)
+    loc = (u.loc @ weight.T).to(real)
+    if used.bias is not None:
+        loc = loc + used.bias.to(real)
+    scale = (u.scale @ weight.abs().T).to(real)
+    gap = used.threshold.to(real) - loc
+
+    is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
+    bce = -log_prob_above(scale, torch.where(is_label, gap, -gap))  # -log P of the label, -log(1-P) of the others
+    if targets.class_weights is not None:
+        bce = bce * targets.class_weights[:rows].to(real)
+    per_token = bce.sum(1)
+    weights = targets.token_weights
+    loss = (weights.to(real) * torch.where(weights != 0, per_token, 0.0)).sum()
+    prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
+    return OvrSums(loss, per_token.detach(), prob_sum)
