@@ -32,9 +32,9 @@ from cqwen_dist.bench.learn_lanes import run_tasks
 from cqwen_dist.bench.learn_plain import plain_arm
 from cqwen_dist.bench.learn_plan import EXPERIMENTS, SCALES, STARTS, Planner, with_seeds
 from cqwen_dist.bench.learn_real import real_rows, real_table, write_real
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.run.files import write_atomically
 
 KINDS = {"base": build_base, "causal": causal_arm, "plain": plain_arm, "untrained": plain_arm}
 Figures = dict[str, Any]

@@ -20,7 +20,7 @@ from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.train.conformal import for_calibration, half_width, interval_factors
+from cqwen_dist.train.evaluation.conformal import for_calibration, half_width, interval_factors
 
 ROWS = 16  # texts a batch
 LEVEL = 0.9

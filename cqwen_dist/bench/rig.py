@@ -1,6 +1,6 @@
 """A training step by itself: the real engine and stepper on batches made up of the config's shapes, no data, no run.
 
-What is measured here is what trains: `train.engine` and `train.step` as `cqwen train` puts them together, at random
+What is measured here is what trains: the engine and the stepper as `cqwen train` puts them together, at random
 weights (the time and the memory of a step do not depend on their values).
 """
 
@@ -27,11 +27,11 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.constraint import Constraint
-from cqwen_dist.train.deepspeed_config import deepspeed_config
-from cqwen_dist.train.engine import Engine
-from cqwen_dist.train.partitioned import load_partitioned_base
 from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.step import ACCURACY_EVERY, Stepper
+from cqwen_dist.train.zero.engine import Engine
+from cqwen_dist.train.zero.load import load_partitioned_base
+from cqwen_dist.train.zero.settings import deepspeed_config
 
 NUMBER_SHARE = 0.125  # of tokens are <NUM>, as in GSM8K
 DOCUMENTS = 4  # in a packed sequence

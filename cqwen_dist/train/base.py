@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from cqwen_dist.checkpoint.manifest import let_read
 from cqwen_dist.config import TRAIN_TOKENIZER, Config, UserError
 from cqwen_dist.data.sources import ReadReport, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
+from cqwen_dist.run.files import let_read
 from cqwen_dist.train.pretrain import further_texts, pretrain_base, read_for_pretraining
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """The heads' optimizer: fp32 parameters outside DeepSpeed, rows spread over the vocabulary group.
 
-Gradient convention (the one `train.engine` keeps): every rank differentiates its vocabulary group's whole word loss
+Gradient convention (of `zero.engine`, too): every rank differentiates its vocabulary group's whole word loss
 plus its own numbers' loss, each token weighted by world / global count. Then for
     replicated parameters   gradient = sum over the world / world
     rows of the vocabulary  gradient = sum over the replica group / world
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.train.groups import Member
+from cqwen_dist.train.parameter_groups import Member
 from cqwen_dist.train.stages import StagePlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

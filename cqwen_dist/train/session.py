@@ -12,17 +12,17 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from cqwen_dist.checkpoint.lock import run_lock
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.checkpoint.status import RunStatus, end_status
 from cqwen_dist.config import JUDGED, Config, UserError, rises
 from cqwen_dist.config.errors import Said
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.run_folder import open_run
+from cqwen_dist.run.folder import open_run
+from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run.status import RunStatus, end_status
 
 # What a disk says that is the user's to mend.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO)

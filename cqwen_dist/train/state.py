@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.checkpoint.resume import TrainState, refuse_strange
-from cqwen_dist.train.engine import Engine
 from cqwen_dist.train.optim import MOMENTS
+from cqwen_dist.train.zero.engine import Engine
 
 
 def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str, Any]) -> TrainState:

@@ -15,10 +15,10 @@ from cqwen_dist.model.losses import LossTerms, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.train.constraint import Constraint
-from cqwen_dist.train.engine import Engine
-from cqwen_dist.train.evaluate import top1
+from cqwen_dist.train.evaluation.evaluator import top1
 from cqwen_dist.train.frequency import class_weights
 from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.train.zero.engine import Engine
 
 ACCURACY_EVERY = 10  # steps between looks at train/accuracy, which costs two GEMMs the loss does not need
 ACCURACY_TOKENS = 256  # tokens of a rank that it looks at

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
 from cqwen_dist.checkpoint.saving import About
-from cqwen_dist.checkpoint.status import RunStatus, read_status
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import Loader
@@ -29,24 +27,27 @@ from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, distributed, seed_everything
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.alarms import Alarms, Refusals
+from cqwen_dist.run.environment import write_environment
+from cqwen_dist.run.files import METRICS, START, START_TENSORS, write_atomically
+from cqwen_dist.run.status import RunStatus, read_status
 from cqwen_dist.train.base import build_run_base, load_tokenizer
-from cqwen_dist.train.conformal import CALIBRATION
 from cqwen_dist.train.constraint import Constraint
-from cqwen_dist.train.deepspeed_config import deepspeed_config
-from cqwen_dist.train.engine import Engine, NonFiniteStep
-from cqwen_dist.train.evaluations import Evaluations
-from cqwen_dist.train.feature_cache import FeatureCache
-from cqwen_dist.train.loading import StageLoaders
-from cqwen_dist.train.metrics import METRICS, MetricsFile, MetricsLog, Progress
-from cqwen_dist.train.partitioned import load_partitioned_base
-from cqwen_dist.train.perf import Clock, of_model
-from cqwen_dist.train.run_folder import START, START_TENSORS, write_environment
+from cqwen_dist.train.evaluation.conformal import CALIBRATION
+from cqwen_dist.train.evaluation.run_evaluation import Evaluations
+from cqwen_dist.train.features.cache import FeatureCache
 from cqwen_dist.train.session import Place, check_best_metric, open_session, run_saver, to_go_on_from
+from cqwen_dist.train.stage_loaders import StageLoaders
 from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.state import collect_state, restore_state
 from cqwen_dist.train.step import Stepper
+from cqwen_dist.train.telemetry.alarms import Alarms, Refusals
+from cqwen_dist.train.telemetry.metrics import MetricsLog, Progress
+from cqwen_dist.train.telemetry.perf import Clock, of_model
+from cqwen_dist.train.telemetry.writers import MetricsFile
 from cqwen_dist.train.warm_start import read_warm_start
+from cqwen_dist.train.zero.engine import Engine, NonFiniteStep
+from cqwen_dist.train.zero.load import load_partitioned_base
+from cqwen_dist.train.zero.settings import deepspeed_config
 
 CALIBRATION_TOKENS = 512  # of all ranks together
 

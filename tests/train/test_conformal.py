@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cqwen_dist.targets import TargetTransform
-from cqwen_dist.train.conformal import IntervalFactors, for_calibration, half_width, interval_factors
-from cqwen_dist.train.number_figures import Numbers, number_figures
+from cqwen_dist.train.evaluation.conformal import IntervalFactors, for_calibration, half_width, interval_factors
+from cqwen_dist.train.evaluation.number_metrics import Numbers, number_figures
 
 
 @pytest.mark.parametrize("noise", ["normal", "cauchy", "lognormal"])

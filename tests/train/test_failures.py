@@ -14,13 +14,13 @@ from support.runs import as_rank, cqwen_forked, metrics, write_config, write_tex
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
-from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import load_config
+from cqwen_dist.run.status import read_status
 
 
 def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
     """A trainer that has begun a stage, its plan and its batches."""
-    from cqwen_dist.train.run_folder import open_run
+    from cqwen_dist.run.folder import open_run
     from cqwen_dist.train.trainer import Trainer
 
     config, runtime = load_config(path), as_rank()
@@ -37,7 +37,7 @@ def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
 
 def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
     """One step of a stage whose last rank meets a NaN; (what was raised, what changed, gradient norm without it)."""
-    from cqwen_dist.train.engine import NonFiniteStep
+    from cqwen_dist.train.zero.engine import NonFiniteStep
 
     trainer, plan, batches = entered(path, stage)
     runtime = trainer.runtime
@@ -74,7 +74,7 @@ def everything(trainer: object) -> dict[str, Tensor]:
 
 def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
     """A step, one that is refused (or none), a step: everything after it."""
-    from cqwen_dist.train.engine import NonFiniteStep
+    from cqwen_dist.train.zero.engine import NonFiniteStep
 
     trainer, plan, batches = entered(path, 1)
     runtime = trainer.runtime
@@ -125,9 +125,9 @@ def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path,
 
 def infinite_loss(path: str, stage: int) -> tuple[str, list[str]]:
     """A step whose loss is infinite on the last rank, with a finite gradient."""
-    from cqwen_dist.train.engine import NonFiniteStep
-    from cqwen_dist.train.run_folder import open_run
+    from cqwen_dist.run.folder import open_run
     from cqwen_dist.train.trainer import Trainer
+    from cqwen_dist.train.zero.engine import NonFiniteStep
 
     runtime = as_rank()
     if runtime.is_main:

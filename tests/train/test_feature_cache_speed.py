@@ -27,7 +27,7 @@ STEPS = 14  # of which the first, and one in ten, look at the accuracy: a median
 
 def step_times(path: str) -> dict[str, float]:
     """Medians over paired steps of a run with and one without a cache, and their operations."""
-    from cqwen_dist.train.run_folder import open_run
+    from cqwen_dist.run.folder import open_run
     from cqwen_dist.train.trainer import Trainer
 
     trainers = {}

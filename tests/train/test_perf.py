@@ -12,7 +12,7 @@ from cqwen_dist.config import Config
 from cqwen_dist.plan import Architecture
 from cqwen_dist.plan.flops import of_stage
 from cqwen_dist.plan.sizes import stage_sizes
-from cqwen_dist.train.perf import Clock, device_peak, of_model
+from cqwen_dist.train.telemetry.perf import Clock, device_peak, of_model
 
 CPU = torch.device("cpu")
 

@@ -24,13 +24,13 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train import zero_state
-from cqwen_dist.train.deepspeed_config import deepspeed_config
-from cqwen_dist.train.groups import feature_members, head_members
 from cqwen_dist.train.optim import HeadOptimizer
-from cqwen_dist.train.partitioned import join_deepspeed
+from cqwen_dist.train.parameter_groups import feature_members, head_members
 from cqwen_dist.train.stages import StagePlan
-from cqwen_dist.train.zero_speed import quicken
+from cqwen_dist.train.zero import state as zero_state
+from cqwen_dist.train.zero.load import join_deepspeed
+from cqwen_dist.train.zero.patches import quicken
+from cqwen_dist.train.zero.settings import deepspeed_config
 
 
 class NonFiniteStep(RuntimeError):

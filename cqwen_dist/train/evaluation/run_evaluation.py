@@ -16,11 +16,11 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.conformal import CALIBRATION, IntervalFactors
-from cqwen_dist.train.evaluate import Evaluator, Features
-from cqwen_dist.train.evaluation_folder import EvaluationFolder
+from cqwen_dist.train.evaluation.conformal import CALIBRATION, IntervalFactors
+from cqwen_dist.train.evaluation.evaluator import Evaluator, Features
+from cqwen_dist.train.evaluation.retention import Watch, read_watched
+from cqwen_dist.train.evaluation.store import EvaluationFolder
 from cqwen_dist.train.frequency import ThresholdBands
-from cqwen_dist.train.watch import Watch, read_watched
 
 
 class Evaluations:

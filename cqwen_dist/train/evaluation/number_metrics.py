@@ -10,7 +10,7 @@ import torch
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
-from cqwen_dist.train.conformal import LEVELS, IntervalFactors, for_calibration, half_width, interval_factors
+from cqwen_dist.train.evaluation.conformal import LEVELS, IntervalFactors, for_calibration, half_width, interval_factors
 
 DRAWN = 1000  # numbers a report gets to draw
 PIT_BINS = 20

@@ -14,7 +14,7 @@ from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.train.evaluate import Evaluator
+from cqwen_dist.train.evaluation.evaluator import Evaluator
 
 FIGURES = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 

@@ -31,9 +31,9 @@ from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_ovr, vocab_parallel_topk
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
-from cqwen_dist.train.conformal import IntervalFactors
+from cqwen_dist.train.evaluation.conformal import IntervalFactors
+from cqwen_dist.train.evaluation.number_metrics import Numbers, number_figures
 from cqwen_dist.train.frequency import band_names, band_of
-from cqwen_dist.train.number_figures import Numbers, number_figures
 
 Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
 _SAMPLE = 4096  # values a batch of U keeps for its quantiles

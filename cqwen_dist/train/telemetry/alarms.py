@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from cqwen_dist.config import Config
 from cqwen_dist.data.loader import Loader
-from cqwen_dist.train.engine import NonFiniteStep
+from cqwen_dist.train.zero.engine import NonFiniteStep
 
-ALARMS = "alarms.jsonl"
 SHOWN_SAMPLES = 64
 
 

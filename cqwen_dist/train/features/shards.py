@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import file_record, sync_folder, write_atomically
 from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.files import MANIFEST, file_record, sync_folder, write_atomically
 
-MANIFEST = "manifest.json"
 # How a dtype lies on disk: numpy has no bf16.
 _ON_DISK: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}
 ROOM = 1.02  # of a cache's size that the disk must have free

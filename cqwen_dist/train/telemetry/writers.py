@@ -14,13 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.config import RunConfig, UserError
 from cqwen_dist.config.errors import Said
-
-METRICS = "metrics.jsonl"
-WANDB_ID = "wandb_id"
-TENSORBOARD = "tensorboard"
+from cqwen_dist.run.files import METRICS, TENSORBOARD, WANDB_ID, write_atomically
 
 
 class Sink(Protocol):

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import file_record, versions
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.collectives import gather_objects, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.engine import Engine
-from cqwen_dist.train.feature_shards import (
+from cqwen_dist.run.environment import versions
+from cqwen_dist.run.files import FEATURE_CACHE, file_record
+from cqwen_dist.train.features.shards import (
     ROOM,
     CacheRefused,
     FeatureShards,
@@ -42,10 +42,10 @@ from cqwen_dist.train.feature_shards import (
     key_digest,
     open_shards,
 )
-from cqwen_dist.train.partitioned import base_folder_of
 from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.train.zero.engine import Engine
+from cqwen_dist.train.zero.load import base_folder_of
 
-FOLDER = "feature_cache"  # in the run's folder
 _TELL_S = 10.0
 
 
@@ -67,7 +67,7 @@ class FeatureCache:
         self.settings = config.train.feature_cache
         self.dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
         named = self.settings.dir
-        self.folder = Path(config.run.dir) / FOLDER if named is None else Path(named).expanduser()
+        self.folder = Path(config.run.dir) / FEATURE_CACHE if named is None else Path(named).expanduser()
         self._loader: Loader | None = None
         self._shards: FeatureShards | None = None
         self._base: str | None = None  # digest of the base model's files

@@ -17,10 +17,9 @@ from rich.text import Text
 from torch import Tensor
 
 from cqwen_dist.config import RunConfig
-from cqwen_dist.train.alarms import ALARMS, Alarm, Alarms
-from cqwen_dist.train.sinks import METRICS, MetricsFile, open_sinks
-
-__all__ = ["METRICS", "MetricsFile", "MetricsLog", "Progress"]
+from cqwen_dist.run.files import ALARMS
+from cqwen_dist.train.telemetry.alarms import Alarm, Alarms
+from cqwen_dist.train.telemetry.writers import MetricsFile, open_sinks
 
 # The names of seed S1 (6.1) beside those of S3 (5), which they are aliases of.
 ALIASES = {
