@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
@@ -26,32 +24,6 @@ from cqwen_dist.run.status import RunStatus, end_status
 
 # What a disk says that is the user's to mend.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO)
-
-
-@dataclass
-class Place:
-    """Where a run is, as a checkpoint made now would say it. The same on every rank."""
-
-    step: int = 0
-    stage: str = ""
-    loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
-    figures: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
-    due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
-    evaluated: bool = False  # whether the figures are of `step`
-
-    def to_dict(self) -> dict[str, Any]:
-        """For state.json."""
-        due = None
-        if self.due is not None:
-            due = {key: float(value) if isinstance(value, Tensor) else value for key, value in self.due.items()}
-        return {
-            "step": self.step,
-            "stage": self.stage,
-            "loader": self.loader,
-            "figures": self.figures,
-            "due": due,
-            "evaluated": self.evaluated,
-        }
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config
+from cqwen_dist.config import LossConfig
 from cqwen_dist.model.losses import LossTerms, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
@@ -41,20 +41,22 @@ class Stepper:
     def __init__(
         self,
         engine: Engine,
-        config: Config,
+        constraint: Constraint,
+        loss: LossConfig,
+        *,
+        seed: int,
         gemm_dtype: torch.dtype,
         used_rows: int | None,
-        constraint: Constraint,
         word_counts: np.ndarray,
     ) -> None:
         """gemm_dtype: of the word head's products. used_rows: leave words from here on out of the loss. word_counts
         [V]: how often each word occurs in the training data."""
-        self.engine, self.config, self.constraint = engine, config, constraint
+        self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
         self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
         self.gemm_dtype, self.used_rows = gemm_dtype, used_rows
         action = self.model.action
         self.class_weights = class_weights(
-            config.loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
+            loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
         )
         if self.class_weights is not None:
             self.class_weights = self.class_weights.to(self.device)
@@ -66,8 +68,8 @@ class Stepper:
 
         cached: z [N,H] of each micro-batch's kept positions, where it is known.
         """
-        torch.manual_seed((self.config.train.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
-        reg_weight = plan.reg_weight(step, self.config.loss.reg_weight)
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
+        reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         keeps = [batch.label_mask.flatten().nonzero()[:, 0] for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
         sums = torch.zeros(5, device=self.device)
@@ -121,7 +123,7 @@ class Stepper:
         self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, kept: list[int], reg_weight: float
     ) -> LossTerms:
         """The fused loss of one micro-batch, weighted so that the ranks' average is the global mean."""
-        loss, world = self.config.loss, self.groups.world_size
+        loss, world = self.loss, self.groups.world_size
         labels = batch.labels.flatten()[keep]
         return fused_loss(
             self.model.action,
@@ -146,8 +148,8 @@ class Stepper:
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
         """Counts over all ranks and micro-batches, from the CPU's copies: one small all-gather a step."""
-        soft = self.config.loss.gate == "soft"
-        attended = self.config.loss.cls_denominator == "attention"
+        soft = self.loss.gate == "soft"
+        attended = self.loss.cls_denominator == "attention"
         kept = [keep.numel() for keep in keeps]
         words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
         numbers = sum(kept) if soft else sum(int(b.numeric_mask.sum()) for b in micro_batches)

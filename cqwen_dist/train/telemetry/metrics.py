@@ -1,4 +1,4 @@
-"""The figures of a run on rank 0: read late, watched, handed to the sinks, and the console line.
+"""The metrics of a run on rank 0: read late, watched, and handed to the writers.
 
 A step's figures stay tensors until the next step has been started: they are packed into one vector, copied while the
 device works, and read when the next step's come. So no step waits for its own loss, and a step costs one copy.
@@ -6,14 +6,11 @@ device works, and read when the next step's come. So no step waits for its own l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
 from torch import Tensor
 
 from cqwen_dist.config import RunConfig
@@ -28,7 +25,6 @@ ALIASES = {
     "units_mean_loc": "dist/U_loc_mean",
     "units_mean_scale": "dist/U_scale_mean",
 }
-_STYLES = {r"^note:": "yellow", r"^alarm\b": "bold red", r"^.* step \d+/\d+": "bold"}
 
 
 class _Late:
@@ -108,51 +104,3 @@ class MetricsLog:
         self._alarm_file.close()
         for sink in self._sinks:
             sink.close()
-
-
-class Progress:
-    """The console line of rank 0: where the run is, how fast, how long still."""
-
-    def __init__(self, total_steps: int, start_step: int, every_s: float = 5.0) -> None:
-        self.console = Console(highlight=False, markup=False, emoji=False)
-        self.total, self.start, self.every_s = total_steps, start_step, every_s
-        self._began = self._shown = time.monotonic()
-        self._tokens = 0
-        self._part, self._part_began = "", self._began
-
-    def step(self, step: int, stage: str, tokens: int, loss: float | None, force: bool = False) -> float:
-        """Count a finished step; prints at most every few seconds. Returns tokens/s over the run so far."""
-        now = time.monotonic()
-        self._tokens += tokens
-        elapsed = max(now - self._began, 1e-9)
-        rate = self._tokens / elapsed
-        if force or now - self._shown >= self.every_s:
-            self._shown = now
-            done = step - self.start
-            left = (self.total - step) * elapsed / max(done, 1)
-            shown = "" if loss is None else f"  loss {loss:.4f}"
-            self.say(f"{stage} step {step}/{self.total}{shown}  {rate:,.0f} tokens/s  {_duration(left)} left")
-        return rate
-
-    def part(self, what: str, done: int, of: int) -> None:
-        """How far one part of the work is, with the time left of it; printed at most every few seconds."""
-        now = time.monotonic()
-        if what != self._part or not done:  # the same part may come again
-            self._part, self._part_began = what, now
-        if now - self._shown >= self.every_s:
-            self._shown = now
-            left = f"  {_duration((of - done) * (now - self._part_began) / done)} left" if 0 < done < of else ""
-            self.say(f"  {what}" + (f" {done}/{of}" if of > 1 else "") + left)
-
-    def say(self, text: str) -> None:
-        """A line as it is: names may hold square brackets, so what is to stand out does by how a line begins."""
-        line = Text(text)
-        for start, style in _STYLES.items():
-            line.highlight_regex(start, style)
-        self.console.print(line, soft_wrap=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s"
