@@ -18,6 +18,7 @@ import torch
 from cqwen_dist.batch import Batch
 from cqwen_dist.plan.flops import Work
 from cqwen_dist.plan.machine import peak_tflops
+from cqwen_dist.train.zero.state import whole_shape
 
 
 def device_peak(device: torch.device) -> float | None:
@@ -28,12 +29,12 @@ def device_peak(device: torch.device) -> float | None:
 def of_model(model: Any) -> Work:
     """What the operations of a `CausalQwenModel` depend on."""
     base = model.transformer.config
-    matrices = {name: p for name, p in model.transformer.named_parameters() if len(_shape(p)) == 2}
-    adapters = sum(math.prod(_shape(p)) for name, p in matrices.items() if ".lora_" in name)
-    table = sum(math.prod(_shape(p)) for name, p in matrices.items() if "embed_tokens" in name)
+    matrices = {name: p for name, p in model.transformer.named_parameters() if len(whole_shape(p)) == 2}
+    adapters = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if ".lora_" in name)
+    table = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if "embed_tokens" in name)
     width = getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads
     return Work(
-        matrices=sum(math.prod(_shape(p)) for p in matrices.values()) - adapters - table,
+        matrices=sum(math.prod(whole_shape(p)) for p in matrices.values()) - adapters - table,
         adapters=adapters,
         layers=base.num_hidden_layers,
         attention=base.num_attention_heads * width,
@@ -42,11 +43,6 @@ def of_model(model: Any) -> Work:
         words=model.action.word_size,
         vocab=model.action.vocab_size,
     )
-
-
-def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The whole one, also where ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class Clock:
