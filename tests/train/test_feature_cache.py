@@ -82,7 +82,7 @@ def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tm
     """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
     untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
-    damaged = sorted(untrained.glob("z-*.bin"))[0]
+    damaged = sorted(untrained.glob("z-*.arrow"))[0]
     block = bytearray(damaged.read_bytes())
     block[103] ^= 0x40  # an exponent
     damaged.write_bytes(block)

@@ -183,7 +183,7 @@ class FeatureCache:
             found.update(value.numpy().tobytes())
         packages = versions()
         return {
-            "format": 1,
+            "format": 2,
             "base": self._base,
             "trained": found.hexdigest(),
             "data": dataset.digest(),
