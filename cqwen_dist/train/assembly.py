@@ -79,8 +79,8 @@ class Training:
 
     def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
         """Set which groups train; fresh: the stage begins here, so moments of newly trained groups are zeroed."""
-        self.engine.enter_stage(plan, self.schedule.woken(plan) if fresh else frozenset())
-        self.constraint.features_moved = self.schedule.features_awake_by(plan)
+        self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
+        self.constraint.features_moved = self.schedule.features_trained_by(plan)
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
         """z of the label positions, outside of steps. Raises `Stopped` on all ranks where any was told to stop."""

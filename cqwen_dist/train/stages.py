@@ -145,11 +145,11 @@ class Schedule:
         """The stage that a step belongs to; the last one for a finished run."""
         return next((plan for plan in self.plans if step < plan.stop), self.plans[-1])
 
-    def features_awake_by(self, plan: StagePlan) -> bool:
+    def features_trained_by(self, plan: StagePlan) -> bool:
         """Whether anything before z trains in this stage or has in an earlier one."""
         return any(p.stage.groups & {"embedding", "lora"} for p in self.plans[: plan.index + 1])
 
-    def woken(self, plan: StagePlan) -> frozenset[str]:
+    def newly_trained(self, plan: StagePlan) -> frozenset[str]:
         """Groups that are awake in this stage and were not in the one before: their moments begin at zero."""
         before = self.plans[plan.index - 1].stage.groups if plan.index else frozenset()
         return plan.stage.groups - before

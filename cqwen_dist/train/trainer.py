@@ -133,8 +133,8 @@ class Trainer:
             tokens = 0
         record = {"step": step + 1, "stage": plan.stage.name, **metrics}
         if self.log is not None:
-            record |= run.engine.heads.take_figures() | run.saver.take()
-            record |= self.clock.figures(tokens, plan.stage.groups, cached is not None)
+            record |= run.engine.heads.take_metrics() | run.saver.take()
+            record |= self.clock.metrics(tokens, plan.stage.groups, cached is not None)
             self.log.push(record, loader.handed_out())
             at_end = step + 1 == plan.stop
             loss = float(metrics["train/total_loss"]) if at_end and tokens else None

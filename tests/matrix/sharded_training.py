@@ -126,7 +126,7 @@ def enter(engine: Engine, schedule: Schedule, step: int) -> None:
     """What comes before a step: its stage, its rates."""
     plan = schedule.at(step)
     if step == plan.start:
-        engine.enter_stage(plan, schedule.woken(plan))
+        engine.enter_stage(plan, schedule.newly_trained(plan))
     engine.set_lr(plan, step)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from cqwen_dist.config import RunConfig
 from cqwen_dist.run.files import ALARMS
 from cqwen_dist.train.telemetry.alarms import Alarm, Alarms
-from cqwen_dist.train.telemetry.writers import MetricsFile, open_sinks
+from cqwen_dist.train.telemetry.writers import MetricsFile, open_writers
 
 # The names of seed S1 (6.1) beside those of S3 (5), which they are aliases of.
 ALIASES = {
@@ -61,7 +61,7 @@ class MetricsLog:
         say: Callable[[str], None] | None = None,
     ) -> None:
         """step: of the checkpoint that is gone on from; config: shown in W&B; say: where alarms are told."""
-        self._sinks = open_sinks(run_dir, run, config, step)
+        self._writers = open_writers(run_dir, run, config, step)
         self._alarm_file = MetricsFile(run_dir / ALARMS, step)
         self._alarms, self._say = alarms, say
         self._pending: dict[str, Any] | None = None
@@ -81,7 +81,7 @@ class MetricsLog:
     def alarm(self, alarm: Alarm) -> None:
         """Tell of it wherever figures go."""
         self._alarm_file.write(alarm.to_dict())
-        for sink in self._sinks:
+        for sink in self._writers:
             sink.alarm(alarm.kind, alarm.text)
         if self._say is not None:
             self._say(f"alarm {alarm.kind}: {alarm.text}")
@@ -93,7 +93,7 @@ class MetricsLog:
         record = {**self._pending, **self._late.read()}
         self._pending = None
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
-        for sink in self._sinks:
+        for sink in self._writers:
             sink.write(record)
         for alarm in () if self._alarms is None else self._alarms.look(record, self._samples):
             self.alarm(alarm)
@@ -102,5 +102,5 @@ class MetricsLog:
     def close(self) -> None:
         self.flush()
         self._alarm_file.close()
-        for sink in self._sinks:
+        for sink in self._writers:
             sink.close()

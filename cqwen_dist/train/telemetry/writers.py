@@ -19,7 +19,7 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import METRICS, TENSORBOARD, WANDB_ID, write_atomically
 
 
-class Sink(Protocol):
+class Writer(Protocol):
     """A place for figures."""
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ def _step_of(line: str) -> int:
     return step if isinstance(step, int) else 0
 
 
-class WandbSink:
+class WandbWriter:
     """Weights & Biases, online or offline; a run that goes on goes on there, under the id kept in its folder."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class WandbSink:
         self._run.finish()
 
 
-class TensorBoardSink:
+class TensorBoardWriter:
     """Event files in RUN/tensorboard, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -132,11 +132,11 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def open_sinks(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Sink]:
+def open_writers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Writer]:
     """The places that a run's config names; metrics.jsonl is always one. step: of the checkpoint gone on from."""
-    sinks: list[Sink] = [MetricsFile(run_dir / METRICS, step)]
+    sinks: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
     if run.wandb != "disabled":
-        sinks.append(WandbSink(run_dir, run, config))
+        sinks.append(WandbWriter(run_dir, run, config))
     if run.tensorboard:
-        sinks.append(TensorBoardSink(run_dir / TENSORBOARD, step))
+        sinks.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
     return sinks
