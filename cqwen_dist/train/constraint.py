@@ -180,17 +180,17 @@ class Constraint:
 
     @torch.no_grad()
     def after_step(self, sums: Tensor, tokens: int) -> dict[str, Tensor]:
-        """The step's figures from the sums [4] of all ranks; dual: the multiplier moves. No host synchronisation."""
+        """The step's metrics from the sums [4] of all ranks; dual: the multiplier moves. No host synchronisation."""
         kl, drift, over, loss = sums / max(tokens, 1)
-        figures = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
+        metrics = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
         if self.config.mode in ("hinge", "dual"):
-            figures["train/constraint_loss"] = loss
+            metrics["train/constraint_loss"] = loss
         if self.config.mode == "dual":
-            figures["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
+            metrics["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
             off = (kl / (AIM * self.config.eps) - 1.0).clamp(-_FALL, 1.0)
             self.multiplier.mul_(torch.exp(self.config.rate * off)).clamp_(min=_LEAST * self.config.beta)
             self._answer.copy_((kl / self.config.eps).pow(_STEEPNESS).clamp(*_ANSWER))
-        return figures
+        return metrics
 
 
 def _frozen_copy(model: CausalQwenModel) -> Any:

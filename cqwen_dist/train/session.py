@@ -72,11 +72,11 @@ def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
     return checkpoint
 
 
-def check_best_metric(config: Config, figures: Mapping[str, Any]) -> None:
+def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
     """Raises `UserError` where the best checkpoints go by a figure that evaluation does not give."""
     metric = config.train.best_metric
-    if config.train.keep_best and figures and metric not in figures:
-        known = ", ".join(sorted(name for name in figures if name.startswith(JUDGED)))
+    if config.train.keep_best and metrics and metric not in metrics:
+        known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
         raise UserError("train.best_metric", metric, f"a figure of an evaluation: {known}")
 
 

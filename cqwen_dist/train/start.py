@@ -65,9 +65,9 @@ def _make_start(run: Run) -> Place:
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
     # The first evaluation, and whether the config's metrics are among its own
-    figures = run.evaluations(0, "")
-    run.schedule.check_metrics(figures)
-    check_best_metric(config, figures)
+    metrics = run.evaluations(0, "")
+    run.schedule.check_metrics(metrics)
+    check_best_metric(config, metrics)
 
     # What KL is measured against
     if config.loss.constraint.mode != "off":
@@ -75,8 +75,8 @@ def _make_start(run: Run) -> Place:
         main_rank_first(lambda: run.constraint.save(run.folder / START_TENSORS))
     if run.runtime.is_main:
         write_environment(run.folder, run.groups.world_size, {"deepspeed_config": run.engine.deepspeed_config})
-        write_atomically(run.folder / START, json.dumps({**start, "eval": figures}, indent=1))
-    return Place(figures=figures)
+        write_atomically(run.folder / START, json.dumps({**start, "eval": metrics}, indent=1))
+    return Place(figures=metrics)
 
 
 def _calibrate(run: Run) -> dict[str, Any]:

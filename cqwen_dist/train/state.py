@@ -28,7 +28,7 @@ class Place:
     loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
     figures: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
-    evaluated: bool = False  # whether the figures are of `step`
+    evaluated: bool = False  # whether the metrics are of `step`
 
     def to_dict(self) -> dict[str, Any]:
         """For state.json."""

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches in, the global mean's gradient, the step, its figures out."""
+"""One optimizer step: micro-batches in, the global mean's gradient, the step, its metrics out."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stepper:
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
     ) -> tuple[dict[str, Any], int]:
-        """One optimizer step; returns its figures (tensors, not yet read) and the input tokens of all ranks.
+        """One optimizer step; returns its metrics (tensors, not yet read) and the input tokens of all ranks.
 
         cached: z [N,H] of each micro-batch's kept positions, where it is known.
         """
@@ -100,7 +100,7 @@ class Stepper:
         cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
-        figures = {
+        metrics = {
             "train/total_loss": cls_mean + reg_weight * reg_mean,
             "train/cls_loss_mean": cls_mean,
             "train/reg_loss_effective": reg_mean,
@@ -112,12 +112,12 @@ class Stepper:
             "train/reg_weight": reg_weight,
         }
         if looking:
-            figures |= self.constraint.after_step(moved, counts.kept_by_all)
-            if "train/constraint_loss" in figures:
-                figures["train/total_loss"] = figures["train/total_loss"] + figures["train/constraint_loss"]
+            metrics |= self.constraint.after_step(moved, counts.kept_by_all)
+            if "train/constraint_loss" in metrics:
+                metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
         if counting:
-            figures["train/accuracy"] = hits / seen.clamp(min=1)
-        return figures, counts.tokens
+            metrics["train/accuracy"] = hits / seen.clamp(min=1)
+        return metrics, counts.tokens
 
     def _loss(
         self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, kept: list[int], reg_weight: float

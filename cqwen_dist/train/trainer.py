@@ -159,9 +159,9 @@ class Trainer:
         self._move_to(step)
         if at_end or step % train.eval_every == 0:
             self._move_to(step, due=record)
-            figures = self._evaluate(step)
-            self._move_to(step, figures=figures, evaluated=True)
-            at_end = run.schedule.observe(step, figures) or at_end
+            metrics = self._evaluate(step)
+            self._move_to(step, figures=metrics, evaluated=True)
+            at_end = run.schedule.observe(step, metrics) or at_end
             run.progress.total = run.schedule.total_steps
         if at_end or step % train.checkpoint_every == 0:
             if self.log is not None:
@@ -170,12 +170,12 @@ class Trainer:
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         evaluations = self.run.evaluations
-        figures = evaluations(step, self.place.stage)
+        metrics = evaluations(step, self.place.stage)
         if self.log is not None:
-            self.log.add(figures)
-        if shown := evaluations.shown(figures):
+            self.log.add(metrics)
+        if shown := evaluations.shown(metrics):
             self.run.progress.say(f"  evaluation at step {step}: {shown}")
-        return figures
+        return metrics
 
     def _move_to(self, step: int, **about: Any) -> None:
         """Set where the run is. about: further fields of `Place`; the metrics are by default the last known."""

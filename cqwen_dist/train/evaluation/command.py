@@ -35,7 +35,7 @@ def evaluate_checkpoint(
     base: str | None = None,
     decisions: Decisions | None = None,
 ) -> dict[str, float]:
-    """The figures of `train.evaluation.evaluator` on `data` (default: the run's own held-out texts).
+    """The metrics of `train.evaluation.evaluator` on `data` (default: the run's own held-out texts).
 
     Beside them the base model's own on the same texts: of the run's base, or of `base`. An exported folder has no run
     beside it: then `data` is needed, its field is `text`, there is no baseline, and no base unless it is given.

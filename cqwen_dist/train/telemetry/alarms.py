@@ -166,7 +166,7 @@ class Refusals:
     def refuse(
         self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, log: AlarmLog | None
     ) -> dict[str, float]:
-        """Pass over a step that was refused (nothing of it is in any parameter): its samples are named; its figures.
+        """Pass over a step that was refused (nothing of it is in any parameter): its samples are named; its metrics.
 
         step: of `total`, as people count; loader: that handed its samples out; log: where it is told. Raises
         `NonFiniteStep` where it is the `limit`-th in a row, or the run's last.

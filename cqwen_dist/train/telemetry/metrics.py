@@ -1,6 +1,6 @@
 """The metrics of a run on rank 0: read late, watched, and handed to the writers.
 
-A step's figures stay tensors until the next step has been started: they are packed into one vector, copied while the
+A step's metrics stay tensors until the next step has been started: they are packed into one vector, copied while the
 device works, and read when the next step's come. So no step waits for its own loss, and a step costs one copy.
 """
 
@@ -30,12 +30,12 @@ ALIASES = {
 class _Late:
     """Scalars of a device on their way to the host."""
 
-    def __init__(self, figures: Mapping[str, Any]) -> None:
-        self._names = [name for name, value in figures.items() if isinstance(value, Tensor)]
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        self._names = [name for name, value in metrics.items() if isinstance(value, Tensor)]
         self._there: Tensor | None = None
         self._arrived: Any = None
         if self._names:
-            packed = torch.stack([figures[name].detach().float() for name in self._names])
+            packed = torch.stack([metrics[name].detach().float() for name in self._names])
             self._there = packed
             if packed.is_cuda:
                 self._there = torch.empty(packed.shape, pin_memory=True).copy_(packed, non_blocking=True)
@@ -49,7 +49,7 @@ class _Late:
 
 
 class MetricsLog:
-    """Rank 0's sinks. `push` takes a step's figures, tensors among them; they are read when the next step's come."""
+    """Rank 0's writers. `push` takes a step's metrics, tensors among them; they are read when the next step's come."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class MetricsLog:
         self.flush()
         self._pending, self._late, self._samples = record, _Late(record), samples
 
-    def add(self, figures: Mapping[str, Any]) -> None:
-        """Add plain figures (an evaluation's) to the step last pushed."""
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add plain metrics (an evaluation's) to the step last pushed."""
         assert self._pending is not None
-        self._pending.update(figures)
+        self._pending.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Tell of it wherever figures go."""
+        """Tell of it wherever metrics go."""
         self._alarm_file.write(alarm.to_dict())
-        for sink in self._writers:
-            sink.alarm(alarm.kind, alarm.text)
+        for writer in self._writers:
+            writer.alarm(alarm.kind, alarm.text)
         if self._say is not None:
             self._say(f"alarm {alarm.kind}: {alarm.text}")
 
@@ -93,8 +93,8 @@ class MetricsLog:
         record = {**self._pending, **self._late.read()}
         self._pending = None
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
-        for sink in self._writers:
-            sink.write(record)
+        for writer in self._writers:
+            writer.write(record)
         for alarm in () if self._alarms is None else self._alarms.look(record, self._samples):
             self.alarm(alarm)
         return record
@@ -102,5 +102,5 @@ class MetricsLog:
     def close(self) -> None:
         self.flush()
         self._alarm_file.close()
-        for sink in self._writers:
-            sink.close()
+        for writer in self._writers:
+            writer.close()

@@ -1,4 +1,4 @@
-"""Where the figures of a run go: one small class a place. Rank 0 alone has them.
+"""Where the metrics of a run go: one small class a place. Rank 0 alone has them.
 
 A record is one optimizer step's plain values: `step`, `stage`, `train/...`, and where due `eval/...`, `dist/...`,
 `perf/...`. Every place goes on after a restart: steps after the checkpoint, done again, are not there twice.
@@ -20,7 +20,7 @@ from cqwen_dist.run.files import METRICS, TENSORBOARD, WANDB_ID, write_atomicall
 
 
 class Writer(Protocol):
-    """A place for figures."""
+    """A place for metrics."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one step's record."""
@@ -134,9 +134,9 @@ class TensorBoardWriter:
 
 def open_writers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Writer]:
     """The places that a run's config names; metrics.jsonl is always one. step: of the checkpoint gone on from."""
-    sinks: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
+    writers: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
     if run.wandb != "disabled":
-        sinks.append(WandbWriter(run_dir, run, config))
+        writers.append(WandbWriter(run_dir, run, config))
     if run.tensorboard:
-        sinks.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
-    return sinks
+        writers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
+    return writers
