@@ -19,6 +19,7 @@ FLOORS = {
     "batch": 1,
     "ops": 1,
     "plan": 1,
+    "run": 1,
     "parallel": 2,
     "generate": 2,  # it drives any model of its Protocol and imports none; the model's own .generate() calls it
     "data": 3,

@@ -73,7 +73,7 @@ def marked(rig: Rig, marks: Marks) -> Iterator[None]:
 
     def marked_backward(*args: Any, **options: Any) -> None:
         marks.end("heads")
-        graph = rig.engine.features_awake
+        graph = rig.engine.features_train
         backward(*args, **options)
         marks.end("backbone_backward" if graph else "heads")
 

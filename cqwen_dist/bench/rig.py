@@ -1,6 +1,6 @@
 """A training step by itself: the real engine and stepper on batches made up of the config's shapes, no data, no run.
 
-What is measured here is what trains: `train.engine` and `train.step` as `cqwen train` puts them together, at random
+What is measured here is what trains: the engine and the stepper as `cqwen train` puts them together, at random
 weights (the time and the memory of a step do not depend on their values).
 """
 
@@ -16,47 +16,33 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
-from cqwen_dist.model.backbone import compile_layers
-from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
-from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.constraint import Constraint
-from cqwen_dist.train.deepspeed_config import deepspeed_config
-from cqwen_dist.train.engine import Engine
-from cqwen_dist.train.partitioned import load_partitioned_base
-from cqwen_dist.train.stages import Schedule, StagePlan
-from cqwen_dist.train.step import ACCURACY_EVERY, Stepper
+from cqwen_dist.train.assembly import Base, Training, Words, build_training
+from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.train.step import ACCURACY_EVERY
+from cqwen_dist.train.zero.load import load_partitioned_base
+from cqwen_dist.train.zero.settings import deepspeed_config
 
 NUMBER_SHARE = 0.125  # of tokens are <NUM>, as in GSM8K
 DOCUMENTS = 4  # in a packed sequence
 
 
-@dataclass
-class Rig:
-    """An engine ready to step, on this rank."""
-
-    config: Config
-    runtime: Runtime
-    groups: Groups
-    engine: Engine
-    stepper: Stepper
-    constraint: Constraint
-    schedule: Schedule
-    vocab: int
+@dataclass(frozen=True)
+class Rig(Training):
+    """A training with batches made up of the config's shapes."""
 
     def enter(self, stage: int) -> StagePlan:
         """Go to the beginning of a stage: who is awake, at what rates."""
         plan = self.schedule.plans[stage]
-        self.engine.enter_stage(plan, self.schedule.woken(plan))
+        self.enter_stage(plan, fresh=True)
         self.engine.set_lr(plan, plan.start)
-        self.constraint.features_moved = self.schedule.features_awake_by(plan)
         return plan
 
     def batches(self, plan: StagePlan, seed: int = 0) -> list[Batch]:
@@ -112,42 +98,18 @@ def build_rig(
     """
     seed_everything(config.train.seed)
     groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
-    dtype = dtype_of(config.train.precision)
-    base, head = _base(config, architecture, runtime, dtype)
-    vocab = base.config.vocab_size
-    start, stop = vocab_range(vocab, groups.vocab_rank, groups.vocab_size)
-    model = CausalQwenModel.from_base_model(
-        base,
-        start="seed",
-        head=head,
-        num_token_id=vocab - 1,
-        vocab_start=start,
-        rows=stop - start,
-        causal_size=config.model.causal_size,
-        number_dims=config.number_dims,
-        scale_activation=config.model.scale_activation,
-        scalar_threshold=config.train.thresholds == "scalar",
-        lora=config.model.lora.model_dump() if config.trains("lora") else None,
-    )
-    if config.model.gradient_checkpointing:
-        model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    engine = Engine(model, config, runtime, groups)
-    if config.model.compile_layers:
-        compile_layers(model.transformer)
-    constraint = Constraint(model, config.loss.constraint, engine.forward)
-    used = vocab if config.loss.negatives == "used" else None
-    stepper = Stepper(engine, config, dtype, used, constraint, np.ones(vocab, dtype=np.int64))
-    rig = Rig(config, runtime, groups, engine, stepper, constraint, Schedule(config.stages, 1), vocab)
+    base = _base(config, architecture, runtime)
+    vocab = base.model.config.vocab_size
+    words = Words(vocab - 1, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64))
+    rig = Rig(**vars(build_training(config, runtime, groups, base, words, steps_per_epoch=1)))
     if config.loss.constraint.mode != "off":
-        constraint.begin(engine.feature_state()[0], rig.batches(rig.schedule.plans[0])[:1])
+        rig.constraint.begin(rig.engine.feature_state()[0], rig.batches(rig.schedule.plans[0])[:1])
     return rig
 
 
-def _base(
-    config: Config, architecture: dict[str, Any], runtime: Runtime, dtype: torch.dtype
-) -> tuple[PreTrainedModel, Any]:
-    """(base, head): whole, on the run's device; under ZeRO-3 partitioned, from files that are written aside."""
-    settings = AutoConfig.for_model(**architecture)
+def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Base:
+    """Random weights: whole, on the run's device; under ZeRO-3 partitioned, from files that are written aside."""
+    settings, dtype = AutoConfig.for_model(**architecture), dtype_of(config.train.precision)
     if config.parallel.zero_stage == 3:
         with _folder(runtime) as folder:
             if runtime.is_main:
@@ -155,9 +117,9 @@ def _base(
             barrier()
             partition = deepspeed_config(config, runtime.world_size, 1)
             base, head, _ = load_partitioned_base(str(folder), dtype, partition, runtime)
-            return base, head[:]
+            return Base(base, head[:])
     with runtime.device:  # random weights of a large model are drawn where they will be
-        return AutoModelForCausalLM.from_config(settings, dtype=dtype), None
+        return Base(AutoModelForCausalLM.from_config(settings, dtype=dtype))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
 from cqwen_dist.checkpoint.as_base import HELD, plain_model
-from cqwen_dist.checkpoint.manifest import let_read, resolve_checkpoint
+from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
 from cqwen_dist.config import Config, UserError, load_config
@@ -39,6 +39,7 @@ from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwen
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
+from cqwen_dist.run.files import CONFIG, STATE, let_read
 
 ABOUT = "training.json"
 EMBEDDING = ("embedding.w_num", "embedding.num_row")  # what trains of it
@@ -138,9 +139,9 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     stranger's, so its config alone does not let a model run its code here: TRUST in the environment has to agree.
     """
     run, folder = resolve_checkpoint(path)
-    config = load_config(run / "config.yaml", [f"run.dir={json.dumps(str(run))}"])
+    config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"])
     if config.model.trust_remote_code and os.environ.get(TRUST) != "1":
-        raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 beside it", str(run / "config.yaml"))
+        raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 beside it", str(run / CONFIG))
     return config, folder
 
 
@@ -295,7 +296,7 @@ def _about(path: Path) -> dict[str, Any]:
         except (OSError, ValueError):
             return {"base": None, "adapter": None}
     config, folder = run_of(path)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     figures = {k: v for k, v in (state.get("figures") or {}).items() if isinstance(v, (int, float))}
     built = config.model.architecture
     return {

@@ -5,102 +5,18 @@ The manifest is written last. A folder without one, or that disagrees with it, i
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
 import re
-import secrets
 import shutil
-import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.run.files import CHECKPOINTS, LATEST, MANIFEST, file_record, read_small, sync_folder
 
 FORMAT = 2
-MANIFEST = "manifest.json"
-LATEST = "latest"  # in the run folder: the path of the newest checkpoint, moved after it is whole
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
-PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors")
-
-
-def file_record(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
-    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _digest(file: Any) -> Any:
-    digest = hashlib.sha256()  # Python 3.10
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old one or the new one, whole, also after a power loss."""
-    # Not by the process's number: containers on several hosts have the same ones, and any rank may write a status.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def read_small(path: Path) -> str:
-    """A file's text. Raises OSError, also for what is no file: reading a pipe would wait for somebody to write."""
-    if not path.is_file():
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
-    return path.read_text(encoding="utf-8")
-
-
-def let_read(path: Path) -> None:
-    """Let those read a file, or a folder's files, who may read the folder: safetensors writes for its owner alone."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    for file in files:
-        if file.is_file() and not file.is_symlink():
-            file.chmod(file.parent.stat().st_mode & 0o666)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames inside a folder durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what matters for reading a run again, as installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def git_commit() -> str | None:
-    """The commit of the working directory's repository, or None."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True, cwd=Path.cwd()
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -142,12 +58,12 @@ def verify(folder: Path, checksums: bool = True) -> list[str]:
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step lives."""
-    return run_dir / "checkpoints" / f"step-{step:08d}"
+    return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints with a readable manifest, oldest first; a copy under another name is none."""
-    found = {folder: read_manifest(folder) for folder in sorted((run_dir / "checkpoints").glob("step-*"))}
+    found = {folder: read_manifest(folder) for folder in sorted((run_dir / CHECKPOINTS).glob("step-*"))}
     return [folder for folder, known in found.items() if known and folder == checkpoint_folder(run_dir, known["step"])]
 
 
@@ -189,7 +105,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
         named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):
         named = run_dir
-    if named.parent != run_dir / "checkpoints":  # no `latest`, or nothing that it could name
+    if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or nothing that it could name
         if not known:
             return None, ""
         named = known[-1]
@@ -230,7 +146,7 @@ def put_aside(folder: Path) -> Path:
 def finish_renames(run_dir: Path) -> None:
     """Give a checkpoint that was whole when its run was killed, and had no name then, its name; delete the rest of one
     whose deletion a kill cut short."""
-    folder = run_dir / "checkpoints"
+    folder = run_dir / CHECKPOINTS
     for left in sorted(leftovers(folder)):  # of one step, `.partial` before the `.replaced` that it replaces
         final = left.with_name(left.stem[1:])
         if not final.exists() and not verify(left):

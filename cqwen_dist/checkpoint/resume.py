@@ -31,6 +31,7 @@ from torch import Tensor
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.run.files import STATE
 
 Tensors = dict[str, Tensor]
 
@@ -61,7 +62,7 @@ def load_checkpoint(folder: Path, row_range: tuple[int, int], moments: bool = Tr
             rows=_load_rows(folder, row_range, ".safetensors"),
             row_moments=_load_rows(folder, row_range, ".moments.safetensors") if moments else {},
             row_range=row_range,
-            state=json.loads((folder / "state.json").read_text(encoding="utf-8")),
+            state=json.loads((folder / STATE).read_text(encoding="utf-8")),
         )
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError("checkpoint", str(folder), f"files that can be read ({error})") from None

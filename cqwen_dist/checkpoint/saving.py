@@ -30,19 +30,11 @@ from torch.distributed import ProcessGroup
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import (
     FORMAT,
-    LATEST,
-    MANIFEST,
     checkpoint_folder,
-    file_record,
-    git_commit,
     leftovers,
-    let_read,
     list_checkpoints,
     put_aside,
     read_manifest,
-    sync_folder,
-    versions,
-    write_atomically,
 )
 from cqwen_dist.checkpoint.resume import Tensors, TrainState
 from cqwen_dist.checkpoint.retention import Retention
@@ -51,6 +43,8 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import Groups, side_group
+from cqwen_dist.run.environment import git_commit, versions
+from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync_folder, write_atomically
 
 SAMPLES = 8  # tensors of a file that are read back after it was written
 
@@ -248,8 +242,8 @@ def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, 
             records[f"{adapter.FOLDER}/{adapter.CONFIG}"] = _synced(folder / adapter.CONFIG)
         else:
             folder.rmdir()
-        write_atomically(beside / "state.json", json.dumps(state.state, indent=1))
-        records["state.json"] = file_record(beside / "state.json")
+        write_atomically(beside / STATE, json.dumps(state.state, indent=1))
+        records[STATE] = file_record(beside / STATE)
     for name, tensors in files.items():
         records[name] = _write(beside / name, tensors)
     return records

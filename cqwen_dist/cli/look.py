@@ -30,8 +30,8 @@ def evaluate(
         if value is not None and not 0 < value < 1:
             raise UserError(key, value, "a probability between 0 and 1")
     quiet_libraries()
-    from cqwen_dist.train.evaluate import Decisions
-    from cqwen_dist.train.evaluate_file import evaluate_checkpoint
+    from cqwen_dist.train.evaluation.command import evaluate_checkpoint
+    from cqwen_dist.train.evaluation.evaluator import Decisions
 
     figures = evaluate_checkpoint(
         checkpoint, data or None, micro_batch_size, base=base or None, decisions=Decisions(label_set, reject_below)
@@ -51,8 +51,9 @@ def report(
 ) -> None:
     """Curves, calibration, predictions and a diagnosis of runs as one HTML page that needs nothing else."""
     from cqwen_dist.report.diagnosis import diagnose
-    from cqwen_dist.report.html import REPORT, write_report
+    from cqwen_dist.report.html import write_report
     from cqwen_dist.report.run_data import read_run
+    from cqwen_dist.run.files import REPORT
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     try:
@@ -83,7 +84,7 @@ def status(
 def checkpoint_list(run: Run) -> None:
     """Checkpoints of a run, oldest first."""
     from cqwen_dist.checkpoint.manifest import describe, list_checkpoints
-    from cqwen_dist.train.run_folder import CONFIG
+    from cqwen_dist.run.files import CONFIG
 
     found = list_checkpoints(run)
     if not found and not (run / CONFIG).is_file():

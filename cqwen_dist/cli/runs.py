@@ -178,8 +178,9 @@ def _leave_report(run: Path) -> None:
     """report.html in the run's folder, by rank 0. What goes wrong here does not make a failure of a finished run."""
     if os.environ.get("RANK", "0") != "0":
         return
-    from cqwen_dist.checkpoint.status import read_status
-    from cqwen_dist.report.html import REPORT, write_report
+    from cqwen_dist.report.html import write_report
+    from cqwen_dist.run.files import REPORT
+    from cqwen_dist.run.status import read_status
 
     try:
         page = write_report([run], run / REPORT)

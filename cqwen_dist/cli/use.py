@@ -159,6 +159,7 @@ def predict(
     quiet_libraries()
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.generate.table import predict_table, prompts_of, read_table
+    from cqwen_dist.run.files import written_whole
 
     prompts_of(template, *read_table(table))  # a mistake is said before the model is read
     model, tokenizer = load_trained(checkpoint, device)
@@ -172,15 +173,11 @@ def predict(
     if out is None:
         predict_table(model, tokenizer, table, template, sys.stdout, **options)
         return
-    partial = out.with_name(f".{out.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
+        with written_whole(out) as beside, beside.open("w", encoding="utf-8", newline="") as file:
             rows = predict_table(model, tokenizer, table, template, file, **options)
-        partial.rename(out)
     except OSError as error:
         raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
-    finally:
-        partial.unlink(missing_ok=True)
     typer.echo(f"{rows} rows to {out}")
 
 

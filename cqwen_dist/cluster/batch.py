@@ -22,33 +22,23 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.errors import Said
+from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, read_lines
+from cqwen_dist.run.status import HistoryEntry, read_status
 
-FOLDER = "slurm"  # in the run's folder: scripts, logs, history
-HISTORY = "history.jsonl"
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
 LINES = 20  # of the guilty rank's log
 
 
-def read_history(run_dir: Path) -> list[dict[str, Any]]:
+def read_history(run_dir: Path) -> list[HistoryEntry]:
     """Starts and ends, oldest first; a line that a crash left unfinished is passed over."""
-    entries = []
-    try:
-        lines = (run_dir / FOLDER / HISTORY).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue
-    return entries
+    entries: Any = read_lines(run_dir / SLURM / HISTORY)
+    return list(entries)
 
 
-def fruitless_starts(history: list[dict[str, Any]]) -> int:
+def fruitless_starts(history: list[HistoryEntry]) -> int:
     """How many starts of this job came, one after another, to no new checkpoint; those that others stopped aside.
 
     A start that has no end lost its own host, or SLURM ended it: it counts like one whose rank was lost. So does one
@@ -78,11 +68,11 @@ def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, 
         raise UserError(
             "this job", Said(f"{tries - 1} starts in a row without a new checkpoint"), "a look at the logs, then sbatch"
         )
-    logs = run_dir / FOLDER / f"job-{job}" / f"start-{start}"
+    logs = run_dir / SLURM / f"job-{job}" / f"start-{start}"
     logs.mkdir(parents=True, exist_ok=True)
-    latest = run_dir / FOLDER / "latest"
+    latest = run_dir / SLURM / "latest"
     fresh = latest.with_name(f"latest.{os.getpid()}")
-    fresh.symlink_to(logs.relative_to(run_dir / FOLDER))
+    fresh.symlink_to(logs.relative_to(run_dir / SLURM))
     fresh.replace(latest)
     return run_dir, logs
 
@@ -156,7 +146,7 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
 
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
     """One line, in one write: appends of several hosts do not mix."""
-    path = run_dir / FOLDER / HISTORY
+    path = run_dir / SLURM / HISTORY
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"
     with path.open("ab", buffering=0) as file:
@@ -166,7 +156,7 @@ def _record(run_dir: Path, entry: dict[str, Any]) -> None:
 def _latest_step(run_dir: Path) -> int:
     """Of the newest checkpoint; 0 without one."""
     try:
-        found = re.search(r"(\d+)\s*$", (run_dir / "latest").read_text(encoding="utf-8"))
+        found = re.search(r"(\d+)\s*$", (run_dir / LATEST).read_text(encoding="utf-8"))
     except OSError:
         return 0
     return int(found[1]) if found else 0
@@ -175,7 +165,7 @@ def _latest_step(run_dir: Path) -> int:
 def _stamp(run_dir: Path) -> list[Any] | None:
     """Whether status.json was written since: its inode and time (it is replaced, never changed in place)."""
     try:
-        stat = (run_dir / "status.json").stat()
+        stat = (run_dir / STATUS).stat()
     except OSError:
         return None
     return [stat.st_ino, stat.st_mtime_ns]

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.checkpoint.manifest import git_commit, versions
 from cqwen_dist.cluster.node import has_gpu
+from cqwen_dist.run.environment import git_commit, versions
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (2**20, 16 * 2**20)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.node import rank_environment
 from cqwen_dist.cluster.rank import Order
@@ -21,8 +20,9 @@ from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.launcher import LAUNCHER, taken
 from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
-from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
-from cqwen_dist.train.run_folder import is_done, refuse_changes
+from cqwen_dist.run.folder import is_done, refuse_changes
+from cqwen_dist.run.status import read_status
+from cqwen_dist.train.zero.settings import deepspeed_config, feature_parameters
 
 STOPPED = 75  # exit code: stopped in order, resume me
 GRACE_S = 10.0  # between SIGTERM and SIGKILL

@@ -22,8 +22,8 @@ from jinja2 import Environment, StrictUndefined
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.run.files import SLURM
 
-FOLDER = "slurm"  # in the run's folder
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 
 
@@ -107,7 +107,7 @@ class Job:
         options = {
             "job-name": self.name,
             "chdir": str(self.folder),
-            "output": _no_pattern(str(self.run_dir / FOLDER)) + "/%j.out",
+            "output": _no_pattern(str(self.run_dir / SLURM)) + "/%j.out",
             "nodes": r.nodes,
             "ntasks-per-node": 1,
             "gpus-per-node": r.gpus_per_node or None,

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.cluster.slurm import FOLDER, Job, Place, Resources, check, read_stage_option, render, send, split_stages
+from cqwen_dist.cluster.slurm import Job, Place, Resources, check, read_stage_option, render, send, split_stages
 from cqwen_dist.cluster.slurm import waits_for as options_to_wait
 from cqwen_dist.config import Config, UserError, refuse_ranks
 from cqwen_dist.config.errors import Said
 from cqwen_dist.plan import read_architecture
-from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
-from cqwen_dist.train.run_folder import is_done
+from cqwen_dist.run.files import CONFIG, SLURM
+from cqwen_dist.run.folder import is_done
+from cqwen_dist.train.zero.settings import deepspeed_config, feature_parameters
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def plan_jobs(
         raise UserError("run.resume", "never", "auto or last-good: a job that is queued again goes on")
     by_stage = dict(read_stage_option(text, resources) for text in stages)
     run_dir = Path(config.run.dir).absolute()
-    folder = _free_folder(run_dir / FOLDER)
+    folder = _free_folder(run_dir / SLURM)
     jobs = []
     split = split_stages(config, resources, by_stage)
     trained = feature_parameters(config, read_architecture(config))
@@ -73,7 +74,7 @@ def plan_jobs(
                 name=name if len(split) == 1 else f"{name}-{last}",
                 folder=Path.cwd(),
                 run_dir=run_dir,
-                config=str(folder / "config.yaml"),
+                config=str(folder / CONFIG),
                 overrides=tuple(chained),
                 resources=needs,
                 place=place or Place(),
@@ -99,7 +100,7 @@ def submit(plan: Plan) -> list[str]:
         )
     try:
         plan.folder.mkdir(parents=True)
-        (plan.folder / "config.yaml").write_text(plan.config.to_yaml(), encoding="utf-8")
+        (plan.folder / CONFIG).write_text(plan.config.to_yaml(), encoding="utf-8")
         for script, job in zip(plan.scripts, plan.jobs, strict=True):
             script.write_text(render(job), encoding="utf-8")
     except OSError as error:
@@ -121,7 +122,7 @@ def advice(plan: Plan, ids: Sequence[str]) -> list[str]:
     scripts = " ".join(shlex.quote(str(script)) for script in plan.scripts[-1:])
     return [
         *lines,
-        f"follow: cqwen status {quoted}    tail -F {shlex.quote(str(run_dir / FOLDER / 'latest' / 'rank-0.log'))}",
+        f"follow: cqwen status {quoted}    tail -F {shlex.quote(str(run_dir / SLURM / 'latest' / 'rank-0.log'))}",
         f"stop:   scancel {' '.join(ids)}    (in order, to go on later: scancel --batch --signal=TERM {ids[0]})",
         f"resume: sbatch {scripts}    (it goes on from the last checkpoint)",
     ]

@@ -8,10 +8,10 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from cqwen_dist.checkpoint.status import read_status
-from cqwen_dist.cluster.batch import FOLDER, HISTORY, read_history
+from cqwen_dist.cluster.batch import read_history
 from cqwen_dist.config import UserError
-from cqwen_dist.train.run_folder import CONFIG
+from cqwen_dist.run.files import CONFIG, HISTORY, SLURM
+from cqwen_dist.run.status import read_status
 
 STALE_S = 60.0  # a run that says nothing for so long is not at work: it writes every ten seconds
 
@@ -29,7 +29,7 @@ def look(run_or_job: str) -> dict[str, Any]:
         if job is None:
             raise UserError("JOB", run_or_job, "a job that SLURM still knows (or the run's folder)")
         named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)  # ours: RUN/slurm/JOB.out
-        found = next((run for run in named if run.name and (run / FOLDER / HISTORY).is_file()), None)
+        found = next((run for run in named if run.name and (run / SLURM / HISTORY).is_file()), None)
         if found is None:
             return {"status": "not started", "run": None, "job": _of_interest(job), "history": []}
         folder = found
@@ -42,7 +42,7 @@ def look(run_or_job: str) -> dict[str, Any]:
         raise UserError("RUN", run_or_job, f"a run's folder (it holds {CONFIG}), or the id of a job")
     if status["status"] == "unknown" and starts:
         status = {"status": "starting"}
-    document = {**status, "run": str(folder), "job": _of_interest(job), "history": history}
+    document: dict[str, Any] = {**status, "run": str(folder), "job": _of_interest(job), "history": history}
     if document["status"] == "running" and "updated" in document:
         document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
     return document
@@ -97,7 +97,7 @@ def lines(document: dict[str, Any]) -> list[str]:
     if document["job"]:
         said.append("job: " + ", ".join(f"{key} {value}" for key, value in document["job"].items()))
     if document["history"]:
-        said.append(f"logs: {Path(document['run']) / FOLDER / 'latest'}")
+        said.append(f"logs: {Path(document['run']) / SLURM / 'latest'}")
     return said
 
 

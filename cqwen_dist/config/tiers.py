@@ -90,7 +90,8 @@ def _sections(key: dict[str, Any]) -> list[str]:
 def _drop_unused(schema: dict[str, Any]) -> None:
     """Without the definitions that nothing refers to any more."""
     definitions = schema.pop("$defs", {})
-    used, left = set(), [schema]
+    used: set[str] = set()
+    left = [schema]
     while left:
         for key in left.pop().get("properties", {}).values():
             for name in set(_sections(key)) - used:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cqwen_dist.run.files import STACKS
+
 SHARE = 0.9  # of the collective timeout
-STACKS = "stacks"  # in the run's folder
 
 
 class HangWatch:

@@ -1,6 +1,6 @@
 """Floating-point operations a token, by part: a product of [N, a] and [a, b] is 2 N a b.
 
-The one count of them: a plan takes `Work` from a config (`of_stage`), a run from its model (`train.perf.of_model`).
+The one count of them: a plan takes `Work` from a config (`of_stage`), a run from its model (`telemetry.perf`).
 "Useful" operations are those that the mathematics asks for: causal attention looks at half of [T, T], and what is
 computed again (gradient checkpointing; the scores, in attention's backward) stands beside them. MFU divides useful
 operations by the hardware's peak.

@@ -12,13 +12,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cqwen_dist import __version__
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.report.charts import GLANCE, TILES, Chart, sections, watched_names
 from cqwen_dist.report.console import finite
 from cqwen_dist.report.diagnosis import diagnose
 from cqwen_dist.report.run_data import RunData, read_run
+from cqwen_dist.run.files import write_atomically
 
-REPORT = "report.html"
 PAGE = Path(__file__).parent / "page"
 
 

@@ -18,7 +18,8 @@ from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import load_config
 from cqwen_dist.data.diabetes import diabetes_table, diabetes_texts
 from cqwen_dist.generate.continuation import continue_text
-from cqwen_dist.train.conformal import CALIBRATION
+from cqwen_dist.run.files import STATE
+from cqwen_dist.train.evaluation.conformal import CALIBRATION
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def learned(run_dir: Path) -> dict[str, Any]:
     folder = latest_checkpoint(run_dir)
     if folder is None:
         return {}
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     return {name: value for name, value in state["figures"].items() if name != CALIBRATION}
 
 

@@ -12,6 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.run.files import (
+    ALARMS,
+    CONFIG,
+    ENVIRONMENT,
+    EVALUATIONS,
+    METRICS,
+    START,
+    STATUS,
+    read_lines,
+    read_object,
+)
 
 POINTS = 400  # of a curve; a longer one is drawn as medians of as many stretches, in a band from least to largest
 
@@ -57,16 +68,16 @@ class RunData:
 
 def read_run(folder: Path) -> RunData:
     """Read a run's folder. Raises `UserError` where it is none."""
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG).is_file():
         raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
-    config = load_config(folder / "config.yaml", [f"run.dir={json.dumps(str(folder))}"])
-    start = _object(folder / "start.json")
+    config = load_config(folder / CONFIG, [f"run.dir={json.dumps(str(folder))}"])
+    start = read_object(folder / START)
     values: dict[str, tuple[list[float], list[float]]] = {}
     for name, value in (start.get("eval") or {}).items():
         _add(values, name, 0, value)
     stages: list[Stretch] = []
     step = 0
-    for record in _lines(folder / "metrics.jsonl"):
+    for record in _lines(folder / METRICS):
         step = record.get("step", 0)
         stage = str(record.get("stage", ""))
         if not stages or stages[-1].name != stage:
@@ -75,20 +86,20 @@ def read_run(folder: Path) -> RunData:
         for name, value in record.items():
             if "/" in name:
                 _add(values, name, step, value)
-    found = (_object(path) for path in sorted((folder / "evaluations").glob("step-*.json")))
+    found = (read_object(path) for path in sorted((folder / EVALUATIONS).glob("step-*.json")))
     return RunData(
         name=config.run.name or folder.resolve().name,
         folder=folder,
-        status=_object(folder / "status.json"),
+        status=read_object(folder / STATUS),
         config=config.model_dump(mode="json"),
         yaml=config.to_yaml(),
-        environment=_object(folder / "environment.json"),
+        environment=read_object(folder / ENVIRONMENT),
         start=start,
         stages=stages,
         curves={name: _curve(x, y) for name, (x, y) in values.items()},
         last={name: y[-1] for name, (_, y) in values.items()},
         evaluations=[evaluation for evaluation in found if "step" in evaluation],
-        alarms=list(_lines(folder / "alarms.jsonl")),
+        alarms=list(_lines(folder / ALARMS)),
         steps=step,
         raw={name: y for name, (_, y) in values.items()},
     )
@@ -121,22 +132,4 @@ def _short(value: float) -> float:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file; a line that a kill cut off, or whose step is none, is passed over."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step", 0), int):
-                yield record
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return (record for record in read_lines(path) if isinstance(record.get("step", 0), int))

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from cqwen_dist.checkpoint.manifest import let_read
 from cqwen_dist.config import TRAIN_TOKENIZER, Config, UserError
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.sources import ReadReport, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
+from cqwen_dist.run.files import let_read
 from cqwen_dist.train.pretrain import pretrain
 
 CPU = torch.device("cpu")

@@ -31,12 +31,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import let_read
 from cqwen_dist.config import ConstraintConfig, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, is_lora_b
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.run.files import let_read, written_whole
 
 Features = Callable[[Batch, Tensor], Tensor]  # (batch on the device, keep [N]) -> z [N,H]
 AIM = 0.8  # of eps: what the multiplier steers at, since the means of batches scatter
@@ -105,10 +105,9 @@ class Constraint:
         tensors = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
         tensors |= {"w_num": self._embedding[0], "num_row": self._embedding[1], "spread": self.spread}
         tensors["adapted"] = torch.tensor(self._adapted)
-        beside = path.with_name(f".{path.name}.partial")
-        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, beside)
-        let_read(beside)
-        beside.replace(path)
+        with written_whole(path) as beside:
+            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, beside)
+            let_read(beside)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         """Put back what `save` wrote and `state_dict` gave. Raises `UserError`."""
@@ -181,17 +180,17 @@ class Constraint:
 
     @torch.no_grad()
     def after_step(self, sums: Tensor, tokens: int) -> dict[str, Tensor]:
-        """The step's figures from the sums [4] of all ranks; dual: the multiplier moves. No host synchronisation."""
+        """The step's metrics from the sums [4] of all ranks; dual: the multiplier moves. No host synchronisation."""
         kl, drift, over, loss = sums / max(tokens, 1)
-        figures = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
+        metrics = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
         if self.config.mode in ("hinge", "dual"):
-            figures["train/constraint_loss"] = loss
+            metrics["train/constraint_loss"] = loss
         if self.config.mode == "dual":
-            figures["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
+            metrics["train/kl_multiplier"] = (self.multiplier * self._answer).clone()
             off = (kl / (AIM * self.config.eps) - 1.0).clamp(-_FALL, 1.0)
             self.multiplier.mul_(torch.exp(self.config.rate * off)).clamp_(min=_LEAST * self.config.beta)
             self._answer.copy_((kl / self.config.eps).pow(_STEEPNESS).clamp(*_ANSWER))
-        return figures
+        return metrics
 
 
 def _frozen_copy(model: CausalQwenModel) -> Any:

@@ -50,7 +50,7 @@ def band_of(counts: np.ndarray) -> np.ndarray:
 
 
 def band_names() -> list[str]:
-    """As they end the names of figures, the most frequent first."""
+    """As they end the names of metrics, the most frequent first."""
     return [*(f"{low + 1}_{high}" for low, high in pairwise((0, *BANDS))), f"{BANDS[-1] + 1}_up", "unseen"]
 
 

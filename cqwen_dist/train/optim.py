@@ -1,6 +1,6 @@
 """The heads' optimizer: fp32 parameters outside DeepSpeed, rows spread over the vocabulary group.
 
-Gradient convention (the one `train.engine` keeps): every rank differentiates its vocabulary group's whole word loss
+Gradient convention (of `zero.engine`, too): every rank differentiates its vocabulary group's whole word loss
 plus its own numbers' loss, each token weighted by world / global count. Then for
     replicated parameters   gradient = sum over the world / world
     rows of the vocabulary  gradient = sum over the replica group / world
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.train.groups import Member
+from cqwen_dist.train.parameter_groups import Member
 from cqwen_dist.train.stages import StagePlan
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -24,27 +24,27 @@ NORM_BLOCK = 1 << 20
 
 
 class HeadOptimizer:
-    """AdamW over the heads' members; a sleeping group costs and moves nothing."""
+    """AdamW over the heads' parameters; a frozen group costs and changes nothing."""
 
     def __init__(self, members: list[Member], groups: Groups, betas: tuple[float, float], weight_decay: float) -> None:
         self.members = members
         self.groups = groups
-        # b_noise enters as it is while b_scale passes a softplus that is exponential where it works: a step of 1e-2
-        # is 1 % of the scale for b_scale, and 700 times the calibrated scale for b_noise. So its rate is relative.
+        # b_noise is used as it is; b_scale passes a softplus, exponential where it is used. A step of 1e-2 is 1 % of
+        # the scale for b_scale, and 700 times the calibrated scale for b_noise. So b_noise's rate is relative.
         self.noise_unit = 1.0
-        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient, of the step being taken
+        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient in this step
         self.adamw = torch.optim.AdamW(
             [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
             betas=betas,
             fused=True,  # one pass and no temporary of W_cls's size
         )
 
-    def enter_stage(self, plan: StagePlan, woken: frozenset[str]) -> None:
-        """Wake and put to sleep; a group in `woken` begins with zero moments and Adam step 0."""
+    def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
+        """Set which groups train; those in `newly_trained` begin with zero moments and Adam step 0."""
         for member in self.members:
             member.parameter.requires_grad_(member.group in plan.stage.groups)
             member.parameter.grad = None
-            if member.group in woken:
+            if member.group in newly_trained:
                 self.adamw.state.pop(member.parameter, None)
 
     def set_lr(self, plan: StagePlan, step: int) -> None:
@@ -82,8 +82,8 @@ class HeadOptimizer:
     def _awake(self, group: str) -> list[Member]:
         return [m for m in self.members if m.group == group and m.parameter.requires_grad]
 
-    def take_figures(self) -> dict[str, Tensor]:
-        """{"train/b_noise_grad": []} of the step just taken, over all ranks; {} where b_noise slept."""
+    def take_metrics(self) -> dict[str, Tensor]:
+        """{"train/b_noise_grad": []} of the step just taken, over all ranks; {} where b_noise is frozen."""
         taken, self._noise = self._noise, None
         return {} if taken is None else {"train/b_noise_grad": taken}
 

@@ -5,53 +5,25 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
-from cqwen_dist.checkpoint.lock import run_lock
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.checkpoint.status import RunStatus, end_status
 from cqwen_dist.config import JUDGED, Config, UserError, rises
 from cqwen_dist.config.errors import Said
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.run_folder import open_run
+from cqwen_dist.run.folder import open_run
+from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run.status import RunStatus, end_status
 
 # What a disk says that is the user's to mend.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO)
-
-
-@dataclass
-class Place:
-    """Where a run is, as a checkpoint made now would say it. The same on every rank."""
-
-    step: int = 0
-    stage: str = ""
-    loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
-    figures: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
-    due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
-    evaluated: bool = False  # whether the figures are of `step`
-
-    def to_dict(self) -> dict[str, Any]:
-        """For state.json."""
-        due = None
-        if self.due is not None:
-            due = {key: float(value) if isinstance(value, Tensor) else value for key, value in self.due.items()}
-        return {
-            "step": self.step,
-            "stage": self.stage,
-            "loader": self.loader,
-            "figures": self.figures,
-            "due": due,
-            "evaluated": self.evaluated,
-        }
 
 
 @contextmanager
@@ -100,11 +72,11 @@ def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
     return checkpoint
 
 
-def check_best_metric(config: Config, figures: Mapping[str, Any]) -> None:
+def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
     """Raises `UserError` where the best checkpoints go by a figure that evaluation does not give."""
     metric = config.train.best_metric
-    if config.train.keep_best and figures and metric not in figures:
-        known = ", ".join(sorted(name for name in figures if name.startswith(JUDGED)))
+    if config.train.keep_best and metrics and metric not in metrics:
+        known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
         raise UserError("train.best_metric", metric, f"a figure of an evaluation: {known}")
 
 

@@ -93,24 +93,24 @@ class Schedule:
         """Of the whole run; fewer once a stage with `until` has ended early."""
         return self.plans[-1].stop
 
-    def check_metrics(self, figures: Mapping[str, Any]) -> None:
+    def check_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Raises `UserError` by key where a stage watches a figure that evaluation does not give."""
         for plan in self.plans:
             metric = None if plan.stage.until is None else plan.stage.until.metric
-            if metric is not None and metric not in figures:
-                known = ", ".join(sorted(name for name in figures if name.startswith(JUDGED)))
+            if metric is not None and metric not in metrics:
+                known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
                 raise UserError(f"stages.{plan.index}.until.metric", metric, f"a figure of an evaluation: {known}")
 
-    def observe(self, step: int, figures: Mapping[str, Any]) -> bool:
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Take note of an evaluation after `step` steps; True where it ends the stage that the last step was of.
 
-        The same figures on every rank give the same answer. NaN is no improvement.
+        The same metrics on every rank give the same answer. NaN is no improvement.
         """
         plan = self.at(step - 1)
         until = plan.stage.until
         if until is None:
             return False
-        value = float(figures[until.metric])
+        value = float(metrics[until.metric])
         gain = math.inf if self._best is None else (value - self._best) * (1 if until.higher_is_better else -1)
         if not math.isnan(value) and gain > until.min_delta:
             self._best, self._waited = value, 0
@@ -145,11 +145,11 @@ class Schedule:
         """The stage that a step belongs to; the last one for a finished run."""
         return next((plan for plan in self.plans if step < plan.stop), self.plans[-1])
 
-    def features_awake_by(self, plan: StagePlan) -> bool:
+    def features_trained_by(self, plan: StagePlan) -> bool:
         """Whether anything before z trains in this stage or has in an earlier one."""
         return any(p.stage.groups & {"embedding", "lora"} for p in self.plans[: plan.index + 1])
 
-    def woken(self, plan: StagePlan) -> frozenset[str]:
+    def newly_trained(self, plan: StagePlan) -> frozenset[str]:
         """Groups that are awake in this stage and were not in the one before: their moments begin at zero."""
         before = self.plans[plan.index - 1].stage.groups if plan.index else frozenset()
         return plan.stage.groups - before

@@ -1,15 +1,77 @@
-"""Between the engine and a checkpoint: what trains, by name, sorted into whole tensors and rows."""
+"""A run's state, between its parts and a checkpoint: where it is, and what trains, in whole tensors and rows."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqwen_dist.checkpoint.resume import TrainState, refuse_strange
-from cqwen_dist.train.engine import Engine
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
+from cqwen_dist.checkpoint.saving import About
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.run.files import START_TENSORS
+from cqwen_dist.train.assembly import Run
+from cqwen_dist.train.evaluation.conformal import CALIBRATION
 from cqwen_dist.train.optim import MOMENTS
+from cqwen_dist.train.zero.engine import Engine
+
+
+@dataclass
+class Place:
+    """Where a run is, as a checkpoint made now would say it. The same on every rank."""
+
+    step: int = 0
+    stage: str = ""
+    loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
+    figures: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
+    due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
+    evaluated: bool = False  # whether the metrics are of `step`
+
+    def to_dict(self) -> dict[str, Any]:
+        """For state.json."""
+        due = None
+        if self.due is not None:
+            due = {key: float(value) if isinstance(value, Tensor) else value for key, value in self.due.items()}
+        return {**vars(self), "due": due}
+
+
+def save(run: Run, place: Place) -> None:
+    """Save a checkpoint of everything that trains and of where the run is. Collective over the world."""
+    progress = {
+        **place.to_dict(),
+        "schedule": run.schedule.state_dict(),
+        "constraint": run.constraint.state_dict(),
+        "norms": run.engine.usual.seen,
+        **run.evaluations.state_dict(),
+        "figures": {**place.figures, **run.evaluations.factors()},
+    }
+    evaluated = place.figures if place.evaluated else {}
+    about = About(place.step, place.stage, evaluated, run.config.model_dump(mode="json"), run.config.base_folder)
+    run.saver.save(lambda: collect_state(run.engine, row_range(run.model), progress), about)
+
+
+def restore(run: Run, folder: Path) -> Place:
+    """Put back what `save` saved, on whatever ranks; returns where the run goes on."""
+    found = load_checkpoint(folder, row_range(run.model))
+    restore_state(run.engine, found, folder)
+    state = found.state
+    place = Place(**{key: state[key] for key in Place().to_dict()})
+    factors = place.figures.pop(CALIBRATION, None)
+    run.schedule.load_state_dict(state["schedule"])
+    if run.config.loss.constraint.mode != "off":
+        run.constraint.load(run.folder / START_TENSORS, state["constraint"])
+    run.engine.usual.seen = list(state.get("norms", []))
+    run.loaders.load_state_dict(state["loader"])
+    run.evaluations.load_state_dict(state, factors)
+    return place
+
+
+def row_range(model: CausalQwenModel) -> tuple[int, int]:
+    """[start, stop) of the vocabulary's rows that this rank holds."""
+    return model.action.vocab_start, model.action.vocab_start + model.action.rows
 
 
 def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str, Any]) -> TrainState:

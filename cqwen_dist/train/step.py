@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches in, the global mean's gradient, the step, its figures out."""
+"""One optimizer step: micro-batches in, the global mean's gradient, the step, its metrics out."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.config import Config
+from cqwen_dist.config import LossConfig
 from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.train.constraint import Constraint
-from cqwen_dist.train.engine import Engine
-from cqwen_dist.train.evaluate import top1
+from cqwen_dist.train.evaluation.evaluator import top1
 from cqwen_dist.train.frequency import class_weights
 from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.train.zero.engine import Engine
 
 ACCURACY_EVERY = 10  # steps between looks at train/accuracy, which costs two GEMMs the loss does not need
 ACCURACY_TOKENS = 256  # tokens of a rank that it looks at
@@ -42,20 +42,22 @@ class Stepper:
     def __init__(
         self,
         engine: Engine,
-        config: Config,
+        constraint: Constraint,
+        loss: LossConfig,
+        *,
+        seed: int,
         gemm_dtype: torch.dtype,
         used_rows: int | None,
-        constraint: Constraint,
         word_counts: np.ndarray,
     ) -> None:
         """gemm_dtype: of the word head's products. used_rows: leave words from here on out of the loss. word_counts
         [V]: how often each word occurs in the training data."""
-        self.engine, self.config, self.constraint = engine, config, constraint
+        self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
         self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
         self.gemm_dtype, self.used_rows = gemm_dtype, used_rows
         action = self.model.action
         self.class_weights = class_weights(
-            config.loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
+            loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
         )
         if self.class_weights is not None:
             self.class_weights = self.class_weights.to(self.device)
@@ -63,12 +65,12 @@ class Stepper:
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
     ) -> tuple[dict[str, Any], int]:
-        """One optimizer step; returns its figures (tensors, not yet read) and the input tokens of all ranks.
+        """One optimizer step; returns its metrics (tensors, not yet read) and the input tokens of all ranks.
 
         cached: z [N,H] of each micro-batch's kept positions, where it is known.
         """
-        torch.manual_seed((self.config.train.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
-        reg_weight = plan.reg_weight(step, self.config.loss.reg_weight)
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
+        reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         keeps = [batch.kept for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
         sums = torch.zeros(5, device=self.device)
@@ -99,7 +101,7 @@ class Stepper:
         cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
-        figures = {
+        metrics = {
             "train/total_loss": cls_mean + reg_weight * reg_mean,
             "train/cls_loss_mean": cls_mean,
             "train/reg_loss_effective": reg_mean,
@@ -111,18 +113,18 @@ class Stepper:
             "train/reg_weight": reg_weight,
         }
         if looking:
-            figures |= self.constraint.after_step(moved, counts.kept_by_all)
-            if "train/constraint_loss" in figures:
-                figures["train/total_loss"] = figures["train/total_loss"] + figures["train/constraint_loss"]
+            metrics |= self.constraint.after_step(moved, counts.kept_by_all)
+            if "train/constraint_loss" in metrics:
+                metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
         if counting:
-            figures["train/accuracy"] = hits / seen.clamp(min=1)
-        return figures, counts.tokens
+            metrics["train/accuracy"] = hits / seen.clamp(min=1)
+        return metrics, counts.tokens
 
     def _loss(
         self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, kept: list[int], reg_weight: float
     ) -> LossTerms:
         """The fused loss of one micro-batch, weighted so that the ranks' average is the global mean."""
-        loss, world = self.config.loss, self.groups.world_size
+        loss, world = self.loss, self.groups.world_size
         return fused_loss(
             self.model.action,
             u,
@@ -148,8 +150,8 @@ class Stepper:
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
         """Counts over all ranks and micro-batches, from the CPU's copies: one small all-gather a step."""
-        soft = self.config.loss.gate == "soft"
-        attended = self.config.loss.cls_denominator == "attention"
+        soft = self.loss.gate == "soft"
+        attended = self.loss.cls_denominator == "attention"
         kept = [keep.numel() for keep in keeps]
         words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
         numbers = sum(kept) if soft else sum(int(b.numeric_mask.sum()) for b in micro_batches)

@@ -19,8 +19,8 @@ from cqwen_dist.checkpoint.resume import load_checkpoint, refuse_strange
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.targets import TargetTransform
-from cqwen_dist.train.engine import Engine
 from cqwen_dist.train.state import head_tensors
+from cqwen_dist.train.zero.engine import Engine
 
 KEY = "model.warm_start"
 # The shape of a model, and the key that sets it.

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.checkpoint import lock
-from cqwen_dist.checkpoint.lock import run_lock
 from cqwen_dist.config import UserError
+from cqwen_dist.run import lock
+from cqwen_dist.run.lock import run_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from cqwen_dist.checkpoint.lock import run_lock
+from cqwen_dist.run.lock import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

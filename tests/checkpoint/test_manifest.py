@@ -12,7 +12,6 @@ from cqwen_dist.checkpoint.manifest import (
     FORMAT,
     checkpoint_folder,
     choose_checkpoint,
-    file_record,
     finish_renames,
     latest_checkpoint,
     leftovers,
@@ -20,10 +19,10 @@ from cqwen_dist.checkpoint.manifest import (
     put_aside,
     resolve_checkpoint,
     verify,
-    write_atomically,
 )
-from cqwen_dist.checkpoint.status import read_status, write_status
 from cqwen_dist.config import UserError
+from cqwen_dist.run.files import file_record, write_atomically
+from cqwen_dist.run.status import read_status, write_status
 
 
 def make_checkpoint(run: Path, step: int) -> Path:

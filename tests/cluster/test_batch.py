@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from support.runs import write_config
 
-from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.cluster.batch import begin, fruitless_starts, guilty_log, judge, read_history, sweep_point
 from cqwen_dist.config import UserError
+from cqwen_dist.run.status import write_status
 
 
 class Starts:

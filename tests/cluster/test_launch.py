@@ -8,9 +8,9 @@ import psutil
 import pytest
 from support.runs import write_config
 
-from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.cluster import launch as module
 from cqwen_dist.config import UserError
+from cqwen_dist.run.status import write_status
 
 
 @pytest.fixture

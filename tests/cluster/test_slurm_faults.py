@@ -12,7 +12,7 @@ from support.runs import losses
 from support.slurm_cluster import Cluster, wait_for
 from support.slurm_runs import EVERY, STEPS, SlurmRun
 
-from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.run.status import read_status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -16,8 +16,8 @@ from support.runs import losses, metrics, train_run
 from support.slurm_cluster import Cluster
 from support.slurm_runs import EVERY, STEPS, SlurmRun
 
-from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.cluster.rank import Order
+from cqwen_dist.run.status import read_status
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from support.runs import write_config
 
-from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.cli import main
 from cqwen_dist.cluster.slurm import Resources, split_stages
 from cqwen_dist.cluster.submit import plan_jobs
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.run.status import write_status
 
 SBATCH = """#!/bin/bash
 for word in "$@"; do

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.cluster.watch import lines, look
 from cqwen_dist.config import UserError
+from cqwen_dist.run.status import write_status
 
 
 @pytest.fixture

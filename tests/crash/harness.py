@@ -32,14 +32,14 @@ POINTS: dict[str, tuple[str, str, int, float]] = {
     "step": ("cqwen_dist.train.step:Stepper", "__call__", 9, 40.0),
     "save": ("cqwen_dist.checkpoint.saving:Saver", "_write", 5, 60.0),
     "boundary": ("cqwen_dist.train.trainer:Trainer", "_enter_stage", 2, 20.0),
-    "evaluation": ("cqwen_dist.train.trainer:Trainer", "_forward", 9, 20.0),
+    "evaluation": ("cqwen_dist.train.assembly:Training", "forward", 9, 20.0),
 }
 WAIT = "data"  # a wait for a batch that does not come
 ELSEWHERE = {
     WAIT: ("cqwen_dist.train.trainer:Trainer", "_next", 9, 20.0),
     "figures": ("cqwen_dist.train.trainer:Trainer", "_evaluate", 4, 20.0),
-    "setup": ("cqwen_dist.train.trainer:StageLoaders", "__init__", 1, 0.0),
-    "start": ("cqwen_dist.train.trainer:Trainer", "_at", 9, 20.0),
+    "setup": ("cqwen_dist.train.stage_loaders:StageLoaders", "__init__", 1, 0.0),
+    "start": ("cqwen_dist.train.assembly:Run", "at", 9, 20.0),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from crash.harness import Blow, Ended, command, crash_config, result_of
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
-from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.run.status import read_status
 
 BLOWS_A_RUN = 3
 SPREADS = {

@@ -12,7 +12,7 @@ import pytest
 from support.runs import command_environment, cqwen, cqwen_forked, losses, metrics, train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
-from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.run.status import read_status
 
 STEPS = 16  # of each of the two stages
 

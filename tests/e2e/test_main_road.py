@@ -13,7 +13,7 @@ import pytest
 from support.runs import command_environment, cqwen, cqwen_forked, metrics
 from support.shared import shared_path
 
-from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.run.status import read_status
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -30,8 +30,8 @@ from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.engine import Engine
 from cqwen_dist.train.stages import Schedule
+from cqwen_dist.train.zero.engine import Engine
 
 
 class Case(NamedTuple):
@@ -126,7 +126,7 @@ def enter(engine: Engine, schedule: Schedule, step: int) -> None:
     """What comes before a step: its stage, its rates."""
     plan = schedule.at(step)
     if step == plan.start:
-        engine.enter_stage(plan, schedule.woken(plan))
+        engine.enter_stage(plan, schedule.newly_trained(plan))
     engine.set_lr(plan, step)
 
 

@@ -25,7 +25,6 @@ from support.tiny import NUM, VOCAB, tiny_base
 from torch import nn
 
 from cqwen_dist.checkpoint.export import load_trained
-from cqwen_dist.checkpoint.status import write_status
 from cqwen_dist.config import UserError
 from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
@@ -33,9 +32,10 @@ from cqwen_dist.model.backbone import load_base
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.deepspeed_config import deepspeed_config
-from cqwen_dist.train.engine import Engine
-from cqwen_dist.train.partitioned import WeightFiles, load_partitioned_base
+from cqwen_dist.run.status import write_status
+from cqwen_dist.train.zero.engine import Engine
+from cqwen_dist.train.zero.load import WeightFiles, load_partitioned_base
+from cqwen_dist.train.zero.settings import deepspeed_config
 
 BOTH = "heads+lora"
 

@@ -18,8 +18,9 @@ import yaml
 from support.ranks import fork_server, run_ranks
 from support.rounding import install_if_asked
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, write_atomically
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import load_config
+from cqwen_dist.run.files import write_atomically
 
 VOCAB = 291  # not divisible by 2
 _WORDS = ["tea", "milk", "bread", "salt", "rice"]

@@ -11,7 +11,7 @@ from typing import Any
 from support.runs import losses, metrics, write_config
 from support.slurm_cluster import Cluster, wait_for
 
-from cqwen_dist.checkpoint.status import read_status
+from cqwen_dist.run.status import read_status
 
 STEPS = 60  # of each of the two stages
 EVERY = 10  # steps between checkpoints

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.runs import metrics
 
-from cqwen_dist.train.alarms import Alarm, Alarms, Refusals
-from cqwen_dist.train.engine import NonFiniteStep
+from cqwen_dist.train.telemetry.alarms import Alarm, Alarms, Refusals
+from cqwen_dist.train.zero.engine import NonFiniteStep
 
 V = 1000
 

@@ -8,8 +8,9 @@ import pytest
 from support.runs import cqwen_forked, losses, metrics, train_run, write_config
 from torch import Tensor
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, write_atomically
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
+from cqwen_dist.run.files import write_atomically
 
 B1, B2 = 0.9, 0.999
 ENDS = 6  # evaluations after 2, 4 and 6 steps; none improves by 50

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cqwen_dist.targets import TargetTransform
-from cqwen_dist.train.conformal import IntervalFactors, for_calibration, half_width, interval_factors
-from cqwen_dist.train.number_figures import Numbers, number_figures
+from cqwen_dist.train.evaluation.conformal import IntervalFactors, for_calibration, half_width, interval_factors
+from cqwen_dist.train.evaluation.number_metrics import Numbers, number_metrics
 
 
 @pytest.mark.parametrize("noise", ["normal", "cauchy", "lognormal"])
@@ -63,20 +63,20 @@ def numbers(count: int = 4000) -> tuple[Numbers, TargetTransform]:
 
 def test_number_figures_calibrate_on_some_texts_and_measure_on_the_others() -> None:
     data, target = numbers()
-    found = number_figures(data, target, 100.0, IntervalFactors({"0.9": 1.0}, 7))
-    assert found.figures["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
-    count = int(found.figures["eval/conformal_numbers"])
+    found = number_metrics(data, target, 100.0, IntervalFactors({"0.9": 1.0}, 7))
+    assert found.metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
+    count = int(found.metrics["eval/conformal_numbers"])
     assert count + found.factors.n == len(data)
     for level in (50, 90, 95):
-        off = abs(found.figures[f"eval/coverage_{level}_conformal"] - level / 100)
+        off = abs(found.metrics[f"eval/coverage_{level}_conformal"] - level / 100)
         assert off < 2.6 * math.sqrt(2 * level / 100 * (1 - level / 100) / count), level
-    assert found.figures["eval/coverage_90_known"] == found.figures["eval/coverage_90"], "a factor of 1 is raw"
+    assert found.metrics["eval/coverage_90_known"] == found.metrics["eval/coverage_90"], "a factor of 1 is raw"
     # 1.645 sigma each side, sigma = 0.5 in the target's unit, 20 raw
-    assert found.figures["eval/width_90_conformal"] == pytest.approx(2 * 1.645 * 0.5 * 20, rel=0.05)
-    assert found.figures["eval/width_90"] == pytest.approx(2 * math.tan(0.45 * math.pi) * 0.3 * 20)
-    assert found.figures["eval/reg_mdae"] == pytest.approx(0.6745 * 10, rel=0.05)
-    assert found.figures["eval/baseline_mdae"] == pytest.approx(np.median(np.abs(data.true - 100)))
-    assert found.figures["eval/crps"] == pytest.approx(20 * found.figures["eval/crps_target"])
+    assert found.metrics["eval/width_90_conformal"] == pytest.approx(2 * 1.645 * 0.5 * 20, rel=0.05)
+    assert found.metrics["eval/width_90"] == pytest.approx(2 * math.tan(0.45 * math.pi) * 0.3 * 20)
+    assert found.metrics["eval/reg_mdae"] == pytest.approx(0.6745 * 10, rel=0.05)
+    assert found.metrics["eval/baseline_mdae"] == pytest.approx(np.median(np.abs(data.true - 100)))
+    assert found.metrics["eval/crps"] == pytest.approx(20 * found.metrics["eval/crps_target"])
     drawn = found.drawing
     assert sum(drawn["pit"]) == drawn["count"] == 4000
     assert len(drawn["true"]) == len(drawn["low"]) == 1000
@@ -85,7 +85,7 @@ def test_number_figures_calibrate_on_some_texts_and_measure_on_the_others() -> N
 
 def test_a_log_target_has_its_crps_in_its_own_unit_alone() -> None:
     data, _ = numbers(100)
-    found = number_figures(data, TargetTransform("signed_log"), None)
-    assert "eval/crps_target" in found.figures
-    assert "eval/crps" not in found.figures, "the raw law is a log-Cauchy: its CRPS is infinite"
-    assert all(math.isfinite(value) for value in found.figures.values())
+    found = number_metrics(data, TargetTransform("signed_log"), None)
+    assert "eval/crps_target" in found.metrics
+    assert "eval/crps" not in found.metrics, "the raw law is a log-Cauchy: its CRPS is infinite"
+    assert all(math.isfinite(value) for value in found.metrics.values())

@@ -9,7 +9,7 @@ import pytest
 from matrix.sharded_training import Case, config_of
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.train.deepspeed_config import deepspeed_config, feature_parameters
+from cqwen_dist.train.zero.settings import deepspeed_config, feature_parameters
 
 
 def config(zero: int = 2, precision: str = "bf16", **additions: Any) -> Config:

@@ -12,7 +12,7 @@ from support.runs import as_rank, losses, metrics, set_back, write_config
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import load_config
-from cqwen_dist.train.engine import UsualNorm
+from cqwen_dist.train.zero.engine import UsualNorm
 
 
 def test_a_fixed_limit_is_that_limit_whatever_is_seen() -> None:

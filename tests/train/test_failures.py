@@ -14,45 +14,46 @@ from support.runs import as_rank, cqwen_forked, metrics, write_config, write_tex
 from torch import Tensor
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
-from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import load_config
+from cqwen_dist.run.status import read_status
 
 
 def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
-    """A trainer that has begun a stage, its plan and its batches."""
-    from cqwen_dist.train.run_folder import open_run
-    from cqwen_dist.train.trainer import Trainer
+    """A run that has begun a stage, its plan and its batches."""
+    from cqwen_dist.run.folder import open_run
+    from cqwen_dist.train.assembly import build_run
+    from cqwen_dist.train.start import begin
 
     config, runtime = load_config(path), as_rank()
     if runtime.is_main:
         open_run(config)
     dist.barrier()
-    trainer = Trainer(config, runtime)
-    trainer._start_or_resume()
-    plan = trainer.schedule.plans[stage]
-    trainer._enter_stage(plan, fresh=True)
-    trainer.engine.set_lr(plan, plan.start)
-    return trainer, plan, trainer.loaders.enter(plan)
+    run = build_run(config, runtime)
+    begin(run)
+    plan = run.schedule.plans[stage]
+    run.enter_stage(plan, fresh=True)
+    run.engine.set_lr(plan, plan.start)
+    return run, plan, run.loaders.enter(plan)
 
 
 def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
     """One step of a stage whose last rank meets a NaN; (what was raised, what changed, gradient norm without it)."""
-    from cqwen_dist.train.engine import NonFiniteStep
+    from cqwen_dist.train.zero.engine import NonFiniteStep
 
-    trainer, plan, batches = entered(path, stage)
-    runtime = trainer.runtime
+    run, plan, batches = entered(path, stage)
+    runtime = run.runtime
     good, bad = next(batches), next(batches)
-    figures, _ = trainer.stepper(good, plan, plan.start)
+    figures, _ = run.stepper(good, plan, plan.start)
     if runtime.rank == runtime.world_size - 1:
         bad[-1].numeric_values[0, 0] = torch.nan
-        bad[-1].input_ids[0, 0] = trainer.model.config.num_token_id
-    before = everything(trainer)
+        bad[-1].input_ids[0, 0] = run.model.config.num_token_id
+    before = everything(run)
     try:
-        trainer.stepper(bad, plan, plan.start + 1)
+        run.stepper(bad, plan, plan.start + 1)
         said = "nothing"
     except NonFiniteStep as error:
         said = str(error)
-    after = everything(trainer)
+    after = everything(run)
     assert before.keys() == after.keys()
     return (
         said,
@@ -61,11 +62,11 @@ def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
     )
 
 
-def everything(trainer: object) -> dict[str, Tensor]:
+def everything(run: object) -> dict[str, Tensor]:
     """Every parameter and moment that training moves, copied."""
     from cqwen_dist.train.state import head_tensors
 
-    engine = trainer.engine  # type: ignore[attr-defined]
+    engine = run.engine  # type: ignore[attr-defined]
     parameters, moments, _ = engine.feature_state()
     head_moments, _ = engine.heads.moments()
     named = {**parameters, **moments, **head_moments, **head_tensors(engine)}
@@ -74,21 +75,21 @@ def everything(trainer: object) -> dict[str, Tensor]:
 
 def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
     """A step, one that is refused (or none), a step: everything after it."""
-    from cqwen_dist.train.engine import NonFiniteStep
+    from cqwen_dist.train.zero.engine import NonFiniteStep
 
-    trainer, plan, batches = entered(path, 1)
-    runtime = trainer.runtime
+    run, plan, batches = entered(path, 1)
+    runtime = run.runtime
     first, second = next(batches), next(batches)
-    trainer.stepper(first, plan, plan.start)
+    run.stepper(first, plan, plan.start)
     if poison:
         bad = [replace(batch, numeric_values=batch.numeric_values.clone()) for batch in first]
         if runtime.rank == runtime.world_size - 1:
             bad[0].numeric_values[0, 0] = torch.nan  # phi(nan) at any token
         with pytest.raises(NonFiniteStep) as refused:
-            trainer.stepper(bad, plan, plan.start + 1)
+            run.stepper(bad, plan, plan.start + 1)
         assert refused.value.ranks == [runtime.world_size - 1]
-    trainer.stepper(second, plan, plan.start + 1)
-    return {name: value.cpu().numpy() for name, value in everything(trainer).items()}
+    run.stepper(second, plan, plan.start + 1)
+    return {name: value.cpu().numpy() for name, value in everything(run).items()}
 
 
 @pytest.mark.parametrize(
@@ -125,27 +126,28 @@ def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path,
 
 def infinite_loss(path: str, stage: int) -> tuple[str, list[str]]:
     """A step whose loss is infinite on the last rank, with a finite gradient."""
-    from cqwen_dist.train.engine import NonFiniteStep
-    from cqwen_dist.train.run_folder import open_run
-    from cqwen_dist.train.trainer import Trainer
+    from cqwen_dist.run.folder import open_run
+    from cqwen_dist.train.assembly import build_run
+    from cqwen_dist.train.start import begin
+    from cqwen_dist.train.zero.engine import NonFiniteStep
 
     runtime = as_rank()
     if runtime.is_main:
         open_run(load_config(path))
     dist.barrier()
-    trainer = Trainer(load_config(path), runtime)
-    trainer._start_or_resume()
-    plan = trainer.schedule.plans[stage]
-    trainer._enter_stage(plan, fresh=True)
-    trainer.engine.set_lr(plan, plan.start)
-    batch = next(trainer.loaders.enter(plan))
+    run = build_run(load_config(path), runtime)
+    begin(run)
+    plan = run.schedule.plans[stage]
+    run.enter_stage(plan, fresh=True)
+    run.engine.set_lr(plan, plan.start)
+    batch = next(run.loaders.enter(plan))
     if runtime.rank == runtime.world_size - 1:
-        whole = trainer.stepper._loss
-        trainer.stepper._loss = lambda *a: replace(terms := whole(*a), loss=terms.loss + torch.inf)
-    before = everything(trainer)
+        whole = run.stepper._loss
+        run.stepper._loss = lambda *a: replace(terms := whole(*a), loss=terms.loss + torch.inf)
+    before = everything(run)
     with pytest.raises(NonFiniteStep) as refused:
-        trainer.stepper(batch, plan, plan.start)
-    after = everything(trainer)
+        run.stepper(batch, plan, plan.start)
+    after = everything(run)
     return str(refused.value), [name for name in before if not torch.equal(before[name], after[name])]
 
 

@@ -10,11 +10,11 @@ import torch
 from support.numerics import assert_close
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
-from cqwen_dist.checkpoint.manifest import file_record
 from cqwen_dist.config import FeatureCacheConfig
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.feature_cache import FeatureCache
-from cqwen_dist.train.feature_shards import FeatureShards, key_digest
+from cqwen_dist.run.files import file_record
+from cqwen_dist.train.features.cache import FeatureCache
+from cqwen_dist.train.features.shards import FeatureShards, key_digest
 
 CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
 EPOCHS_OF_HEADS = [
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tm
     """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
     shutil.copytree(kept / "cache", tmp_path / "cache")
     untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
-    damaged = sorted(untrained.glob("z-*.bin"))[0]
+    damaged = sorted(untrained.glob("z-*.arrow"))[0]
     block = bytearray(damaged.read_bytes())
     block[103] ^= 0x40  # an exponent
     damaged.write_bytes(block)
@@ -137,7 +137,7 @@ def test_where_it_is_not_worth_it_the_run_says_why_and_goes_on(uncached: Path, t
 
 
 def test_a_full_disk_is_a_reason_not_a_failure(uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cqwen_dist.train import feature_cache
+    from cqwen_dist.train.features import cache as feature_cache
 
     refuse = feature_cache.FeatureCache._refuse_size
     monkeypatch.setattr(feature_cache, "free_bytes", lambda folder: 1000)
@@ -148,7 +148,7 @@ def test_a_full_disk_is_a_reason_not_a_failure(uncached: Path, tmp_path: Path, m
 
 def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process group: one rank's answer is everyone's."""
-    from cqwen_dist.train import feature_cache
+    from cqwen_dist.train.features import cache as feature_cache
 
     monkeypatch.setattr(feature_cache, "gather_objects", lambda value: [value])
     cache.settings, cache.folder = FeatureCacheConfig(), folder  # type: ignore[attr-defined]

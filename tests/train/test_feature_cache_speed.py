@@ -27,18 +27,19 @@ STEPS = 14  # of which the first, and one in ten, look at the accuracy: a median
 
 def step_times(path: str) -> dict[str, float]:
     """Medians over paired steps of a run with and one without a cache, and their operations."""
-    from cqwen_dist.train.run_folder import open_run
-    from cqwen_dist.train.trainer import Trainer
+    from cqwen_dist.run.folder import open_run
+    from cqwen_dist.train.assembly import build_run
+    from cqwen_dist.train.start import begin
 
     trainers = {}
     for mode in ("never", "require"):
         config = load_config(path, [f"train.feature_cache.mode={mode}", f"run.dir={os.path.dirname(path)}/{mode}"])
         open_run(config)
         dist.barrier()
-        trainer = Trainer(config, as_rank())
-        trainer._start_or_resume()
+        trainer = build_run(config, as_rank())
+        begin(trainer)
         plan = trainer.schedule.plans[0]
-        trainer._enter_stage(plan, fresh=True)
+        trainer.enter_stage(plan, fresh=True)
         batches = trainer.loaders.enter(plan)
         trainer.cache.enter(plan, 0, trainer.loaders.current)
         trainers[mode] = (trainer, plan, batches)

@@ -11,8 +11,9 @@ from support.ranks import run_ranks
 
 import cqwen_dist
 from cqwen_dist.config import RunConfig, UserError
-from cqwen_dist.train.alarms import Alarm, Alarms
-from cqwen_dist.train.metrics import MetricsLog, Progress
+from cqwen_dist.train.telemetry.alarms import Alarm, Alarms
+from cqwen_dist.train.telemetry.metrics import MetricsLog
+from cqwen_dist.train.telemetry.progress import Progress
 
 
 def log_two_steps(run: str, step: int) -> None:

@@ -12,7 +12,7 @@ from cqwen_dist.config import Config
 from cqwen_dist.plan import Architecture
 from cqwen_dist.plan.flops import of_stage
 from cqwen_dist.plan.sizes import stage_sizes
-from cqwen_dist.train.perf import Clock, device_peak, of_model
+from cqwen_dist.train.telemetry.perf import Clock, device_peak, of_model
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_the_clock_tells_waiting_from_working() -> None:
     clock.work([batch])
     time.sleep(0.1)
     groups = frozenset(["embedding", "classifier"])
-    figures = clock.figures(tokens=400, awake=groups)
+    figures = clock.metrics(tokens=400, groups=groups)
     assert 0.05 <= figures["perf/data_wait_s"] < 0.09
     assert 0.15 <= figures["perf/step_s"] < 0.3
     assert figures["perf/tokens_per_s"] == pytest.approx(400 / figures["perf/step_s"])
@@ -86,7 +86,7 @@ def test_mfu_needs_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_peak(CPU) is None
     clock = Clock(of_model(tiny_model()), CPU, 1, None)
     clock.work([random_batch()])
-    assert "perf/mfu" not in clock.figures(10, frozenset())
+    assert "perf/mfu" not in clock.metrics(10, frozenset())
     for name, peak in (
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),

@@ -7,8 +7,8 @@ import pytest
 from support.runs import losses, metrics, set_back, train_run
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder, verify
-from cqwen_dist.checkpoint.status import read_status
-from cqwen_dist.train.metrics import MetricsFile
+from cqwen_dist.run.status import read_status
+from cqwen_dist.train.telemetry.metrics import MetricsFile
 
 
 def weights_of(run: Path, step: int = 6) -> dict[str, str]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from support.runs import write_config
 
-from cqwen_dist.checkpoint.status import RunStatus, end_status, read_status, write_status
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.train.run_folder import open_run, refuse_changes
-from cqwen_dist.train.session import Place, check_best_metric
+from cqwen_dist.run.folder import open_run, refuse_changes
+from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
+from cqwen_dist.train.session import check_best_metric
+from cqwen_dist.train.state import Place
 
 FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}
 

@@ -81,7 +81,7 @@ def test_heads_stands_for_the_five_and_all_groups_are_known() -> None:
 
 def test_woken_are_those_that_slept_in_the_stage_before() -> None:
     schedule = Schedule(stages(["heads"], ["heads", "lora"], ["lora"], ["noise", "lora"]), 10)
-    assert [schedule.woken(plan) for plan in schedule.plans] == [
+    assert [schedule.newly_trained(plan) for plan in schedule.plans] == [
         frozenset(HEADS),
         frozenset({"lora"}),
         frozenset(),
@@ -186,4 +186,4 @@ def test_epochs_are_of_the_stage_s_own_steps() -> None:
 
 def test_features_have_moved_once_anything_before_z_was_awake() -> None:
     schedule = Schedule(stages(["heads"], ["noise", "embedding"], ["heads"]), 10)
-    assert [schedule.features_awake_by(plan) for plan in schedule.plans] == [False, True, True]
+    assert [schedule.features_trained_by(plan) for plan in schedule.plans] == [False, True, True]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.runs import losses, train_run, write_config
 
-from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.run.status import read_status
 
 
 def test_paused_after_a_stage_and_gone_on_with_on_more_ranks_it_is_the_same_run(tmp_path: Path) -> None:

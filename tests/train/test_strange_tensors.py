@@ -15,8 +15,9 @@ from support.runs import cqwen_forked, set_back
 from torch import Tensor
 
 from cqwen_dist.checkpoint.export import load_trained
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, file_record
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import UserError
+from cqwen_dist.run.files import file_record
 
 ROWS = "rows-00000000-00000291"
 Change = Callable[[dict[str, Tensor]], object]

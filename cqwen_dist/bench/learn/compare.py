@@ -27,8 +27,8 @@ from cqwen_dist.bench.learn.corpora import HELD_OUT, read_items, write_corpora
 from cqwen_dist.bench.learn.lanes import run_tasks
 from cqwen_dist.bench.learn.ours import our_arm
 from cqwen_dist.bench.learn.plain import plain_arm
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.run.files import write_atomically
 
 KINDS = {"ours": our_arm, "plain": plain_arm}
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.parallel.runtime import Runtime, distributed
+from cqwen_dist.run.files import write_atomically
 
 Work = Callable[..., dict[str, Any]]  # (options of the task, runtime) -> figures
 

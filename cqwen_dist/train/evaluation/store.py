@@ -1,6 +1,6 @@
 """RUN/evaluations: what a report draws of evaluations, one small JSON file each; rank 0 writes.
 
-step-00000150.json      {"step", "stage", "numbers": the drawing of `number_figures`, "tokens": [...]}
+step-00000150.json      {"step", "stage", "numbers": the drawing of `number_metrics`, "tokens": [...]}
 probe_start.safetensors U of the first few held-out tokens before training, which later ones are measured against
 
 Of each stage its last evaluation is kept, and the one before training.
@@ -15,13 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from cqwen_dist.checkpoint.manifest import let_read, write_atomically
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.train.evaluate import Evaluation
-
-EVALUATIONS = "evaluations"
-PROBE = "probe_start.safetensors"
+from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, write_atomically, written_whole
+from cqwen_dist.train.evaluation.evaluator import Evaluation
 
 
 class EvaluationFolder:
@@ -35,8 +32,9 @@ class EvaluationFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         start = self.folder / PROBE
         if step == 0 or not start.is_file():
-            save_file({"loc": found.probe.loc.contiguous(), "scale": found.probe.scale.contiguous()}, start)
-            let_read(start)
+            with written_whole(start) as beside:
+                save_file({"loc": found.probe.loc.contiguous(), "scale": found.probe.scale.contiguous()}, beside)
+                let_read(beside)
         content = {
             "step": step,
             "stage": stage,

@@ -14,12 +14,49 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from cqwen_dist.checkpoint.manifest import read_small, write_atomically
+from cqwen_dist.run.files import STATUS, read_object, write_atomically
 
-STATUS = "status.json"
 BEAT_S = 10.0  # between two writes of a run that is only getting on
+
+
+class _Named(TypedDict):
+    status: str
+
+
+class Status(_Named, total=False):
+    """What status.json holds."""
+
+    step: int
+    total_steps: int | None
+    stage: str | None
+    seconds: float
+    eta_s: float | None
+    checkpoint: str | None
+    restarts: int
+    reason: str | None
+    host: str
+    pid: int
+    updated: float
+
+
+class HistoryEntry(TypedDict, total=False):
+    """A line of slurm/history.jsonl: a start of a job (the first block), or its end."""
+
+    event: str  # start | end
+    time: float
+    host: str
+    step: int  # of the newest checkpoint
+    job: str
+    start: int
+    nodes: str
+    status_before: list[int] | None
+
+    how: str
+    reason: str
+    asked: str
+    code: int
 
 
 def write_status(run_dir: Path, status: str, **details: Any) -> None:
@@ -27,20 +64,18 @@ def write_status(run_dir: Path, status: str, **details: Any) -> None:
     write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "updated": round(time.time(), 3)}))
 
 
-def read_status(run_dir: Path) -> dict[str, Any]:
+def read_status(run_dir: Path) -> Status:
     """The last status written; {"status": "unknown"} where there is none."""
-    try:
-        found = json.loads(read_small(run_dir / STATUS))
-    except (OSError, ValueError):
-        found = None
-    return found if isinstance(found, dict) and "status" in found else {"status": "unknown"}
+    found: Any = read_object(run_dir / STATUS)
+    return found if "status" in found else {"status": "unknown"}
 
 
 def end_status(run_dir: Path, status: str, reason: str) -> None:
     """How a run ended otherwise than done; the rest stays. Any rank may say `fatal`, and nothing undoes it."""
     before = read_status(run_dir)
     if before["status"] != "fatal" or status == "fatal":
-        write_status(run_dir, **{**before, "status": status, "reason": reason, "eta_s": None})
+        ended: dict[str, Any] = {**before, "status": status, "reason": reason, "eta_s": None}
+        write_status(run_dir, **ended)
 
 
 class RunStatus:

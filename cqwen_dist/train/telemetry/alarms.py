@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from cqwen_dist.config import Config
+from cqwen_dist.config import LossConfig
 from cqwen_dist.data.loader import Loader
-from cqwen_dist.train.engine import NonFiniteStep
+from cqwen_dist.train.zero.engine import NonFiniteStep
 
-ALARMS = "alarms.jsonl"
 SHOWN_SAMPLES = 64
 
 
@@ -68,10 +67,10 @@ class Alarms:
         self._losses: deque[float] = deque(maxlen=self.HISTORY)
 
     @classmethod
-    def of(cls, config: Config, words: int, base_accuracy: float | None) -> Alarms:
-        """For a run of this config. words: rows that the loss sums over."""
-        weighted = config.loss.class_weights is not None
-        factor = words if config.loss.vocab_reduction == "mean" else 1.0
+    def of(cls, loss: LossConfig, words: int, base_accuracy: float | None) -> Alarms:
+        """For a run with this loss. words: rows that the loss sums over."""
+        weighted = loss.class_weights is not None
+        factor = words if loss.vocab_reduction == "mean" else 1.0
         return cls(None if weighted else words, factor, base_accuracy)
 
     def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
@@ -167,7 +166,7 @@ class Refusals:
     def refuse(
         self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, log: AlarmLog | None
     ) -> dict[str, float]:
-        """Pass over a step that was refused (nothing of it is in any parameter): its samples are named; its figures.
+        """Pass over a step that was refused (nothing of it is in any parameter): its samples are named; its metrics.
 
         step: of `total`, as people count; loader: that handed its samples out; log: where it is told. Raises
         `NonFiniteStep` where it is the `limit`-th in a row, or the run's last.

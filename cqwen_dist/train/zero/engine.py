@@ -3,9 +3,9 @@
     DeepSpeed engine      frozen backbone, LoRA, w_num, <NUM>'s row    ZeRO 1-3, fp32 or bf16
     HeadOptimizer         abduction, action                            fp32, rows over the vocabulary group
 
-The engine returns z of the kept tokens; the heads turn it into the loss; `engine.backward` differentiates through
-both. No engine is rebuilt when a stage changes: parameters of sleeping groups need no gradient and have lr 0. While
-no feature group is awake, z is computed without a graph and DeepSpeed takes no step at all.
+The engine returns z of the label positions; the heads turn it into the loss; `engine.backward` differentiates through
+both. A new stage needs no new engine: parameters of frozen groups need no gradient and have lr 0. While no feature
+group trains, z is computed without a graph and DeepSpeed takes no step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.collectives import gather_objects, naming
 from cqwen_dist.parallel.groups import Groups, limit_wait
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train import zero_state
-from cqwen_dist.train.deepspeed_config import deepspeed_config
-from cqwen_dist.train.groups import feature_members, head_members
 from cqwen_dist.train.optim import HeadOptimizer
-from cqwen_dist.train.partitioned import join_deepspeed
+from cqwen_dist.train.parameter_groups import feature_members, head_members
 from cqwen_dist.train.stages import StagePlan
-from cqwen_dist.train.zero_speed import quicken
+from cqwen_dist.train.zero import state as zero_state
+from cqwen_dist.train.zero.load import join_deepspeed
+from cqwen_dist.train.zero.patches import patch_clip, patch_tensor_loops, skip_frozen_groups
+from cqwen_dist.train.zero.settings import deepspeed_config
 
 
 class NonFiniteStep(RuntimeError):
@@ -47,24 +47,23 @@ class NonFiniteStep(RuntimeError):
 class UsualNorm:
     """Where a step's gradient is clipped: at a number, or at three times what is usual in this stage.
 
-    The norm of the loss is what it is (a sum over V words divided by scales of 1e-3: 1,000 on a real base), and AdamW
-    takes no notice of its size; what is to be held is the step that is unlike the others. Nothing is clipped before
-    `KNOWN` norms are.
+    The loss is a sum over V words divided by scales of 1e-3, so its gradient's norm is about 1,000 on a real base.
+    AdamW does not depend on that size; only a step unlike the others is to be limited. The first `KNOWN` are not.
     """
 
     TIMES, LAST, KNOWN = 3.0, 64, 5
 
     def __init__(self, limit: float | None) -> None:
-        """limit: a number, or None for what is usual."""
+        """limit: a number, or None: three times what is usual."""
         self.fixed = limit
-        self.seen: list[float] = []  # of this stage's last steps: part of a checkpoint
+        self.seen: list[float] = []  # norms of this stage's last steps: part of a checkpoint
 
     def limit(self) -> float:
         """Of the step that is being taken."""
         if self.fixed is not None:
             return self.fixed
         usual = statistics.median(self.seen) if len(self.seen) >= self.KNOWN else 0.0
-        return self.TIMES * usual or math.inf  # gradients of zero are no measure: a norm over 0 is no number
+        return self.TIMES * usual or math.inf  # all gradients were zero: no limit
 
     def add(self, norm: float) -> None:
         self.seen = [*self.seen, norm][-self.LAST :]
@@ -89,7 +88,7 @@ class Engine:
         trained = sum(m.parameter.numel() for m in self.feature_members)
         self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
         self.engine = self._start_deepspeed()
-        self.features_awake = False
+        self.features_train = False
         self._head_norm_sq = torch.zeros((), device=runtime.device)
         self._norm: Tensor | None = None  # joint, of the step that is being taken
         self.usual = UsualNorm(config.max_grad_norm)
@@ -109,7 +108,7 @@ class Engine:
             parameter_groups.append({"params": [m.parameter for m in members], "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
-        _leave_sleepers_out(optimizer)
+        skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):
             engine, *_ = deepspeed.initialize(
                 model=self.model.features,
@@ -119,52 +118,49 @@ class Engine:
             )
         if self.runtime.timeout_s is not None:
             limit_wait(engine.optimizer.dp_process_group, self.runtime.timeout_s)
-        clip = getattr(engine.optimizer, "unscale_and_clip_grads", None)
-        if clip is None:
+        if not hasattr(engine.optimizer, "unscale_and_clip_grads"):
             raise UserError(
                 "parallel.zero_stage",
                 self.config.parallel.zero_stage,
                 f"another stage: DeepSpeed's {type(engine.optimizer).__name__} has no place to join the heads' norm",
             )
-
-        def clip_jointly(gradients: Any, total_norm: Any) -> Any:
-            """DeepSpeed's clip with the norm over features and heads; it calls this for each parameter group."""
-            if self._norm is None:
-                feature_norm = torch.as_tensor(total_norm, device=self.runtime.device).float()
-                # DeepSpeed reports a norm that is not finite as -1
-                feature_norm = torch.where(feature_norm < 0, torch.nan, feature_norm)
-                self._norm = self._finite_norm((feature_norm.square() + self._head_norm_sq).sqrt())
-            return clip(gradients, self._norm / self.usual.limit())
-
-        engine.optimizer.unscale_and_clip_grads = clip_jointly
-        quicken(engine.optimizer)
+        patch_clip(engine.optimizer, self._norm_over_limit)
+        patch_tensor_loops(engine.optimizer)
         return engine
+
+    def _norm_over_limit(self, feature_norm: Any) -> Tensor:
+        """The joint norm of features and heads over its limit; computed at the first parameter group of a step."""
+        if self._norm is None:
+            norm = torch.as_tensor(feature_norm, device=self.runtime.device).float()
+            norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed reports a norm that is not finite as -1
+            self._norm = self._finite_norm((norm.square() + self._head_norm_sq).sqrt())
+        return self._norm / self.usual.limit()
 
     # ---------------------------------------------------------------------------------------- stages
 
-    def enter_stage(self, plan: StagePlan, woken: frozenset[str]) -> None:
-        """Set who is awake; `woken` begins with zero moments, and what is usual with nothing where any is."""
-        if woken:
+    def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
+        """Set which groups train. Those in `newly_trained` begin with zero moments, and the usual norm is forgotten."""
+        if newly_trained:
             self.usual.seen = []
-        awake = plan.stage.groups
-        self.heads.enter_stage(plan, woken)
+        trained = plan.stage.groups
+        self.heads.enter_stage(plan, newly_trained)
         for m in self.feature_members:
-            m.parameter.requires_grad_(m.group in awake)
-        self.features_awake = any(m.group in awake for m in self.feature_members)
-        fresh = {i for i, m in enumerate(self.slots.values()) if m.group in woken}
+            m.parameter.requires_grad_(m.group in trained)
+        self.features_train = any(m.group in trained for m in self.feature_members)
+        fresh = {i for i, m in enumerate(self.slots.values()) if m.group in newly_trained}
         zero_state.reset_moments(self.engine, fresh)
 
     def set_lr(self, plan: StagePlan, step: int) -> None:
         self.heads.set_lr(plan, step)
         for member, group in zip(self.slots.values(), self.engine.optimizer.param_groups, strict=True):
             group["lr"] = plan.lr(member.group, False, step) * (self.lr_ratio_b if member.kind == "B" else 1.0)
-            group["asleep"] = member.group not in plan.stage.groups
+            group["frozen"] = member.group not in plan.stage.groups
 
     # -------------------------------------------------------------------------------------- one step
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z [N,H] of the kept positions; with a graph while a feature group is awake and gradients are on."""
-        graph = self.features_awake and torch.is_grad_enabled()
+        """z [N,H] of the label positions `keep` [N]; with a graph while a feature group trains and gradients are on."""
+        graph = self.features_train and torch.is_grad_enabled()
         self.engine.train(graph)
         with torch.set_grad_enabled(graph):
             run = self.engine if graph else self.engine.module
@@ -177,7 +173,7 @@ class Engine:
         """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
         # times 1, or NaN where the loss is infinite: its gradient may be finite, and the step must be refused
         loss = loss * (1.0 + 0.0 * loss.detach())
-        if self.features_awake:
+        if self.features_train:
             self.engine.set_gradient_accumulation_boundary(last)
             with naming("DeepSpeed's backward"):
                 self.engine.backward(loss, scale_wrt_gas=False)
@@ -188,22 +184,22 @@ class Engine:
         """Clip by the joint norm and step; returns that norm, [] fp32. `clipped`: whether it was.
 
         Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
-        `CollectiveError` where a rank is lost. The heads step last: what they do needs no other rank. (A rank that is
-        lost inside DeepSpeed's own step leaves the others' memory torn; they end, and no checkpoint is of that step.)
+        `CollectiveError` where a rank is lost. The heads step last: they need no other rank for it. (Where a rank is
+        lost inside DeepSpeed's own step, the others are half updated; they end, and no checkpoint is of that step.)
         """
         self._norm = None
         self._head_norm_sq = self.heads.reduce_gradients()
         try:
-            if self.features_awake:
+            if self.features_train:
                 with naming("DeepSpeed's step"):
                     self.engine.step()
                 if self._norm is None or not self.engine.was_step_applied():
                     self._finite_norm(torch.tensor(torch.nan))
             else:
                 self._norm = self._finite_norm(self._head_norm_sq.sqrt())
-        except NonFiniteStep:  # the next step begins as if this one had not been
+        except NonFiniteStep:  # leave nothing of it to the next step
             self.heads.adamw.zero_grad(set_to_none=True)
-            if self.features_awake:
+            if self.features_train:
                 zero_state.discard_gradients(self.engine)
             self._finite.fill_(True)
             raise
@@ -216,9 +212,9 @@ class Engine:
         return self._norm
 
     def _finite_norm(self, norm: Tensor) -> Tensor:
-        """The norm, which every rank holds alike, or `NonFiniteStep` on all of them, naming where it came from.
+        """The norm, equal on every rank. Raises `NonFiniteStep` on all of them where it is not finite.
 
-        The one host synchronisation a step: without it a NaN would be in the parameters before anyone knew.
+        This is the step's only host synchronisation. Without it a NaN would reach the parameters before it is seen.
         """
         number = float(norm)
         if not math.isfinite(number):
@@ -234,7 +230,7 @@ class Engine:
     # ------------------------------------------------------------------------------------ checkpoint
 
     def feature_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-        """(parameters, moments, Adam steps by slot) of the features, whole, fp32, CPU. Collective."""
+        """(parameters, moments, Adam steps by slot) of the features: whole tensors, fp32, on the CPU. Collective."""
         parameters, moments = zero_state.read_state(self.engine, self.names)
         steps = zero_state.read_steps(self.engine)
         slots = list(self.slots)
@@ -251,26 +247,3 @@ class Engine:
         zero_state.write_state(self.engine, self.names, parameters, moments)
         slots = list(self.slots)
         zero_state.write_steps(self.engine, {slots.index(name): n for name, n in steps.items()})
-
-
-def _leave_sleepers_out(optimizer: torch.optim.Optimizer) -> None:
-    """DeepSpeed steps every group, with zeros for a sleeping one's gradient; Adam leaves out what has none at all.
-
-    The gradient is put back after the step: with an offloaded optimizer DeepSpeed keeps one buffer for it.
-    """
-    held: list[tuple[Tensor, Tensor | None]] = []
-
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            if group.get("asleep"):
-                for parameter in group["params"]:
-                    held.append((parameter, parameter.grad))
-                    parameter.grad = None
-
-    def after(*_: Any) -> None:
-        while held:
-            parameter, gradient = held.pop()
-            parameter.grad = gradient
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)

@@ -1,4 +1,4 @@
-"""Figures of the numbers' predictions: errors in the raw unit, intervals, CRPS, and what a report draws of them."""
+"""Metrics of the numbers' predictions: errors in the raw unit, intervals, CRPS, and what a report draws of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
-from cqwen_dist.train.conformal import LEVELS, IntervalFactors, for_calibration, half_width, interval_factors
+from cqwen_dist.train.evaluation.conformal import LEVELS, IntervalFactors, for_calibration, half_width, interval_factors
 
 DRAWN = 1000  # numbers a report gets to draw
 PIT_BINS = 20
@@ -31,18 +31,18 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class NumberFigures:
-    """figures: by name; factors: of the intervals; drawing: plain values for a report."""
+class NumberMetrics:
+    """metrics: by name; factors: of the intervals; drawing: plain values for a report."""
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
     factors: IntervalFactors
     drawing: dict[str, Any]
 
 
-def number_figures(
+def number_metrics(
     numbers: Numbers, target: TargetTransform, baseline: float | None, known: IntervalFactors | None = None
-) -> NumberFigures:
-    """Everything about M >= 1 numbers. baseline: what always saying one value would say, raw unit.
+) -> NumberMetrics:
+    """Everything about M >= 1 numbers. baseline: a constant prediction, raw unit.
 
     known: factors that were measured elsewhere (the run's own, saved with it), to be tried on these numbers.
 
@@ -58,7 +58,7 @@ def number_figures(
     predicted = target.inverse(y.loc).numpy()
     error = np.abs(predicted - numbers.true)
     crps = y.crps(goal)
-    figures = {
+    metrics = {
         "eval/reg_mae": float(error.mean()),
         "eval/reg_mdae": float(np.median(error)),
         "eval/reg_nll": float(y.nll(goal).mean()),
@@ -66,11 +66,11 @@ def number_figures(
         "eval/numbers": float(len(numbers)),
     }
     if target.linear:
-        figures["eval/crps"] = float(target.inverse_scale(crps).mean())
+        metrics["eval/crps"] = float(target.inverse_scale(crps).mean())
     if baseline is not None:
         constant = np.abs(numbers.true - baseline)
-        figures["eval/baseline_mdae"] = float(np.median(constant))
-        figures["eval/baseline_mae"] = float(constant.mean())
+        metrics["eval/baseline_mdae"] = float(np.median(constant))
+        metrics["eval/baseline_mae"] = float(constant.mean())
 
     scores = ((goal - y.loc).abs() / y.scale).numpy()
     calibrates = for_calibration(numbers.text)
@@ -79,19 +79,19 @@ def number_figures(
     for level in LEVELS:
         percent = f"{100 * level:.0f}"
         factor = factors.levels.get(f"{level:g}")
-        figures[f"eval/coverage_{percent}"] = float((scores <= half_width(level)).mean())
+        metrics[f"eval/coverage_{percent}"] = float((scores <= half_width(level)).mean())
         if factor is not None and len(measured):
-            figures[f"eval/coverage_{percent}_conformal"] = float((measured <= factor * half_width(level)).mean())
+            metrics[f"eval/coverage_{percent}_conformal"] = float((measured <= factor * half_width(level)).mean())
         if known is not None and f"{level:g}" in known.levels:
             inside = scores <= known.levels[f"{level:g}"] * half_width(level)
-            figures[f"eval/coverage_{percent}_known"] = float(inside.mean())
+            metrics[f"eval/coverage_{percent}_known"] = float(inside.mean())
     for name, factor in (("", 1.0), ("_conformal", factors.levels.get("0.9"))):
         if factor is not None:
             low, high = _interval(y, target, 0.9, factor)
-            figures[f"eval/width_90{name}"] = float(np.median(high - low))
+            metrics[f"eval/width_90{name}"] = float(np.median(high - low))
     if len(measured):
-        figures["eval/conformal_numbers"] = float(len(measured))
-    return NumberFigures(figures, factors, _drawing(numbers, y, goal, target, scores, calibrates, factors))
+        metrics["eval/conformal_numbers"] = float(len(measured))
+    return NumberMetrics(metrics, factors, _drawing(numbers, y, goal, target, scores, calibrates, factors))
 
 
 def _interval(y: Cauchy, target: TargetTransform, level: float, factor: float) -> tuple[np.ndarray, np.ndarray]:

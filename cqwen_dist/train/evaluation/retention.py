@@ -14,7 +14,7 @@ from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.train.evaluate import Evaluator
+from cqwen_dist.train.evaluation.evaluator import Evaluator
 
 FIGURES = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 
@@ -37,20 +37,20 @@ class Watch:
         self.evaluators = {name: evaluator(dataset) for name, dataset in texts.items()}
 
     def measure_base(self) -> None:
-        """The base model's own figures; only before training."""
+        """The base model's own metrics; only before training."""
         for evaluator in self.evaluators.values():
             evaluator.measure_base()
 
     def __call__(self) -> dict[str, float]:
-        """The figures of now, equal on every rank."""
+        """The metrics of now, equal on every rank."""
         found = {}
         for name, evaluator in self.evaluators.items():
-            figures = evaluator()
-            found.update({f"watch/{name}/{key}": figures[f"eval/{key}"] for key in FIGURES if f"eval/{key}" in figures})
+            metrics = evaluator()
+            found.update({f"watch/{name}/{key}": metrics[f"eval/{key}"] for key in FIGURES if f"eval/{key}" in metrics})
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's figures by name: they cannot be measured again once training has begun."""
+        """The base's metrics by name: they cannot be measured again once training has begun."""
         return {name: evaluator.base for name, evaluator in self.evaluators.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

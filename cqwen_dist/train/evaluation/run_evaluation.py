@@ -16,11 +16,11 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.conformal import CALIBRATION, IntervalFactors
-from cqwen_dist.train.evaluate import Evaluator, Features
-from cqwen_dist.train.evaluation_folder import EvaluationFolder
+from cqwen_dist.train.evaluation.conformal import CALIBRATION, IntervalFactors
+from cqwen_dist.train.evaluation.evaluator import Evaluator, Features
+from cqwen_dist.train.evaluation.retention import Watch, read_watched
+from cqwen_dist.train.evaluation.store import EvaluationFolder
 from cqwen_dist.train.frequency import ThresholdBands
-from cqwen_dist.train.watch import Watch, read_watched
 
 
 class Evaluations:
@@ -72,44 +72,44 @@ class Evaluations:
         return None if self.held_out is None else self.held_out.base.get("eval/base_accuracy")
 
     def measure_base(self) -> None:
-        """The base model's own figures; only before training."""
+        """The base model's own metrics; only before training."""
         if self.held_out is not None:
             self.held_out.measure_base()
         self.watch.measure_base()
 
     def __call__(self, step: int, stage: str) -> dict[str, Any]:
         """An evaluation after `step`; what only a report needs of it is kept beside."""
-        figures: dict[str, Any] = self.watch()
+        metrics: dict[str, Any] = self.watch()
         if self.held_out is not None:
-            figures |= self.held_out() | self.bands(self.action.threshold)
+            metrics |= self.held_out() | self.bands(self.action.threshold)
             if self.is_main and self.held_out.last is not None:
                 self.folder.write(step, stage, self.held_out.last)
-        return figures
+        return metrics
 
-    def shown(self, figures: dict[str, Any]) -> str:
-        """The figures that a person follows, in one line; empty where nothing is evaluated."""
+    def shown(self, metrics: dict[str, Any]) -> str:
+        """The metrics that a person follows, in one line; empty where nothing is evaluated."""
         said = []
         if self.held_out is not None:
-            said.append(f"accuracy {figures['eval/accuracy']:.1%} (base {figures.get('eval/base_accuracy', 0):.1%})")
-            said.append(f"<NUM> F1 {figures['eval/num_f1']:.3f}")
-        if "eval/reg_mdae" in figures:
-            said.append(f"MdAE {figures['eval/reg_mdae']:.4g}")
-        if "eval/baseline_mdae" in figures:
-            said.append(f"always the median's {figures['eval/baseline_mdae']:.4g}")
+            said.append(f"accuracy {metrics['eval/accuracy']:.1%} (base {metrics.get('eval/base_accuracy', 0):.1%})")
+            said.append(f"<NUM> F1 {metrics['eval/num_f1']:.3f}")
+        if "eval/reg_mdae" in metrics:
+            said.append(f"MdAE {metrics['eval/reg_mdae']:.4g}")
+        if "eval/baseline_mdae" in metrics:
+            said.append(f"always the median's {metrics['eval/baseline_mdae']:.4g}")
         for name in self.watch.evaluators:
-            now, base = (figures[f"watch/{name}/{key}"] for key in ("accuracy", "base_accuracy"))
+            now, base = (metrics[f"watch/{name}/{key}"] for key in ("accuracy", "base_accuracy"))
             said.append(f"{name} {now:.1%} (base {base:.1%})")
         return ", ".join(said)
 
     # ------------------------------------------------------------------------------------ checkpoint
 
     def factors(self) -> dict[str, Any]:
-        """The last evaluation's factors of intervals, to stand among a checkpoint's figures; empty without."""
+        """The last evaluation's factors of intervals, to stand among a checkpoint's metrics; empty without."""
         known = None if self.held_out is None else self.held_out.factors
         return {} if known is None else {CALIBRATION: known.to_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's figures, which cannot be measured again."""
+        """The base's metrics, which cannot be measured again."""
         return {"base": {} if self.held_out is None else self.held_out.base, "watch": self.watch.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], factors: dict[str, Any] | None) -> None:

@@ -38,13 +38,13 @@ def flat_masters(engine: Any) -> list[tuple[int, Tensor]]:
 
 
 def discard_gradients(engine: Any) -> None:
-    """Forget what a step has gathered, as DeepSpeed does itself where it finds an overflow."""
+    """Drop a step's accumulated gradients, as DeepSpeed itself does on an overflow."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "_overflow_clean_up"):  # ZeRO-3
         optimizer._overflow_clean_up(optimizer.loss_scale)
         return
     optimizer.zero_grad(set_to_none=True)
-    if optimizer.cpu_offload:  # DeepSpeed itself leaves a NaN in the masters' gradients and in the buffers below
+    if optimizer.cpu_offload:  # DeepSpeed would leave a NaN in the masters' gradients and in these buffers
         optimizer.reset_cpu_buffers()
         for master in optimizer.single_partition_of_fp32_groups:
             if master.grad is not None:
@@ -81,7 +81,8 @@ def _numel(p: nn.Parameter) -> int:
     return int(getattr(p, "ds_numel", p.numel()))
 
 
-def _shape(p: nn.Parameter) -> torch.Size:
+def whole_shape(p: nn.Parameter) -> torch.Size:
+    """The parameter's shape, also where ZeRO-3 has partitioned it."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
@@ -96,7 +97,7 @@ def _state(engine: Any, flat: Tensor) -> dict[str, Any]:
 
 
 def reset_moments(engine: Any, group_indices: set[int]) -> None:
-    """Zero moments and Adam step of the given parameter groups: how a waking group begins."""
+    """Zero moments and Adam step of the given parameter groups: how a group begins to train."""
     for index, flat in flat_masters(engine):
         if index in group_indices:
             state = _state(engine, flat)
@@ -107,7 +108,7 @@ def reset_moments(engine: Any, group_indices: set[int]) -> None:
 
 def read_shapes(engine: Any, names: dict[nn.Parameter, str]) -> dict[str, torch.Size]:
     """The whole shape of every parameter that `read_state` gives."""
-    return {names[p]: _shape(p) for p, _ in _pieces(engine)}
+    return {names[p]: whole_shape(p) for p, _ in _pieces(engine)}
 
 
 def read_state(engine: Any, names: dict[nn.Parameter, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -128,7 +129,7 @@ def read_state(engine: Any, names: dict[nn.Parameter, str]) -> tuple[dict[str, T
         sum_over(buffer)
         at = 0
         for p, _ in pieces:
-            whole = buffer[at : at + _numel(p)].view(_shape(p)).cpu().clone()
+            whole = buffer[at : at + _numel(p)].view(whole_shape(p)).cpu().clone()
             at += _numel(p)
             if key is None:
                 parameters[names[p]] = whole

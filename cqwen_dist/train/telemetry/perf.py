@@ -1,7 +1,7 @@
 """How fast a run is: tokens/s, seconds a step, waiting for data, FLOP/s against the device's peak, peak memory.
 
-No synchronisation of its own: a step already waits for its gradient norm, so the clock after it is right but for the
-optimizer's last kernels.
+It does not synchronise: a step waits for its gradient norm anyway, so the time is right but for the optimizer's last
+kernels.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from cqwen_dist.batch import Batch
 from cqwen_dist.plan.flops import Work
 from cqwen_dist.plan.machine import peak_tflops
+from cqwen_dist.train.zero.state import whole_shape
 
 
 def device_peak(device: torch.device) -> float | None:
@@ -28,12 +29,12 @@ def device_peak(device: torch.device) -> float | None:
 def of_model(model: Any) -> Work:
     """What the operations of a `CausalQwenModel` depend on."""
     base = model.transformer.config
-    matrices = {name: p for name, p in model.transformer.named_parameters() if len(_shape(p)) == 2}
-    adapters = sum(math.prod(_shape(p)) for name, p in matrices.items() if ".lora_" in name)
-    table = sum(math.prod(_shape(p)) for name, p in matrices.items() if "embed_tokens" in name)
+    matrices = {name: p for name, p in model.transformer.named_parameters() if len(whole_shape(p)) == 2}
+    adapters = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if ".lora_" in name)
+    table = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if "embed_tokens" in name)
     width = getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads
     return Work(
-        matrices=sum(math.prod(_shape(p)) for p in matrices.values()) - adapters - table,
+        matrices=sum(math.prod(whole_shape(p)) for p in matrices.values()) - adapters - table,
         adapters=adapters,
         layers=base.num_hidden_layers,
         attention=base.num_attention_heads * width,
@@ -44,13 +45,8 @@ def of_model(model: Any) -> Work:
     )
 
 
-def _shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The whole one, also where ZeRO-3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 class Clock:
-    """Times the steps of this rank. Call `data` when a step's batches are wanted, `work` when they are there."""
+    """Times the steps of this rank. Call `data` when a step's batches are asked for, `work` when they have come."""
 
     def __init__(self, work: Work, device: torch.device, world: int, peak: float | None) -> None:
         """peak: in TFLOP/s; None: the device's own, where it is known."""
@@ -64,22 +60,22 @@ class Clock:
         self._began = time.perf_counter()
 
     def work(self, micro_batches: Sequence[Batch]) -> None:
-        """They are there (on the CPU yet)."""
+        """They have come (they are still on the CPU)."""
         self._ready = time.perf_counter()
         rows = sum(int(batch.attention_mask.any(1).sum()) for batch in micro_batches)
         self._shape = (rows, sum(int(batch.label_mask.sum()) for batch in micro_batches))
 
-    def figures(self, tokens: int, awake: frozenset[str], cached: bool = False) -> dict[str, float]:
-        """perf/... of the step just taken; tokens: of all ranks; awake: the groups that train; cached: z was known.
+    def metrics(self, tokens: int, groups: frozenset[str], cached: bool = False) -> dict[str, float]:
+        """perf/... of the step just taken. tokens: of all ranks; groups: that train; cached: z was not computed.
 
         The FLOPs are this rank's share of the useful ones, attention's over the mean length.
         """
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        rows, kept = self._shape
+        rows, labels = self._shape
         share = tokens // self.world
-        each = self.of.flops(share / max(rows, 1), awake, cached=cached)
-        tflops = (share * each.backbone + kept * each.heads) / seconds / 1e12
-        figures = {
+        each = self.of.flops(share / max(rows, 1), groups, cached=cached)
+        tflops = (share * each.backbone + labels * each.heads) / seconds / 1e12
+        metrics = {
             "perf/tokens_per_s": tokens / seconds,
             "perf/step_s": seconds,
             "perf/data_wait_s": self._ready - self._began,
@@ -87,12 +83,12 @@ class Clock:
             "perf/peak_memory_gib": peak_memory_gib(self.device),
         }
         if self.peak is not None:
-            figures["perf/mfu"] = tflops / self.peak
-        return figures
+            metrics["perf/mfu"] = tflops / self.peak
+        return metrics
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Of the allocator on a GPU, of the process's resident memory on a CPU; since the process began, this rank."""
+    """This rank's peak since it began: of the allocator on a GPU, of resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,10 +1,10 @@
-"""Held-out figures, all by deterministic inference (seed S3 section 5).
+"""Held-out metrics, all by deterministic inference (seed S3 section 5).
 
 eval/accuracy          argmax P over every labelled position       eval/base_accuracy     the base model's own top-1
 eval/perplexity        of softmax(loc_S)                           eval/base_perplexity   the base model's own
 eval/perplexity_ovr    of P_k / sum P                              eval/num_*             telling <NUM> from words
 eval/accuracy_words_*                                              by the label's frequency (`frequency.band_names`)
-eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_figures`)
+eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
 dist/U_*               what U looks like                           dist/ovr_prob_sum_*    1 is calibrated
 """
@@ -32,9 +32,9 @@ from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_best, vocab_parallel_loss
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
-from cqwen_dist.train.conformal import IntervalFactors
+from cqwen_dist.train.evaluation.conformal import IntervalFactors
+from cqwen_dist.train.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.train.frequency import band_names, band_of
-from cqwen_dist.train.number_figures import Numbers, number_figures
 
 Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
 _SAMPLE = 4096  # values a batch of U keeps for its quantiles
@@ -45,7 +45,7 @@ PROBED = 48  # tokens whose U is followed from evaluation to evaluation
 class Decisions:
     """Optional ways to predict (seed S4 3.3.2, 3.3.3, 3.5.3), each a probability in (0, 1), None for none.
 
-    label_set: predict every word with P above it. reject_below: say nothing where the best word's P is below it.
+    label_set: predict every word with P above it. reject_below: abstain where the best word's P is below it.
     """
 
     label_set: float | None = None
@@ -54,10 +54,10 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the figures alone do not hold, for reports; on rank 0 whole, elsewhere empty where it says so.
+    """What a report draws beside the metrics.
 
-    numbers: `number_figures`' drawing, or None without numbers.
-    labels [n] and probe [n,C]: U of the first few held-out tokens of this rank, CPU.
+    numbers: `number_metrics`' drawing, None without numbers. labels [n] and probe [n,C]: the first few held-out tokens
+    of this rank and their U, on the CPU.
     """
 
     numbers: dict[str, Any] | None
@@ -96,7 +96,7 @@ class Evaluator:
         self.decisions, self.known_factors = decisions or Decisions(), known_factors
         self.device = model.action.cls_weight.device
         self.band = None if word_counts is None else torch.from_numpy(band_of(word_counts)).to(self.device)
-        self.base: dict[str, float] = {}  # the base model's own figures, which every evaluation repeats
+        self.base: dict[str, float] = {}  # the base model's own metrics, which every evaluation repeats
         self.factors: IntervalFactors | None = None  # of the last evaluation
         self.last: Evaluation | None = None
 
@@ -117,7 +117,8 @@ class Evaluator:
                 labels = batch.labels.flatten()[keep]
                 scores = self._scores(u, labels)
                 digits = self.model.action.word_part(u).loc @ rows.T + bias
-                right, likely = as_spelt(self._top1(u, rank_by="loc"), scores.label_loc, labels, num, spelt, digits)
+                best = top1(self.model, u, self.groups, self.gemm_dtype, "loc")
+                right, likely = as_spelt(best, scores.label_loc, labels, num, spelt, digits)
                 sums[0] += right.sum()
                 sums[1] += (scores.log_norm - likely).sum()
                 sums[2] += labels.numel()
@@ -130,71 +131,85 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """All figures, equal on every rank; `factors` and `last` hold the rest."""
-        action, num_id = self.model.action, self.model.config.num_token_id
+        """All metrics, equal on every rank; `factors` and `last` hold the rest."""
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
         banded = torch.zeros(2, len(band_names()), dtype=torch.float64, device=self.device)
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
-        probe: list[tuple[Tensor, Cauchy]] = []
+        probe: tuple[Tensor, Cauchy] | None = None
         texts = 0
+
+        # Every batch of this rank: sums over tokens, and lists of what needs a median
         for batch, keep in self._kept():
             labels = batch.labels.flatten()[keep]
             u = self.model.abduction(self.features(batch, keep))
-            u_prime = action.add_noise(u)
-            if not probe and len(labels):
-                probe.append((labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())))
-            words = self._words(u_prime, labels)
-            scores = self._scores(u_prime, labels)
-            strength, best = self._best(u_prime)
-            right, is_num, said_num = best == labels, labels == num_id, best == num_id
-            sums["tokens"] += labels.numel()
-            sums["cls_loss"] += words.per_token.sum()
-            sums["surprise"] += (scores.log_norm - scores.label_loc).sum()
-            sums["surprise_ovr"] += (words.prob_sum.double().log() - scores.label_log_p).sum()
-            sums["right"] += right.sum()
-            sums["num_hit"] += (is_num & said_num).sum()
-            sums["num_said"] += said_num.sum()
-            sums["num_true"] += is_num.sum()
-            self._decide(sums, scores, strength, right)
-            if self.band is not None:
-                banded[0].index_add_(0, self.band[labels], right.double())
-                banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
-            learnt = batch.numeric_mask.flatten()[keep]
-            y = action.value(Cauchy(u_prime.loc[learnt], u_prime.scale[learnt]))
-            lists["true"].append(batch.numeric_labels.flatten()[keep][learnt])
-            lists["loc"].append(y.loc)
-            lists["scale"].append(y.scale)
-            lists["text"].append(texts + torch.div(keep[learnt], batch.labels.shape[1], rounding_mode="floor"))
+            u_prime = self.model.action.add_noise(u)
+            if probe is None and len(labels):
+                probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
+            lists["prob_sum"].append(self._count_words(u_prime, labels, sums, banded))
+            self._list_numbers(u_prime, batch, keep, texts, lists)
             texts += int(batch.attention_mask.any(1).sum())
-            lists["prob_sum"].append(words.prob_sum)
-            individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
-            causal = Cauchy(individual, action.b_noise.abs().expand_as(individual))
-            lists["prob_sum_causal"].append(self._words(causal, labels).prob_sum)
+            lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
             lists["U_loc"].append(_some(u.loc))
             lists["U_scale"].append(_some(u.scale))
+
+        # All ranks'
         gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
         names = sorted(sums)
         packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
-        totals = dict(zip(names, packed.tolist(), strict=False))
-        figures = self._word_figures(totals, gathered)
+        metrics = self._word_metrics(dict(zip(names, packed.tolist(), strict=False)), gathered)
+
+        # The numbers, and words by frequency
         numbers = None
         if len(gathered["true"]):
-            found = number_figures(
-                Numbers(gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64)),
-                self.model.target,
-                self.baseline_value,
-                self.known_factors,
-            )
-            figures.update(found.figures)
+            columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
+            found = number_metrics(Numbers(*columns), self.model.target, self.baseline_value, self.known_factors)
+            metrics.update(found.metrics)
             self.factors, numbers = found.factors, found.drawing
-        labels, u = probe[0] if probe else (torch.zeros(0, dtype=torch.int64), Cauchy(torch.zeros(0), torch.zeros(0)))
         if self.band is not None:
-            hits, seen = packed[len(names) :].view(2, -1).tolist()
-            bands = zip(band_names(), hits, seen, strict=True)
-            figures.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
-        self.last = Evaluation(numbers, labels, u)
-        return figures
+            bands = zip(band_names(), *packed[len(names) :].view(2, -1).tolist(), strict=True)
+            metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
+        none = torch.zeros(0)
+        self.last = Evaluation(numbers, *(probe or (none.long(), Cauchy(none, none))))
+        return metrics
+
+    def _count_words(self, u_prime: Cauchy, labels: Tensor, sums: dict[str, Tensor], banded: Tensor) -> Tensor:
+        """Add a batch's words to the sums; returns each token's sum of P [N]."""
+        num_id = self.model.config.num_token_id
+        words = self._words(u_prime, labels)
+        scores = self._scores(u_prime, labels)
+        strength, best = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
+        right, is_num, best_is_num = best == labels, labels == num_id, best == num_id
+        sums["tokens"] += labels.numel()
+        sums["cls_loss"] += words.per_token.sum()
+        sums["surprise"] += (scores.log_norm - scores.label_loc).sum()
+        sums["surprise_ovr"] += (words.prob_sum.double().log() - scores.label_log_p).sum()
+        sums["right"] += right.sum()
+        sums["num_hit"] += (is_num & best_is_num).sum()
+        sums["num_said"] += best_is_num.sum()
+        sums["num_true"] += is_num.sum()
+        self._decide(sums, scores, strength, right)
+        if self.band is not None:
+            banded[0].index_add_(0, self.band[labels], right.double())
+            banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
+        return words.prob_sum
+
+    def _list_numbers(
+        self, u_prime: Cauchy, batch: Batch, keep: Tensor, texts: int, lists: dict[str, list[Tensor]]
+    ) -> None:
+        """A batch's numbers: the truth, Y, and the text each is of. texts: how many were before."""
+        is_number = batch.numeric_mask.flatten()[keep]
+        y = self.model.action.value(Cauchy(u_prime.loc[is_number], u_prime.scale[is_number]))
+        lists["true"].append(batch.numeric_labels.flatten()[keep][is_number])
+        lists["loc"].append(y.loc)
+        lists["scale"].append(y.scale)
+        lists["text"].append(texts + torch.div(keep[is_number], batch.labels.shape[1], rounding_mode="floor"))
+
+    def _causal_prob_sum(self, u: Cauchy, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """Each token's sum of P [N] for one individual drawn from its U, with noise alone as its scale."""
+        individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
+        causal = Cauchy(individual, self.model.action.b_noise.abs().expand_as(individual))
+        return self._words(causal, labels).prob_sum
 
     def _decide(self, sums: dict[str, Tensor], scores: OvrScores, strength: Tensor, right: Tensor) -> None:
         """Count what the optional ways to predict come to."""
@@ -209,9 +224,9 @@ class Evaluator:
             sums["answered"] += answered.sum()
             sums["answered_right"] += (answered & right).sum()
 
-    def _word_figures(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
+    def _word_metrics(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
         tokens = max(c["tokens"], 1)
-        figures = {
+        metrics = {
             "eval/accuracy": c["right"] / tokens,
             **self.base,
             "eval/cls_loss_mean": c["cls_loss"] / tokens,
@@ -222,19 +237,19 @@ class Evaluator:
             "eval/num_f1": 2 * c["num_hit"] / max(c["num_said"] + c["num_true"], 1),
         }
         if self.decisions.label_set is not None:
-            figures["eval/multilabel_recall"] = c["set_hit"] / tokens
-            figures["eval/multilabel_precision"] = c["set_hit"] / max(c["set_size"], 1)
-            figures["eval/multilabel_f1"] = 2 * c["set_hit"] / max(c["set_size"] + tokens, 1)
-            figures["eval/multilabel_size_mean"] = c["set_size"] / tokens
-            figures["eval/multilabel_empty"] = c["set_empty"] / tokens
+            metrics["eval/multilabel_recall"] = c["set_hit"] / tokens
+            metrics["eval/multilabel_precision"] = c["set_hit"] / max(c["set_size"], 1)
+            metrics["eval/multilabel_f1"] = 2 * c["set_hit"] / max(c["set_size"] + tokens, 1)
+            metrics["eval/multilabel_size_mean"] = c["set_size"] / tokens
+            metrics["eval/multilabel_empty"] = c["set_empty"] / tokens
         if self.decisions.reject_below is not None:
-            figures["eval/reject_rate"] = 1.0 - c["answered"] / tokens
-            figures["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
+            metrics["eval/reject_rate"] = 1.0 - c["answered"] / tokens
+            metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
         for mode, name in (("standard", "prob_sum"), ("causal", "prob_sum_causal")):
-            figures[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
+            metrics[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
         for name in ("U_loc", "U_scale"):
-            figures.update({f"dist/{name}_{k}": v for k, v in _summary(lists[name]).items()})
-        return figures
+            metrics.update({f"dist/{name}_{k}": v for k, v in _summary(lists[name]).items()})
+        return metrics
 
     def _kept(self) -> Iterable[tuple[Batch, Tensor]]:
         of = len(self.batches) if isinstance(self.batches, Sized) else 1
@@ -257,12 +272,6 @@ class Evaluator:
             self.groups.vocab,
             prob_thresholds=() if label_set is None else (label_set,),
         )
-
-    def _best(self, u_prime: Cauchy) -> tuple[Tensor, Tensor]:
-        return best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
-
-    def _top1(self, u_prime: Cauchy, rank_by: RankBy = "ovr") -> Tensor:
-        return top1(self.model, u_prime, self.groups, self.gemm_dtype, rank_by)
 
 
 def as_spelt(

@@ -24,8 +24,8 @@ from typing import Any
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.run.files import LOCK, read_object
 
-LOCK = "lock"
 BEAT_S = 5.0
 PATIENCE_BEATS = 4  # how many missed beats of another host are its end
 
@@ -40,12 +40,12 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _refusal(run_dir, _holder(path)) from None
+            raise _refusal(run_dir, read_object(path)) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             known = False
-        holder = _holder(path)
+        holder = read_object(path)
         if holder and not (known and holder.get("boot") == _boot()) and _is_touched(path):
             raise _refusal(run_dir, holder)
         me = {"host": platform.node(), "boot": _boot(), "pid": os.getpid(), "since": round(time.time())}
@@ -54,7 +54,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         os.pwrite(handle, json.dumps(me).encode(), 0)
         if not known:  # who came at the same moment has written the same file
             time.sleep(BEAT_S / 5)
-            if (holder := _holder(path)).get("token") != me["token"]:
+            if (holder := read_object(path)).get("token") != me["token"]:
                 raise _refusal(run_dir, holder)
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(handle, ended), name="lock", daemon=True)
@@ -80,15 +80,6 @@ def _boot() -> str:
 def _beat(handle: int, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
         os.utime(handle)
-
-
-def _holder(path: Path) -> dict[str, Any]:
-    """Who wrote the file, or nobody."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _is_touched(path: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 LEVELS = (0.5, 0.9, 0.95)
-CALIBRATION = "calibration"  # where a checkpoint's figures hold the factors
+CALIBRATION = "calibration"  # where a checkpoint's metrics hold the factors
 CALIBRATION_FILE = "calibration.json"  # where an exported folder holds them
 
 

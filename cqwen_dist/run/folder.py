@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from cqwen_dist.checkpoint.manifest import LATEST, git_commit, versions, write_atomically
-from cqwen_dist.checkpoint.status import read_status
 from cqwen_dist.config import Config, UserError, changed_keys, load_config
+from cqwen_dist.run.files import CONFIG, LATEST, START, write_atomically
+from cqwen_dist.run.status import read_status
 
-CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
-START = "start.json"
 BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that decide what the base of model.architecture becomes
-START_TENSORS = "start.safetensors"  # the abduction and the embedding as they began: what KL is measured against
 
 
 def open_run(config: Config, before_writing: Callable[[], object] = lambda: None) -> Path:
@@ -62,24 +53,3 @@ def _changes(config: Config) -> list[tuple[str, object, object]]:
 def is_done(folder: Path) -> bool:
     """Whether a run says that it ended well, and its result is there."""
     return read_status(folder)["status"] == "done" and (folder / LATEST).is_file()
-
-
-def write_environment(folder: Path, world_size: int, details: dict[str, Any]) -> None:
-    """What the run ran on: packages, machine, commit, ranks."""
-    import torch  # the rest of this file is asked before ranks are started
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    environment = {
-        "python": sys.version.split()[0],
-        "packages": versions(),
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "gpus": gpus,
-        "cuda": torch.version.cuda,
-        "ranks": world_size,
-        "commit": git_commit(),
-        "command": sys.argv,
-        **details,
-    }
-    write_atomically(folder / ENVIRONMENT, json.dumps(environment, indent=1))

@@ -25,11 +25,9 @@ from cqwen_dist.ops.ovr.topk import topk
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.train.conformal import CALIBRATION, CALIBRATION_FILE, IntervalFactors
-from cqwen_dist.train.evaluate import Decisions, Evaluator, as_spelt, perplexity
-from cqwen_dist.train.run_folder import START
-
-STATE = "state.json"  # of a checkpoint
+from cqwen_dist.run.files import START, STATE
+from cqwen_dist.train.evaluation.conformal import CALIBRATION, CALIBRATION_FILE, IntervalFactors
+from cqwen_dist.train.evaluation.evaluator import Decisions, Evaluator, as_spelt, perplexity
 
 
 def evaluate_checkpoint(
@@ -40,7 +38,7 @@ def evaluate_checkpoint(
     base: str | None = None,
     decisions: Decisions | None = None,
 ) -> dict[str, float]:
-    """The figures of `train.evaluate` on `data` (default: the run's own held-out texts).
+    """The metrics of `train.evaluation.evaluator` on `data` (default: the run's own held-out texts).
 
     Beside them the base model's own on the same texts: of the run's base, or of `base`. An exported folder has no run
     beside it: then `data` is needed, its field is `text`, there is no baseline, and no base unless it is given.

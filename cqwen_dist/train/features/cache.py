@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import file_record, versions
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
@@ -31,8 +30,9 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import gather_objects, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.engine import Engine
-from cqwen_dist.train.feature_shards import (
+from cqwen_dist.run.environment import versions
+from cqwen_dist.run.files import FEATURE_CACHE, file_record
+from cqwen_dist.train.features.shards import (
     ROOM,
     CacheRefused,
     FeatureShards,
@@ -42,10 +42,10 @@ from cqwen_dist.train.feature_shards import (
     key_digest,
     open_shards,
 )
-from cqwen_dist.train.partitioned import base_folder_of
 from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.train.zero.engine import Engine
+from cqwen_dist.train.zero.load import base_folder_of
 
-FOLDER = "feature_cache"  # in the run's folder
 _TELL_S = 10.0
 
 
@@ -67,7 +67,7 @@ class FeatureCache:
         self.settings = config.train.feature_cache
         self.dtype = dtype_of(config.train.precision)
         named = self.settings.dir
-        self.folder = Path(config.run.dir) / FOLDER if named is None else Path(named).expanduser()
+        self.folder = Path(config.run.dir) / FEATURE_CACHE if named is None else Path(named).expanduser()
         self._loader: Loader | None = None
         self._shards: FeatureShards | None = None
         self._base: str | None = None  # digest of the base model's files
@@ -183,7 +183,7 @@ class FeatureCache:
             found.update(value.numpy().tobytes())
         packages = versions()
         return {
-            "format": 1,
+            "format": 2,
             "base": self._base,
             "trained": found.hexdigest(),
             "data": dataset.digest(),

@@ -1,8 +1,7 @@
-"""z of every kept position of a data set on disk: written once by all ranks, read by any rank by sample number.
+"""z of every label position of a data set on disk: written once by all ranks, read by any rank by sample number.
 
     KEY/                          the folder's name is a digest of all that z depends on
-      z-00000000-00000250.bin     z of samples [0, 250), one after the other, [tokens,H] in the run's dtype
-      n-00000000-00000250.bin     how many kept positions each of them has, int64
+      z-00000000-00000250.arrow   z of samples [0, 250): a row a sample, [tokens,H] in the run's dtype as bytes
       manifest.json               the key spelled out, every file with size and SHA-256; written last
 
 The order of samples is global and the same on any number of ranks, so who reads a sample in which epoch is not who
@@ -22,17 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.manifest import file_record, sync_folder, write_atomically
 from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.files import MANIFEST, file_record, sync_folder, write_atomically
 
-MANIFEST = "manifest.json"
-# How a dtype lies on disk: numpy has no bf16.
-_ON_DISK: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}
+SCHEMA = pa.schema([("z", pa.large_binary())])
 ROOM = 1.02  # of a cache's size that the disk must have free
 
 
@@ -61,32 +59,22 @@ class FeatureShards:
     """A whole cache, memory-mapped."""
 
     def __init__(self, folder: Path, hidden: int, dtype: torch.dtype) -> None:
-        self.folder, self.dtype = folder, dtype
-        self._starts: list[int] = []
-        self._shards: list[tuple[np.ndarray, np.ndarray]] = []  # (z [tokens,H], where each sample begins [n+1])
-        for path in sorted(folder.glob("z-*.bin")):
-            counts = np.fromfile(path.with_name("n" + path.name[1:]), dtype="<i8")
-            bounds = np.cumsum(np.concatenate([np.zeros(1, np.int64), counts]))
-            shape = (int(bounds[-1]), hidden)
-            z = _mapped(path, shape, _ON_DISK[dtype])
+        self.folder, self.hidden, self.dtype = folder, hidden, dtype
+        self._starts: list[int] = []  # the first sample of each file
+        self._columns: list[pa.ChunkedArray] = []
+        for path in sorted(folder.glob("z-*.arrow")):
             self._starts.append(int(path.name.split("-")[1]))
-            self._shards.append((z, bounds))
+            self._columns.append(pa.ipc.open_file(pa.memory_map(str(path))).read_all()["z"])
 
     def read(self, samples: list[int]) -> Tensor:
-        """z [N,H] of these samples' kept positions, in order, on the CPU in the run's dtype."""
-        parts = []
+        """z [N,H] of these samples' label positions, in order, on the CPU in the run's dtype."""
+        parts = [np.empty(0, np.uint8)]
         for sample in samples:
-            shard = bisect_right(self._starts, sample) - 1
-            z, bounds = self._shards[shard]
-            at = sample - self._starts[shard]
-            parts.append(z[bounds[at] : bounds[at + 1]])
-        rows = np.concatenate(parts) if parts else np.empty((0, self._shards[0][0].shape[1]), _ON_DISK[self.dtype])
+            file = bisect_right(self._starts, sample) - 1
+            row = self._columns[file][sample - self._starts[file]]
+            parts.append(np.frombuffer(row.as_buffer(), np.uint8))
+        rows = np.concatenate(parts).reshape(-1, self.hidden * self.dtype.itemsize)
         return torch.from_numpy(rows).view(self.dtype)
-
-
-def _mapped(path: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> np.ndarray:
-    """A file as an array that is read as it is looked at; of nothing there is no map."""
-    return np.memmap(path, dtype=dtype, mode="r", shape=shape) if shape[0] else np.empty(shape, dtype)
 
 
 def open_shards(
@@ -118,9 +106,9 @@ def build_shards(
 ) -> None:
     """Write the cache of a key. Collective over the world; it appears whole or not at all.
 
-    batches: this rank's `samples`, in order, as many batches on every rank (of padding where need be); features: z of
-    a batch's kept positions; tell: called with the samples done so far. Raises `CacheRefused` on every rank alike where
-    a disk fails or z is not finite, and what `features` raises.
+    batches: this rank's `samples`, in order, as many batches on every rank (of padding where need be). features: z of
+    a batch's label positions. tell: called with the samples done so far. Raises `CacheRefused` on every rank alike
+    where a disk fails or z is not finite, and what `features` raises.
     """
     who = gather_objects(os.getpid())[0]  # another run may be making the same
     beside = folder.with_name(f".{folder.name}.{who}.partial")
@@ -145,7 +133,7 @@ def _write_shards(
     runtime: Runtime,
     tell: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Every rank its own two files; size and checksum of all ranks' by name."""
+    """Every rank writes its own file; returns size and checksum of all ranks' by name."""
     trouble = ""
     if runtime.is_main:
         try:
@@ -153,46 +141,39 @@ def _write_shards(
         except OSError as error:
             trouble = str(error)
     _refuse_together(trouble)
-    name = f"{samples.start:08d}-{samples.stop:08d}.bin"
-    digest, size, counts = hashlib.sha256(), 0, np.zeros(len(samples), dtype="<i8")
-    done = 0
+    path = beside / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
     try:
-        out = (beside / f"z-{name}").open("wb")
+        writer = pa.ipc.new_file(str(path), SCHEMA)
     except OSError as error:
-        out, trouble = None, f"rank {runtime.rank} does not see {beside}: {error}"
+        writer, trouble = None, f"rank {runtime.rank} does not see {beside}: {error}"
     _refuse_together(trouble)
-    assert out is not None
-    with out, torch.no_grad():
+    assert writer is not None
+    done = 0
+    with torch.no_grad():
         for batch in batches:
             mask = batch.label_mask
             keep = batch.kept.to(runtime.device)
             z = features(batch.to(runtime.device), keep).cpu().contiguous()
             rows = min(mask.shape[0], len(samples) - done)  # a row of padding stands for no sample
-            counts[done : done + rows] = mask.sum(1)[:rows].numpy()
             done += rows
             if trouble or not bool(z.isfinite().all()):
                 trouble = trouble or f"z of the samples before {samples.start + done} is not finite"
                 continue  # the other ranks' forward passes need this one
-            block = (z.view(torch.int16) if z.dtype == torch.bfloat16 else z).numpy().tobytes()
+            pieces = z.view(torch.uint8).split(mask.sum(1)[:rows].tolist())
+            column = pa.array([piece.numpy().tobytes() for piece in pieces], SCHEMA.field("z").type)
             try:
-                out.write(block)
+                writer.write_batch(pa.record_batch([column], SCHEMA))
             except OSError as error:
                 trouble = str(error)
-            digest.update(block)
-            size += len(block)
             tell(done)
-        try:
-            out.flush()
-            os.fsync(out.fileno())
-            counts.tofile(beside / f"n-{name}")
-        except OSError as error:
-            trouble = trouble or str(error)
+    try:
+        writer.close()
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        trouble = trouble or str(error)
     _refuse_together(trouble)
-    records = {
-        f"z-{name}": {"size": size, "sha256": digest.hexdigest()},
-        f"n-{name}": file_record(beside / f"n-{name}"),
-    }
-    return {name: record for part in gather_objects(records) for name, record in part.items()}
+    return dict(gather_objects((path.name, file_record(path))))
 
 
 def free_bytes(folder: Path) -> int:

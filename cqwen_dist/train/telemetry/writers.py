@@ -1,4 +1,4 @@
-"""Where the figures of a run go: one small class a place. Rank 0 alone has them.
+"""Where the metrics of a run go: one small class a place. Rank 0 alone has them.
 
 A record is one optimizer step's plain values: `step`, `stage`, `train/...`, and where due `eval/...`, `dist/...`,
 `perf/...`. Every place goes on after a restart: steps after the checkpoint, done again, are not there twice.
@@ -14,17 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from cqwen_dist.checkpoint.manifest import write_atomically
 from cqwen_dist.config import RunConfig, UserError
 from cqwen_dist.config.errors import Said
-
-METRICS = "metrics.jsonl"
-WANDB_ID = "wandb_id"
-TENSORBOARD = "tensorboard"
+from cqwen_dist.run.files import METRICS, TENSORBOARD, WANDB_ID, write_atomically
 
 
-class Sink(Protocol):
-    """A place for figures."""
+class Writer(Protocol):
+    """A place for metrics."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one step's record."""
@@ -75,7 +71,7 @@ def _step_of(line: str) -> int:
     return step if isinstance(step, int) else 0
 
 
-class WandbSink:
+class WandbWriter:
     """Weights & Biases, online or offline; a run that goes on goes on there, under the id kept in its folder."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
@@ -111,7 +107,7 @@ class WandbSink:
         self._run.finish()
 
 
-class TensorBoardSink:
+class TensorBoardWriter:
     """Event files in RUN/tensorboard, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -136,11 +132,11 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def open_sinks(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Sink]:
+def open_writers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Writer]:
     """The places that a run's config names; metrics.jsonl is always one. step: of the checkpoint gone on from."""
-    sinks: list[Sink] = [MetricsFile(run_dir / METRICS, step)]
+    writers: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
     if run.wandb != "disabled":
-        sinks.append(WandbSink(run_dir, run, config))
+        writers.append(WandbWriter(run_dir, run, config))
     if run.tensorboard:
-        sinks.append(TensorBoardSink(run_dir / TENSORBOARD, step))
-    return sinks
+        writers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
+    return writers

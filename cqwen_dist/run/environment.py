@@ -1,0 +1,59 @@
+"""What a run ran on: packages, machine, commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.run.files import ENVIRONMENT, write_atomically
+
+PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safetensors")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what matters for reading a run again, as installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the working directory's repository, or None."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True, cwd=Path.cwd()
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def write_environment(folder: Path, world_size: int, details: dict[str, Any]) -> None:
+    """What the run ran on: packages, machine, commit, ranks."""
+    import torch  # the rest of this room does without
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    environment = {
+        "python": sys.version.split()[0],
+        "packages": versions(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "ranks": world_size,
+        "commit": git_commit(),
+        "command": sys.argv,
+        **details,
+    }
+    write_atomically(folder / ENVIRONMENT, json.dumps(environment, indent=1))

@@ -1,0 +1,116 @@
+"""The files of a run's folder: their names, and writing one so that a reader sees it whole or not at all (no torch)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.yaml"  # as resolved
+ENVIRONMENT = "environment.json"  # packages, machine, commit, ranks
+START = "start.json"  # the start: its kind, statistics of the data, calibration, first evaluation
+START_TENSORS = "start.safetensors"  # the abduction and the embedding at the start: what KL is measured against
+STATUS = "status.json"
+LOCK = "lock"
+METRICS = "metrics.jsonl"  # one line an optimizer step
+ALARMS = "alarms.jsonl"
+REPORT = "report.html"
+EVALUATIONS = "evaluations"  # what a report draws
+PROBE = "probe_start.safetensors"  # in `evaluations`
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"  # the path of the newest checkpoint, moved after it is whole
+MANIFEST = "manifest.json"  # of a checkpoint, and of a feature cache
+STATE = "state.json"  # of a checkpoint
+FEATURE_CACHE = "feature_cache"
+STACKS = "stacks"  # of ranks that hung
+WANDB_ID = "wandb_id"
+TENSORBOARD = "tensorboard"
+SLURM = "slurm"  # scripts, logs, history
+HISTORY = "history.jsonl"  # in `slurm`: starts and ends
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write a file to; it then replaces `path`, durably also after a power loss.
+
+    Where the body raises, `path` stays as it was and nothing is left beside it.
+    """
+    # A random name: containers on several hosts share process numbers, and any rank may write a status.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file: a reader sees the old one or the new one, whole, also after a power loss."""
+    with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_small(path: Path) -> str:
+    """A file's text. Raises OSError, also for what is not a file: reading a pipe would wait for a writer."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no file or it holds none."""
+    try:
+        found = json.loads(read_small(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file with one a line; a line that a kill cut off is skipped, no file has none."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def let_read(path: Path) -> None:
+    """Give a file, or a folder's files, the folder's read rights: safetensors writes for its owner alone."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    for file in files:
+        if file.is_file() and not file.is_symlink():
+            file.chmod(file.parent.stat().st_mode & 0o666)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
