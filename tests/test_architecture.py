@@ -152,6 +152,31 @@ def test_nothing_unsafe_unfinished_or_noisy(path):
     assert not faults, "\n".join(faults)
 
 
+def module_imports() -> dict[str, set[str]]:
+    """Every module of ours and which modules it imports, wherever in it; `from package import module`: that module."""
+    names = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in SOURCES}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                asked = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= {full if full in names else node.module for full in asked}
+            elif isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    imports = module_imports()
+    while True:  # drop what imports none of the rest, and what none of the rest imports
+        ends = {name for name, seen in imports.items() if not seen & imports.keys()}
+        ends |= imports.keys() - set().union(*imports.values())
+        if not ends:
+            break
+        imports = {name: seen for name, seen in imports.items() if name not in ends}
+    assert not imports, f"split what they share into a module below both ({sorted(imports)})"
+
+
 def test_files_stay_short():
     files = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
     long = {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text("utf-8").splitlines())) >= LONGEST}

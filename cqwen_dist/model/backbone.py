@@ -1,4 +1,4 @@
-"""Module 2: the base's transformer, fed with embeddings (seed S0 section 2); and how a base model is had."""
+"""Module 2: the base's transformer, fed with embeddings (seed S0 section 2); loading and building base models."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ def load_base(
 
 
 def tokenizer_rows(name_or_path: str) -> int | None:
-    """Rows that the tokenizer beside a model uses, as `data.tokenizer` counts them; None where there is none."""
+    """Rows that the tokenizer of a model's folder uses, as `data.tokenizer` counts them; None without a tokenizer."""
     tokenizer = tokenizer_beside(name_or_path)
     return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def tokenizer_beside(name_or_path: str) -> Any:
-    """transformers' tokenizer beside a model, or None where there is none."""
+    """transformers' tokenizer of a model's folder or hub name; None where it has none."""
     folder = Path(name_or_path).expanduser()
-    # of a folder without these, transformers makes up an empty tokenizer
+    # From a folder without these files transformers builds an empty tokenizer.
     if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
     try:
@@ -103,7 +103,7 @@ def tokenizer_beside(name_or_path: str) -> Any:
 
 
 def rows_with_number_for(used: int | None, num_token_id: int | None) -> Callable[[int], int] | None:
-    """`load_base`'s rows_for, of a tokenizer that uses so many rows; None where there is no tokenizer."""
+    """`load_base`'s rows_for for a tokenizer that uses this many rows; None without a tokenizer."""
     if used is None or num_token_id is None:
         return None
     return lambda rows: rows_with_number(rows, used, num_token_id)
@@ -111,10 +111,10 @@ def rows_with_number_for(used: int | None, num_token_id: int | None) -> Callable
 
 @torch.no_grad()
 def add_rows(base: PreTrainedModel, rows: int) -> None:
-    """Rows behind a causal model's vocabulary, in place, until there are `rows`: each the mean of those it has.
+    """Append rows to a causal model's vocabulary, in place, until it has `rows`: each is the mean of its own rows.
 
-    In the output head that gives an added word the mean of all logits, so at most 1/V of the softmax (Jensen); zeros
-    would give it logit 0, which may be more than any other, and the scale 0. The config says how many were added.
+    In the output head an added word gets the mean of all logits, so at most 1/V of the softmax (Jensen). Zero rows
+    would give it logit 0, perhaps the largest, and scale 0. The config records how many rows were added.
     """
     table: Any = base.get_input_embeddings()
     head: Any = base.get_output_embeddings()
@@ -167,7 +167,7 @@ def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = tor
 
 
 def compile_layers(transformer: nn.Module, **options: Any) -> None:
-    """Compile every layer in place, each by itself: their code is one, so it is compiled once, and DeepSpeed's and
-    PEFT's parts around the layers stay as they are. options: torch.compile's."""
+    """Compile every layer in place by itself. They share one code, so it is compiled once; what DeepSpeed and PEFT put
+    around the layers is not touched. options: torch.compile's."""
     for layer in transformer.get_submodule("layers").children():
         layer.compile(**options)

@@ -1,16 +1,16 @@
 """The calibrated start: what a base knows, moved into the heads by closed forms on some tokens of the training data.
 
-One procedure, in this order (docs/training.md tells it with figures):
+One procedure, in this order (docs/training.md has measurements):
 
-1. <NUM>'s row of W_cls, and those of the tokens that numerals are spelt with (`levelling.fit_numeral_rows`);
-2. all rows levelled, so that logits are near log-probabilities (`levelling.level_logits`);
-3. (C, gamma), the thresholds and the total scale of U, of least OvR loss;
-4. W_reg, b_reg and what of U they read: a robust ridge regression of the numbers, the median where it tells nothing.
+1. fit <NUM>'s row of W_cls, and lower the rows of the tokens that spell numerals (`levelling.fit_numeral_rows`);
+2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
+3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
+4. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
 
 With the seeds' constants argmax P is not argmax loc_S and the loss begins in the thousands (seeds S3 section 4, S1).
-Two word-head products in all: one for the normalisers, one for the logits of the search, which it holds in memory: at
-the start scale_S,k = gamma ||W_k||_1, and neither C nor gamma enters a location. What a run chose stands in its
-start.json; a run that goes on does not choose again.
+Two word-head products in all: one for the normalisers, one for the logits of the search, which stay in memory. At the
+start scale_S,k = gamma ||W_k||_1, and neither C nor gamma enters a location. A run's choice is in its start.json; a
+resumed run does not choose again.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Calibration:
     uniform_loss: float  # 1 + ln V, the loss of P = 1/V for every word: a run that ends here has learnt nothing
     prob_sum_median: float  # median over tokens of sum_k P_k; 1 is calibrated
     tokens: int
-    levelled: float  # share of the normaliser's variance that levelling takes from the logits; 0: rows untouched
-    num_row_told: float  # share of its target's variance that <NUM>'s fitted row tells; 0: the row is the base's
+    levelled: float  # share of the normaliser's variance that levelling removes from the logits; 0: rows unchanged
+    num_row_told: float  # share of its target's variance that <NUM>'s fitted row explains; 0: the row is the base's
     num_f1: float | None  # of argmax P being <NUM> where a number follows; None: no number among the tokens
-    num_p_mean: float | None  # mean P of <NUM> where a number follows: what the gate lets through at the first step
+    num_p_mean: float | None  # mean P of <NUM> where a number follows: the gate's mean at the first step
     numbers: int  # that the regression was fitted to
-    reg_mdae: float | None  # median absolute error of those numbers, each told by the others, raw unit
-    reg_median_mdae: float | None  # of always their median
+    reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
+    reg_median_mdae: float | None  # the same, always predicting their median
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -89,12 +89,12 @@ def calibrate(
 
     batches: what the training collator yields, this rank's share; the first max_tokens label positions of each rank
     choose (C, gamma). fit_batches: what rows and regression are fitted to (None: `batches`). features: (batch, label
-    positions) -> z [N,H] (default the model's own; the engine's under ZeRO). level: whether to level the rows; if not,
-    and without numerals, no row of W_cls changes. numerals: the tokens that the base spells numerals with, where
-    <NUM>'s row is to inherit from them. progress: called often, on every rank alike; may raise to end it. gamma is one
-    for all word dimensions. With b_noise_init the total may come out larger than the best gamma; what is reported is
-    of the total that is set. Collective over the world: with groups, every rank brings the same number of batches, and
-    ends with the same values. Raises ValueError where no rank holds a label.
+    positions) -> z [N,H] (default the model's own; the engine's under ZeRO). level: whether to level the rows; without
+    it and without numerals no row of W_cls changes. numerals: the tokens that spell numerals, where <NUM>'s row is to
+    inherit from them. progress: called equally often on every rank; it may raise to end the calibration. gamma is one
+    for all word dimensions. With b_noise_init the total scale may be larger than the best gamma; the report is of the
+    total that is set. Collective over the world: with groups, every rank brings the same number of batches, and ends
+    with the same values. Raises ValueError where no rank holds a label.
     """
     features = features or model.kept_features
     search = _positions(model, batches, features, max_tokens, groups, progress, "features")
@@ -126,21 +126,6 @@ class _Base(NamedTuple):
     best_logit: Tensor  # [n] argmax loc_S
 
 
-class _FittedRows(NamedTuple):
-    """Shares of variance, 0 where nothing was fitted (`Calibration`)."""
-
-    levelled: float = 0.0
-    num_row_told: float = 0.0
-
-
-class _FittedNumbers(NamedTuple):
-    """How many numbers the regression was fitted to, and the median errors of `Calibration`."""
-
-    numbers: int
-    error: float | None
-    median_error: float | None
-
-
 def _fit_rows(
     model: CausalQwenModel,
     fit: _Positions,
@@ -149,38 +134,40 @@ def _fit_rows(
     numerals: Sequence[int],
     groups: Groups | None,
     progress: Progress,
-) -> _FittedRows:
-    """<NUM>'s row from the numerals' rows, then all rows levelled, each where it is wanted; `logits` follow."""
+) -> tuple[float, float]:
+    """Fit <NUM>'s row and level all rows, where asked for; `Calibration`'s (levelled, num_row_told)."""
     if not (level or numerals):
-        return _FittedRows()
+        return 0.0, 0.0
     own, world = _word_loc(model, fit.z), None if groups is None else groups.world
     log_norm = _normalisers(model, own, groups, progress)
     counts = exchange_counts(len(own), world, own.device)
     cut = slice(0, 2 * LEVEL_TOKENS)  # texts are of unequal lengths: there may be more than was asked for
     loc, log_norm, labels = (gather_tokens(part, counts, world)[cut] for part in (own, log_norm, fit.labels))
-    levelled = told = 0.0
+    levelled = share = 0.0
     if numerals:
         progress("<NUM>'s row", 0, 1)
-        told = fit_numeral_rows(model, loc, log_norm, labels, numerals, groups)
+        share = fit_numeral_rows(model, loc, log_norm, labels, numerals, groups)
         logits.redo([*numerals, model.config.num_token_id])
     if level:
         progress("levelling", 0, 1)
         levelled, v = level_logits(model.action, loc, log_norm, groups)
         logits.take(v)
-    return _FittedRows(levelled, told)
+    return levelled, share
 
 
 def _report(
     model: CausalQwenModel,
     logits: StartLogits,
     base: _Base,
-    rows: _FittedRows,
-    regression: _FittedNumbers,
+    rows: tuple[float, float],
+    regression: tuple[int, float | None, float | None],
     threshold: float,
     gamma: float,
     numerals: Sequence[int],
 ) -> Calibration:
     """The start as it is set, measured on the positions that (C, gamma) were chosen on."""
+    levelled, num_row_told = rows
+    fitted, reg_mdae, reg_median_mdae = regression
     num, labels, norms = model.config.num_token_id, logits.labels, model.action.row_norms()
     loss, best, prob_sum = logits.at(threshold, gamma, norms)
     digits = torch.isin(base.best_logit, torch.tensor(list(numerals), dtype=torch.int64, device=labels.device))
@@ -200,13 +187,13 @@ def _report(
         uniform_loss=1.0 + math.log(model.action.vocab_size),
         prob_sum_median=float(logits.everyone(prob_sum).quantile(0.5)),
         tokens=logits.tokens,
-        levelled=rows.levelled,
-        num_row_told=rows.num_row_told,
+        levelled=levelled,
+        num_row_told=num_row_told,
         num_f1=2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
         num_p_mean=logits.mean(p_num * is_num) / numbers if numbers else None,
-        numbers=regression.numbers,
-        reg_mdae=regression.error,
-        reg_median_mdae=regression.median_error,
+        numbers=fitted,
+        reg_mdae=reg_mdae,
+        reg_median_mdae=reg_median_mdae,
     )
 
 
@@ -274,15 +261,17 @@ def _normalisers(model: CausalQwenModel, loc: Tensor, groups: Groups | None, pro
     return torch.cat(parts) if parts else loc.new_zeros(0)
 
 
-def _fit_regression(model: CausalQwenModel, seen: _Positions, groups: Groups | None) -> _FittedNumbers:
-    """Start W_reg, b_reg and U's number dimensions from the positions whose value is learnt."""
+def _fit_regression(
+    model: CausalQwenModel, seen: _Positions, groups: Groups | None
+) -> tuple[int, float | None, float | None]:
+    """Start W_reg, b_reg and U's number dimensions: `Calibration`'s (numbers, reg_mdae, reg_median_mdae)."""
     x = seen.z if model.config.number_dims else _word_loc(model, seen.z)
     x, values, folds = (part[seen.learnt] for part in (x, seen.values, seen.folds))
     if groups is not None:
         counts = exchange_counts(len(x), groups.world, x.device)
         x, values, folds = (gather_tokens(part, counts, groups.world) for part in (x, values, folds))
     if not len(values):
-        return _FittedNumbers(0, None, None)
+        return 0, None, None
     x, values, folds = (part[: 2 * LEVEL_TOKENS] for part in (x, values, folds))
 
     def fit() -> tuple[Any, float, float]:
@@ -296,4 +285,4 @@ def _fit_regression(model: CausalQwenModel, seen: _Positions, groups: Groups | N
 
     found, error, of_median = fit() if groups is None else main_rank_says(fit)
     start_regression(model, found.coefficients, found.intercept, found.scale)
-    return _FittedNumbers(len(values), error, of_median)
+    return len(values), error, of_median

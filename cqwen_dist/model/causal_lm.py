@@ -40,7 +40,7 @@ class CausalQwenOutput(ModelOutput):
 
     loss: scalar, where labels are given: the mean OvR loss of the words plus the gated mean NLL of the numbers.
     logits: loc_S [B,k,V] of the last k = logits_to_keep positions, on demand; scale_S likewise, with output_scales.
-    loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the number, were there one next.
+    loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the law of the number, if one comes next.
     past_key_values: the cache that was given, extended.
     """
 
@@ -80,7 +80,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers asks this for what a checkpoint did not hold; ours start as their constructors say."""
+        """What transformers calls for modules that a checkpoint did not hold; ours start as in their constructors."""
         if isinstance(module, AbductionNetwork):
             module.reset(1.3133)
         elif isinstance(module, ActionNetwork):
@@ -90,7 +90,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The backbone's: what a saved config states. The heads are fp32 whatever it is."""
+        """The backbone's, which a saved config states. The heads are always fp32."""
         return next(self.model.transformer.parameters()).dtype
 
     def get_input_embeddings(self) -> nn.Module:
@@ -111,9 +111,9 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         """A base model turned causal (seed S3 section 4).
 
         start: "seed", "seed-100", or "calibrated" (then calibration_batches are needed). num_token_id: default
-        len(tokenizer) of the tokenizer beside the model, or the last row where there is none. options: of
-        `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). Calibrated, <NUM>'s rows inherit from the
-        digits' unless num_row_init says otherwise. Raises `UserError`.
+        len(tokenizer) of the model's tokenizer, or the last row without one. options: of
+        `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). The calibrated start makes <NUM>'s rows from
+        the digits' unless num_row_init is given. Raises `UserError`.
         """
         used = tokenizer_rows(name_or_path)
         if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":

@@ -1,4 +1,4 @@
-"""The config of a CausalQwen: what `config.json` beside the weights holds."""
+"""The config of a CausalQwen: what `config.json` in the weights' folder holds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class CausalQwenConfig(PretrainedConfig):
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
     the number dimensions (default H). number_dims: m. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for
     all words. target: the regression's unit (`TargetTransform.to_dict`).
-    lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: what held-out numbers said of
-    the intervals (`Intervals.to_dict`), or None.
+    lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
+    numbers (`Intervals.to_dict`), or None.
     """
 
     model_type = "causal_qwen"

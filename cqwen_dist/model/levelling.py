@@ -1,14 +1,14 @@
-"""Rows of W_cls that are fitted before training: all of them levelled, and those that numerals are written with.
+"""Rows of W_cls that are fitted before training: all rows (levelling), and those of the tokens that spell numerals.
 
-Levelling. Softmax does not feel what is added to all logits of one token; one-vs-rest does, since one threshold C has
-to part the next word from all others at every token. A base's logits lie as a whole higher at one token and lower at
-another, by their normaliser log sum_k exp loc_S,k. With the v whose product v . loc_U tells that normaliser best, rows
-W_k - v give logits near log-probabilities: the same softmax, and P ranks words nearly as the base does. Rows also come
-to more equal norms, and scale_S,k = sum_c |W_kc| scale_U,c with them.
+Levelling. Softmax ignores a constant added to all logits of a token. One-vs-rest does not: one threshold C separates
+the next word from all others at every token, while a base's logits shift from token to token with their normaliser
+log sum_k exp loc_S,k. Let v be the vector whose product v . loc_U predicts that normaliser best. Rows W_k - v then give
+logits near log-probabilities: the same softmax, and P ranks words nearly as the base does. The rows' norms become more
+equal too, and with them scale_S,k = sum_c |W_kc| scale_U,c.
 
-Numerals. A base that never saw <NUM> knows where a numeral comes: it gives the tokens that it spells numerals with most
-of the probability there. <NUM>'s row is fitted to that (the logarithm of their sum, at least the normaliser where a
-number does follow, at least `APART` below it elsewhere), and their own rows lose `APART` where a number follows.
+Numerals. A base that never saw <NUM> still knows where a numeral comes: most of the probability is on the tokens that
+spell numerals. <NUM>'s row is fitted to the logarithm of their sum, raised to the normaliser where a number follows and
+held `APART` below it elsewhere. Their own rows lose `APART` where a number follows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cqwen_dist.model.ridge import ridge_by_leave_one_out
 from cqwen_dist.parallel.collectives import main_rank_says, sum_over
 from cqwen_dist.parallel.groups import Groups
 
-# Nats. 4 to 10 give <NUM> an F1 within 0.01 on SmolLM2 and GSM8K; less lets digits compete, more costs words.
+# Nats. On SmolLM2 and GSM8K 4 to 10 change <NUM>'s F1 by less than 0.01; less lets digits compete, more costs words.
 APART = 6.0
 
 
@@ -32,16 +32,15 @@ APART = 6.0
 def level_logits(
     action: ActionNetwork, loc: Tensor, log_norm: Tensor, groups: Groups | None = None
 ) -> tuple[float, Tensor]:
-    """Take v [C_w] from every row of W_cls; returns (the share of the normaliser's variance that v tells of tokens left
-    out, v).
+    """Subtract v [C_w], by ridge regression, from every row of W_cls; returns (share, v).
 
-    loc [n,C_w], log_norm [n]: loc_U and the normalisers of all ranks' tokens, alike on every rank (n may be 0). v is a
-    ridge regression's; where even the best tells nothing (share 0), the rows stay and v is 0. All ranks take one v.
+    loc [n,C_w], log_norm [n]: loc_U and the normalisers of all ranks' tokens, the same on every rank (n may be 0).
+    share: of the normaliser's variance, predicted on tokens left out. Where it is 0 or less, the rows stay and v is 0.
     """
 
     def fit() -> tuple[Tensor, float]:
-        v, told = ridge_by_leave_one_out(loc.double(), log_norm.double())
-        return v.cpu(), told
+        v, share = ridge_by_leave_one_out(loc.double(), log_norm.double())
+        return v.cpu(), share
 
     v, share = fit() if groups is None else main_rank_says(fit)  # two machines may round apart
     if share <= 0:
@@ -59,11 +58,11 @@ def fit_numeral_rows(
     numerals: Sequence[int],
     groups: Groups | None = None,
 ) -> float:
-    """<NUM>'s row of W_cls out of what the base knows of numerals, whose rows then compete no more where one follows.
+    """Fit <NUM>'s row of W_cls to the base's numerals, and lower the numerals' rows where a number follows.
 
     loc, log_norm: as `level_logits`'s, of the rows as they are. labels [n]. numerals: the tokens that the base spells
-    numerals with. Returns the share of the target's variance that the row tells of tokens left out. No bias is used:
-    what a row knows a plain export keeps.
+    numerals with. Returns the share of the target's variance that the row explains on tokens left out. No bias is
+    fitted: a plain export has none.
     """
     action, num = heads.action, heads.config.num_token_id
     rows, bias = rows_of(action, numerals, groups)
@@ -77,10 +76,10 @@ def fit_numeral_rows(
             norm = log_norm.double()
             target = torch.where(follows, torch.maximum(written, norm), torch.minimum(written, norm - APART))
             lower = APART * ridge_by_leave_one_out(loc.double(), follows.double(), intercept=False)[0]
-        row, told = ridge_by_leave_one_out(loc.double(), target, intercept=False)
-        return row.cpu(), lower.cpu(), told
+        row, share = ridge_by_leave_one_out(loc.double(), target, intercept=False)
+        return row.cpu(), lower.cpu(), share
 
-    row, lower, told = fit() if groups is None else main_rank_says(fit)
+    row, lower, share = fit() if groups is None else main_rank_says(fit)
     if not bool(row.any()):
         return 0.0
     for word in numerals:
@@ -89,7 +88,7 @@ def fit_numeral_rows(
     if (at := num - action.vocab_start) in range(action.rows):
         action.cls_weight[at] = row.to(action.cls_weight)
         action.cls_bias[at] = 0.0
-    return told
+    return share
 
 
 @torch.no_grad()

@@ -100,7 +100,7 @@ class CausalQwenLoss(nn.Module):
         types: Tensor | None = None,
         p_type: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """loc_S, scale_S [B,T,V]; the rest [B,T]; numeric_values are the labels' values. -> (scalar, figures).
+        """loc_S, scale_S [B,T,V]; the rest [B,T]; numeric_values are the labels' values. -> (scalar, metrics).
 
         types [B,T] int64 (-1: of none), p_type [B,T,R]: the type of each label's value, and P of every type; the
         latter gives gradient as P_NUM does (gate_grad).
@@ -204,7 +204,7 @@ def fused_loss(
     nll = cauchy_nll(y.loc, y.scale, values)  # finite everywhere, so a gate of 0 drops value and gradient
     nll = number_nll(nll, labels.value_weights, p_type, labels.types)
     gates = GATES[options.gate](labels.is_number, p_num, options.alpha)
-    reg_sum = (gates * nll).sum()  # 0, and connected, where there is no number
+    reg_sum = (gates * nll).sum()  # without a number it is 0 and still in the graph
     return LossTerms(
         loss=out.loss + number_weight * reg_sum,
         cls_sum=out.per_token.sum(),

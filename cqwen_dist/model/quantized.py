@@ -1,8 +1,8 @@
 """A frozen base in 4 bits (QLoRA): bitsandbytes' NF4 through transformers. GPU only; not yet measured on one.
 
-What it changes: the backbone's linear maps hold 4 bits a weight and are read in bf16; adapters, w_num, the heads and
-everything that trains stay as they are, and so does the output head that W_cls is copied from, which transformers
-leaves alone. z is that of the quantized base from the first step, in calibration and in `eval/base_accuracy` alike.
+The backbone's linear maps hold 4 bits a weight and are multiplied in bf16. Adapters, w_num, the heads and the output
+head that W_cls is copied from are not quantized. z is the quantized base's from the first step on, in calibration and
+in `eval/base_accuracy` too.
 """
 
 from __future__ import annotations

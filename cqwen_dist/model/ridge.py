@@ -1,4 +1,4 @@
-"""Ridge regressions whose strength is chosen by leave-one-out, in closed form: what the calibrated start fits.
+"""Ridge regressions whose strength is chosen by leave-one-out in closed form, for the calibrated start.
 
 All in float64, on the device of their inputs, by one decomposition of the smaller product (scikit-learn's RidgeCV takes
 minutes at p = 3,584). x is [n,p]: n tokens, p dimensions.
@@ -32,9 +32,9 @@ class RobustFit(NamedTuple):
 
 
 def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tuple[Tensor, float]:
-    """The ridge regression of y [n] on x [n,p] that tells left-out points best: (coefficients [p], share of variance).
+    """The ridge regression of y [n] on x [n,p] of least leave-one-out error: (coefficients [p], share of variance).
 
-    As scikit-learn's RidgeCV(RIDGES in units of x's mean square sum). Zeros where nothing can be told.
+    As scikit-learn's RidgeCV(RIDGES in units of x's mean square sum). Zeros where nothing can be predicted.
     """
     nothing = torch.zeros_like(x[:1]).sum(0), 0.0
     if len(y) < 3:
@@ -49,23 +49,23 @@ def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tupl
     along = parts.scores.T @ y
     best, least = 0.0, math.inf
     for ridge in (RIDGES * total / x.shape[1]).tolist():
-        told, own = parts.fitted(along, ridge)
+        fitted, own = parts.fitted(along, ridge)
         if intercept:
-            own = own + 1 / len(y)  # how much a point tells of itself; the mean's share with it
-        error = float(((y - told) / (1 - own)).square().mean())
+            own = own + 1 / len(y)  # a point's leverage, with its share in the mean
+        error = float(((y - fitted) / (1 - own)).square().mean())
         if error < least:
             best, least = ridge, error
     return parts.coefficients(along, best), 1 - least / spread
 
 
 def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit:
-    """A ridge regression of y [n] on x [n,p] for residuals that are Cauchy: wild numbers hardly bend it.
+    """A ridge regression of y [n] on x [n,p] for residuals that are Cauchy: outliers hardly change it.
 
-    Around the median, in units of half the interquartile range, targets are held within `LIMIT` and weigh 1/(1 + t^2).
-    Ridge and a further shrinkage to the median are those of least Cauchy loss on folds left out, among those of no
-    larger median error than always the median's; where none is better than that median, it is the median: coefficients
-    0. folds [n] int64 in [0, FOLDS): points that tell each other, as numbers of one text do, lie in one (default: an
-    eighth of neighbours each).
+    Targets t are taken around the median, in units of half the interquartile range; they are clamped to `LIMIT` and
+    weighted by 1/(1 + t^2). Ridge and a further shrinkage to the median are chosen by the Cauchy loss on folds left
+    out, among those whose median error is at most that of predicting the median. Where none has a smaller loss than
+    the median, the median is the answer: coefficients 0. folds [n] int64 in [0, FOLDS): dependent points, such as
+    numbers of one text, share one (default: consecutive eighths).
     """
     n, p = x.shape
     zeros = torch.zeros(p, dtype=torch.float64, device=x.device)
@@ -79,7 +79,7 @@ def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit
     if n < 2 * FOLDS or not bool(x.isfinite().all()):
         return at_median
     held, weights = t.clamp(-LIMIT, LIMIT), 1 / (1 + t.square())
-    told = t.new_zeros(len(RIDGES), n)
+    held_out = t.new_zeros(len(RIDGES), n)  # predictions by the other folds
     if folds is None:
         folds = torch.arange(n, device=x.device) * FOLDS // n
     if bool((folds == folds[0]).all()):
@@ -87,16 +87,16 @@ def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit
     for fold in folds.unique():
         rest, fold = folds != fold, folds == fold
         for i, (coefficients, intercept) in enumerate(_weighted(x[rest], held[rest], weights[rest], RIDGES)):
-            told[i, fold] = x[fold] @ coefficients + intercept
+            held_out[i, fold] = x[fold] @ coefficients + intercept
     shares = torch.tensor(SHARES, dtype=torch.float64, device=x.device)
-    losses = (t - shares[:, None, None] * told).square().log1p().mean(-1)  # [shares, ridges]
-    errors = (t - shares[:, None, None] * told).abs().median(-1).values
+    losses = (t - shares[:, None, None] * held_out).square().log1p().mean(-1)  # [shares, ridges]
+    errors = (t - shares[:, None, None] * held_out).abs().median(-1).values
     losses[errors > t.abs().median()] = math.inf
     if not float(losses.min()) < float(t.square().log1p().mean()):
         return at_median
     share, ridge = divmod(int(losses.argmin()), len(RIDGES))
     shrunk = SHARES[share]
-    left_out = shrunk * told[ridge]
+    left_out = shrunk * held_out[ridge]
     ((coefficients, intercept),) = _weighted(x, held, weights, RIDGES[ridge : ridge + 1])
     factor = shrunk * unit
     return RobustFit(
@@ -138,7 +138,7 @@ class _Decomposition(NamedTuple):
         return cls(x, values, vectors, x @ vectors if n > p else vectors * values.sqrt())
 
     def fitted(self, along: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-        """(fitted values [n], how much each point tells of itself [n]) at a ridge; along = scores^T y."""
+        """(fitted values [n], leverages [n]) at a ridge; along = scores^T y."""
         shrunk = 1 / (self.values + ridge)
         return self.scores @ (shrunk * along), self.scores.square() @ shrunk
 

@@ -1,8 +1,8 @@
-"""The search for (C, gamma) of the calibrated start: logits made once, every point looked at from a histogram of them.
+"""The search for (C, gamma) of the calibrated start: logits are computed once, and a histogram of them gives the loss.
 
 At the start scale_S,k = gamma ||W_k||_1 at every token, so the OvR loss of any (C, gamma) is a sum over pairs
-(loc_S, ||W_k||_1): those of labels one by one, all others by how many fall into a cell. [tokens, rows] is held in
-memory here, for a few hundred tokens, and nowhere else.
+(loc_S, ||W_k||_1): labels one by one, all others counted in cells. Only here is [tokens, rows] held in memory, for a
+few hundred tokens.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ class StartLogits:
             self.logits[:, rows] = product(self.loc, action.cls_weight[rows]) + action.cls_bias[rows]
 
     def take(self, v: Tensor) -> None:
-        """Every row has lost v [C_w]."""
+        """Update the logits after v [C_w] was subtracted from every row."""
         self.logits -= (self.loc @ v.to(self.loc))[:, None]
 
     def redo(self, words: Sequence[int]) -> None:
-        """These words' rows are others now."""
+        """Recompute the logits of words whose rows have changed."""
         action = self.action
         if at := [word - self.start for word in words if word - self.start in range(action.rows)]:
             self.logits[:, at] = product(self.loc, action.cls_weight[at]) + action.cls_bias[at]
@@ -115,7 +115,7 @@ class StartLogits:
         return p if self.vocab is None else sum_over(p, self.vocab)
 
     def histogram(self, norms: Tensor) -> Histogram:
-        """Of the logits as they are; norms [rows]."""
+        """The histogram of the present logits; norms [rows]."""
         used = slice(0, self.in_loss)
         logits, norms = self.logits[:, used], norms[used].clamp(min=1e-30)
         low, high = self._range(logits)
@@ -148,7 +148,7 @@ class StartLogits:
         return self._total(values[self._own].double().sum()) / max(self.tokens, 1)
 
     def everyone(self, part: Tensor) -> Tensor:
-        """[n] of a part that every rank of the group has of each token: the whole, of all ranks' tokens."""
+        """[n] summed over the ranks of the group, and gathered from all ranks' tokens."""
         if self.groups is None:
             return part
         return gather_lists(sum_over(part, self.vocab)[self._own])

@@ -50,7 +50,7 @@ def number_nll(
 ) -> Tensor:
     """One NLL a position, [N], out of what a model has: [N] as it is; [N,R] by `several_values` or `by_type`.
 
-    Raises ValueError where nll has more than one value a position and nothing says what to make of them, or both do.
+    Raises ValueError unless exactly one of value_weights and types is given for several values, and neither for one.
     """
     if nll.ndim == 1 and value_weights is None and types is None:
         return nll

@@ -25,7 +25,7 @@ _SIGNS = ("gloo", "NCCL", "Connection closed", "Timed out", "timed out", "Broken
 
 
 class CollectiveError(RuntimeError):
-    """The ranks of a group did not come together. No optimizer has stepped since the last step that ended."""
+    """A collective failed. No optimizer has stepped since the last completed step."""
 
 
 class Stopped(BaseException):
@@ -33,7 +33,7 @@ class Stopped(BaseException):
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether an error says that another rank was lost, and nothing about this one; also one of DeepSpeed's own."""
+    """Whether an error means that another rank was lost, not that this one failed; DeepSpeed's own errors too."""
     if isinstance(error, (CollectiveError, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -108,7 +108,7 @@ def barrier() -> None:
 def main_rank_first(action: Callable[[], T]) -> T | None:
     """Run an action on rank 0 alone; the others wait, and fail with it where it fails.
 
-    Returns its result on rank 0, None elsewhere. A `UserError` or `Stopped` is raised alike on every rank; without the
+    Returns its result on rank 0, None elsewhere. A `UserError` or `Stopped` is raised on every rank; without the
     exchange the others would wait for the timeout.
     """
     result: T | None = None
@@ -138,7 +138,7 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
 
 def main_rank_says(action: Callable[[], T]) -> T:
     """`main_rank_first`, and every rank returns rank 0's result, a small Python value."""
-    said = [main_rank_first(action)]
+    result = [main_rank_first(action)]
     with naming("broadcast of rank 0's result"):
-        dist.broadcast_object_list(said)
-    return said[0]  # type: ignore[return-value]
+        dist.broadcast_object_list(result)
+    return result[0]  # type: ignore[return-value]

@@ -46,7 +46,7 @@ class Groups:
 def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Groups:
     """Build the groups; collective over the world (every rank calls it with the same size).
 
-    timeout_s: how long a rank waits in them for the others (torch does not hand the world's down; None: its default).
+    timeout_s: of their collectives (torch does not inherit the world's; None: its default).
     Raises `UserError` if the size does not divide the number of ranks.
     """
     world = dist.get_world_size()
@@ -62,7 +62,7 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Group
 
 
 def side_group(timeout_s: float | None = None) -> ProcessGroup:
-    """The whole world once more over gloo, for a thread beside the training: a group is for one thread at a time.
+    """A second group of the whole world, over gloo, for the saving thread: a group serves one thread at a time.
 
     Collective over the world.
     """
@@ -71,12 +71,12 @@ def side_group(timeout_s: float | None = None) -> ProcessGroup:
 
 
 def limit_wait(group: ProcessGroup, seconds: float) -> None:
-    """How long this rank waits for the others in a group that somebody else made (DeepSpeed's)."""
+    """Set the timeout of a group that was made elsewhere (by DeepSpeed)."""
     _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def _mine(name: str, memberships: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
-    """Create every group (all ranks must take part) and return the one this rank is in; errors will say its name."""
+    """Create every group (all ranks must take part) and return this rank's; errors name it."""
     mine = None
     for ranks in memberships:
         group = dist.new_group(ranks, timeout=timeout, group_desc=name)

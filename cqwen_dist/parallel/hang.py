@@ -1,10 +1,10 @@
-"""A rank that hangs: when no rank gets on, each writes where it stands and ends.
+"""A watchdog against hangs: a rank that makes no progress writes its stacks and exits.
 
-A collective's timeout ends the ranks that wait, but not the one they wait for, and tells nothing of it. So every rank
-says now and then that it gets on; where it has not for nearly the timeout, its stacks (every thread's) are written to
-`stacks/rank-N.txt` in the run's folder and it exits with code 1. The ranks go in step, so all of them do within the
-timeout, before the collective's own ends any of them. The clock runs in a thread of C (`faulthandler`): also a call
-that never returns, or holds Python's lock, is seen.
+A collective's timeout ends the ranks that wait, but not the one they wait for, and does not show where that one hangs.
+So every rank reports its progress to a clock. After nearly the timeout without progress, the stacks of all threads go
+to `stacks/rank-N.txt` in the run's folder and the rank exits with code 1. The ranks proceed in step, so all of them do
+this before the collective's own timeout ends any. The clock is `faulthandler`'s C thread: it also fires during a call
+that never returns or that holds Python's lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HangWatch:
 
     @contextmanager
     def watching(self, run_dir: Path, rank: int, timeout_s: float | None) -> Iterator[None]:
-        """Inside, from the first `alive` on, it has to be called at least every 0.9 timeouts. No timeout, no watch."""
+        """Inside, `alive` must be called at least every 0.9 timeouts, counted from its first call. None: no watch."""
         if timeout_s is None:
             yield
             return
@@ -44,12 +44,12 @@ class HangWatch:
                 finally:
                     faulthandler.cancel_dump_traceback_later()
                     self._seconds = 0.0
-        finally:  # also of a run that was told to stop
+        finally:  # also after a signal to stop
             if not path.stat().st_size:
                 path.unlink()
 
     def alive(self) -> None:
-        """This rank gets on: the clock starts again. Cheap: it is wound at most a hundred times a timeout."""
+        """Report progress: the clock starts again. Cheap: it is reset at most a hundred times per timeout."""
         now = time.monotonic()
         if self._seconds and now - self._last > 0.01 * self._seconds:
             self._last = now
@@ -57,5 +57,5 @@ class HangWatch:
 
 
 def stacks_of(run_dir: Path) -> list[Path]:
-    """The files that ranks which hung have left."""
+    """The stack files of the ranks that hung."""
     return sorted(path for path in (run_dir / STACKS).glob("rank-*.txt") if path.stat().st_size)

@@ -1,8 +1,8 @@
-"""Between a launcher and its ranks: which signals mean "stop", and that no rank outlives what started it (no torch).
+"""Between a launcher and its ranks: which signals mean "stop", and that no rank outlives its launcher (no torch).
 
-Where the launcher is gone, however it ended, its ranks stop in order. A rank's parent is DeepSpeed's launcher, whose
-parent is DeepSpeed's runner, whose parent is `cqwen launch`: the kernel tells the rank of its parent's end, and the
-rank watches the other end of the chain itself.
+When the launcher ends, in whatever way, its ranks stop in order. A rank's parent is DeepSpeed's launcher, whose parent
+is DeepSpeed's runner, whose parent is `cqwen launch`. The kernel signals the rank when its parent ends; a thread of the
+rank watches `cqwen launch`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import threading
 import time
 
 LAUNCHER = "CQWEN_LAUNCHER"  # the process number of `cqwen launch`, for the ranks on its machine
-LAST_S = 600.0  # for the last checkpoint; then it ends as it is
+LAST_S = 600.0  # for the last checkpoint; then the process is killed
 _PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # "stop in order"
 
 
 def taken() -> tuple[signal.Signals, ...]:
-    """Those of SIGNALS that mean something here: under `nohup` a terminal that closes does not."""
+    """Those of SIGNALS that are acted on: all, but under `nohup` not SIGHUP."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 
 def end_with_launcher() -> None:
-    """Tell this process to stop (SIGTERM) when its launcher is gone; without one, as under a shell, do nothing."""
+    """Send this process SIGTERM when its launcher has ended; without a launcher do nothing."""
     named = os.environ.pop(LAUNCHER, "")
     if not named.isdecimal() or not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""A port for ranks to meet at (no torch: launching is instant)."""
+"""A port for the ranks' rendezvous (no torch: launching is instant)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who am I among the ranks: read from the launcher's environment, then the process group is brought up.
+"""This process's rank, from the launcher's environment, and the process group of the run.
 
 Launchers known: `deepspeed` and `torchrun` (RANK, WORLD_SIZE, LOCAL_RANK), SLURM's srun (SLURM_PROCID,
 SLURM_NTASKS, SLURM_LOCALID), or none (one process).
@@ -22,7 +22,7 @@ from cqwen_dist.parallel.hang import HangWatch
 from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.parallel.stop import StopFlag
 
-# (rank, world size, local rank): the first launcher whose names are all set is believed.
+# (rank, world size, local rank): the first launcher whose names are all set counts.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -37,7 +37,7 @@ class Runtime:
     world_size: int
     local_rank: int
     device: torch.device
-    timeout_s: float | None = None  # how long it waits for the others in a collective
+    timeout_s: float | None = None  # of a collective
     stop: StopFlag = field(default_factory=StopFlag)
     hang: HangWatch = field(default_factory=HangWatch)
 
@@ -57,7 +57,7 @@ def find_ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process, and makes of all ranks' ends the command's."""
+    """Whether a launcher started this process; then the launcher makes the exit code from all ranks'."""
     return any(all(name in env for name in names) for names in _LAUNCHERS)
 
 
@@ -80,7 +80,7 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch alike on every rank (replicated parameters start equal)."""
+    """Seed Python, numpy and torch; with one seed on every rank replicated parameters start equal."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,9 +1,9 @@
-"""Told to stop: SIGTERM, SIGUSR1, SIGINT and SIGHUP set a flag here, and all ranks act on it together.
+"""Stopping in order: SIGTERM, SIGUSR1, SIGINT and SIGHUP set a flag here, and all ranks act on it together.
 
-A handler that did the work itself would meet the ranks in different places, half of them inside a collective. So it
-does nothing but remember, and the flag is looked at where all ranks pass anyway:
+A handler that acted at once would find the ranks in different places, some of them inside a collective. So it only
+sets a flag, which is read where all ranks pass:
 
-    before an optimizer step   it rides on the exchange of token counts; no rank takes that step (`train.step`)
+    before an optimizer step   with the exchange of token counts; no rank takes that step (`train.step`)
     before a forward elsewhere `StopFlag.agreed`, one small all-reduce (evaluation, calibration, a cache being built)
     where a rank works alone   `StopFlag.interruptible`: the signal ends it at once (setting up, waiting for data)
 """
@@ -31,13 +31,13 @@ class StopFlag:
 
     @contextmanager
     def installed(self) -> Iterator[StopFlag]:
-        """Inside, the signals are taken here. A second Ctrl-C ends the process as it always did.
+        """Inside, the signals set the flag. A second Ctrl-C raises KeyboardInterrupt.
 
-        They are unblocked too: `cqwen launch` starts its ranks with SIGUSR1 blocked, so that one that arrives while
-        they are still importing waits for this instead of ending them.
+        They are unblocked too: `cqwen launch` starts its ranks with SIGUSR1 blocked, so that a signal during the
+        imports waits for this handler instead of ending them.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield self  # Python handles signals in the main thread alone: whoever owns it decides
+            yield self  # Python handles signals in the main thread alone
             return
         before = {number: signal.signal(number, self._handle) for number in taken()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -46,7 +46,7 @@ class StopFlag:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if self.reason is not None:  # `cqwen launch` goes on telling it to its ranks until they have ended
+            if self.reason is not None:  # `cqwen launch` repeats the signal until its ranks have ended
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

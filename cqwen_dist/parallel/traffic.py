@@ -1,4 +1,4 @@
-"""What a process says to the others: its collectives counted, in bytes and time. For benchmarks and tests."""
+"""A process's collectives counted, in bytes and time. For benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
 
 
-class Said(NamedTuple):
+class Message(NamedTuple):
     """One collective: torch's name, its group's description (`world`: all ranks), ranks, bytes of the whole buffer."""
 
     operation: str
@@ -26,16 +26,16 @@ class Traffic:
     """Counts while `on`. Costs a mark before and after each collective, and nothing is waited for."""
 
     def __init__(self, now: Callable[[], Any]) -> None:
-        """now: a moment, of which the caller can tell how far two are apart."""
+        """now: a timestamp in the caller's own unit, such as a CUDA event."""
         self.now = now
         self.on = False
-        self._said: list[Said] = []
+        self._messages: list[Message] = []
         self._times: list[tuple[Any, Any]] = []
 
-    def take(self) -> tuple[list[Said], list[tuple[Any, Any]]]:
-        """(what was said since the last time, before and after each)."""
-        found = self._said, self._times
-        self._said, self._times = [], []
+    def take(self) -> tuple[list[Message], list[tuple[Any, Any]]]:
+        """(collectives since the last call, timestamps before and after each)."""
+        found = self._messages, self._times
+        self._messages, self._times = [], []
         return found
 
     @contextmanager
@@ -57,7 +57,7 @@ class Traffic:
             group = options.get("group")
             label = "world" if group is None or group == dist.group.WORLD else group.group_desc
             size = max((x.nbytes for x in (*args, *options.values()) if isinstance(x, Tensor)), default=0)
-            self._said.append(Said(name, label, dist.get_world_size(group), size))
+            self._messages.append(Message(name, label, dist.get_world_size(group), size))
             before = self.now()
             result = original(*args, **options)
             self._times.append((before, self.now()))

@@ -53,7 +53,7 @@ def linear_ovr(
     sampling: draw the negatives; loss, per_token and gradients become unbiased estimates (`NegativeSampling`).
 
     Gradients go to loc_u, scale_u, weight, bias, threshold where required, in each one's dtype.
-    Raises ValueError for shapes that do not fit, labels out of range (looked at on CPU only) and unknown names,
+    Raises ValueError for shapes that do not fit, labels out of range (checked on CPU only) and unknown names,
     TypeError for dtypes.
     """
     head = WordHead.of(weight, bias, threshold, vocab_start, vocab_size, used_rows)
@@ -76,7 +76,7 @@ def ovr_topk(
     """The k best words of each token; tensors as `linear_ovr`'s. No gradient.
 
     rank_by "ovr" ranks by the decision strength z = (loc_S - C)/scale_S (S4 3.3.3), which orders words as P does but
-    does not saturate; scale 0 gives -+inf, or 0 where loc_S = C; equal z are told apart by the larger loc_S.
+    does not saturate; scale 0 gives -+inf, or 0 where loc_S = C; equal z are ordered by the larger loc_S.
     "loc" ranks by loc_S alone. used_rows: words >= used_rows of the whole vocabulary are left out.
 
     Returns (scores [N, k] fp32: z or loc_S, best first; ids [N, k] int64 in the whole vocabulary). A slice of

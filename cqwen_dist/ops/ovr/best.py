@@ -1,4 +1,4 @@
-"""The best word of a few tokens for about the price of one product with W_cls, which is what decoding is made of.
+"""The best word of a few tokens for about the cost of one product with W_cls: the larger part of decoding.
 
 argmax_k z_k, z_k = (loc_k - C_k)/scale_k, needs every loc_k (one pass over W) but hardly any scale_k = |W_k| . s:
 by Cauchy-Schwarz around the mean of s,
@@ -6,8 +6,8 @@ by Cauchy-Schwarz around the mean of s,
     | |W_k| . s  -  mean(s) ||W_k||_1 |  <=  || |W_k| - mean |W_k| ||_2  || s - mean(s) ||_2
 
 and min(s) ||W_k||_1 <= |W_k| . s <= max(s) ||W_k||_1, so two numbers a row, computed once, bound every scale_k and with
-it every z_k. Only words whose upper bound reaches the best lower bound are looked at; where that is many of them, all
-are. The answer is the same either way. N tokens, C width, v rows.
+it every z_k. z_k is computed only for words whose upper bound reaches the best lower bound, or for all words where
+those are many. The answer is the same. N tokens, C width, v rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.products import product
 
 BLOCK_BYTES = 1 << 20  # of |W|'s rows made at once: they stay in a core's own cache
-TOGETHER = 32  # tokens looked at together: some eight fp32 [32, v] are alive at once
+TOGETHER = 32  # tokens at once: some eight fp32 [32, v] are alive at once
 FEW = 16  # candidates may be one word in so many; gathering more costs as much as reading all
 SLACK = 1e-4  # relative, on every term of the bounds: beyond what fp32 sums of a few thousand terms round
 
@@ -120,5 +120,5 @@ def _strength(gap: Tensor, scale: Tensor) -> Tensor:
 
 
 def _first(key: Tensor, ties: Tensor) -> Tensor:
-    """The index of the largest key of each row, equal keys told apart by the larger tie, then by the lower index."""
+    """The index of the largest key of each row; equal keys are ordered by the larger tie, then by the lower index."""
     return torch.where(key == key.amax(1, keepdim=True), ties, -torch.inf).argmax(1)

@@ -98,7 +98,7 @@ class _Visit:
         self.real = real = head.real
         self.gemm = gemm = u.loc.dtype if head.weight.is_cuda else real
 
-        # What is read, in the dtype it is used in. A bias only ever stands beside a threshold: C - b is one offset.
+        # What is read, in the dtype it is used in. Bias and threshold act as one offset C - b.
         self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
         self.token_weights = targets.token_weights.to(real)
         self.class_weights = None if targets.class_weights is None else targets.class_weights.to(real)
@@ -246,7 +246,7 @@ class _OnePass(torch.autograd.Function):
             head = WordHead(weight, bias, threshold, used_rows=ctx.used_rows)
             need = Needs(*ctx.needs_input_grad[:5])
             _, gradients = visit(Cauchy(loc_u, scale_u), head, ctx.targets, need, ctx.maths)
-        if upstream.is_cuda or float(upstream) != 1.0:  # on a CPU a look is free and the product is not
+        if upstream.is_cuda or float(upstream) != 1.0:  # on a CPU reading it is cheap, multiplying is not
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(upstream)

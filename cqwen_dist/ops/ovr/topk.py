@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,28 +14,13 @@ from cqwen_dist.ops.products import product
 RankBy = Literal["ovr", "loc"]
 
 
-class _Scores(NamedTuple):
-    """[N, n] each, in fp32 (fp64 for fp64)."""
-
-    loc: Tensor
-    scale: Tensor
-    gap: Tensor  # C - loc
-
-
-def _scores(u: Cauchy, head: WordHead) -> _Scores:
-    """Of all rows of the head, multiplied in the tokens' precision."""
+def _scores(u: Cauchy, head: WordHead) -> tuple[Tensor, Tensor, Tensor]:
+    """(loc_S, scale_S, C - loc_S) [N, n] of all n rows, multiplied in the tokens' precision; fp32 (fp64 for fp64)."""
     weight = head.weight.to(u.loc.dtype)
     loc, scale = product(u.loc, weight), product(u.scale, weight.abs())
     if head.bias is not None:
         loc = loc + head.bias.to(loc.dtype)
-    return _Scores(loc, scale, head.threshold.to(loc.dtype) - loc)
-
-
-def _chunks(u: Cauchy, head: WordHead) -> Iterator[tuple[int, _Scores]]:
-    """(first row, scores) of each chunk of the rows in use."""
-    rows, step = head.rows, chunk_rows(*u.loc.shape)
-    for v0 in range(0, rows, step):
-        yield v0, _scores(u, head.take(slice(v0, min(rows, v0 + step))))
+    return loc, scale, head.threshold.to(loc.dtype) - loc
 
 
 @torch.no_grad()
@@ -46,9 +30,11 @@ def topk(u: Cauchy, head: WordHead, k: int, rank_by: RankBy = "ovr") -> tuple[Te
     if k < 1 or rank_by not in ("ovr", "loc"):
         raise ValueError(f"k must be >= 1 and rank_by 'ovr' or 'loc', found {k}, {rank_by!r}")
     best = u.loc.new_full((len(u.loc), k), -torch.inf, dtype=head.real)  # key to rank by
-    ties = best.clone()  # loc_S, which tells equal keys apart
+    ties = best.clone()  # loc_S, which orders equal keys
     ids = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
-    for v0, (loc, scale, gap) in _chunks(u, head):
+    step = chunk_rows(*u.loc.shape)
+    for v0 in range(0, head.rows, step):
+        loc, scale, gap = _scores(u, head.take(slice(v0, min(head.rows, v0 + step))))
         key = loc if rank_by == "loc" else torch.where(gap == 0, 0.0, -gap / scale)
         words = torch.arange(v0, v0 + loc.shape[1], device=loc.device).expand_as(loc) + head.start
         best, ties, ids = torch.cat([best, key], 1), torch.cat([ties, loc], 1), torch.cat([ids, words], 1)
