@@ -1,8 +1,8 @@
-"""A small base model pretrained here by ordinary cross-entropy, so that a run has knowledge to preserve. No stage.
+"""Pretraining of a small base model by ordinary cross-entropy, so that a run has knowledge to preserve; not a stage.
 
 With a real vocabulary nearly all of the work would go into rows that never occur. `rows: occurring` trains a model of
-the occurring rows alone and widens it afterwards: the added rows are noisy copies of rare words' rows, as what a real
-model knows of words that it has hardly seen.
+the occurring rows alone and widens it afterwards. The added rows are noisy copies of rare words' rows: a real model
+knows as little of words that it has hardly seen.
 """
 
 from __future__ import annotations
@@ -149,10 +149,12 @@ def pretrain(
     base.train()
     loss = torch.zeros(())
     for step, (batch,) in zip(range(plan.steps), loader, strict=False):
-        there = _renumbered(batch, lookup).to(device)
+        batch_on_device = _renumbered(batch, lookup).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = base(input_ids=there.input_ids, position_ids=there.position_ids, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), there.labels.flatten())
+            logits = base(
+                input_ids=batch_on_device.input_ids, position_ids=batch_on_device.position_ids, use_cache=False
+            ).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch_on_device.labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(base.parameters(), 1.0)
         optimizer.step()
