@@ -27,7 +27,7 @@ from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.parallel.collectives import gather_objects, main_rank_first
+from cqwen_dist.parallel.collectives import gather_objects, main_rank_says
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import FEATURE_CACHE, file_record
@@ -174,7 +174,7 @@ class FeatureCache:
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """Everything that z depends on. Collective over the world."""
         if self._base is None:
-            self._base = _from_main(lambda: _digest_of_base(base_folder_of(self.config.base_folder)))
+            self._base = main_rank_says(lambda: _digest_of_base(base_folder_of(self.config.base_folder)))
         trained, _, _ = self.engine.feature_state()
         found = hashlib.sha256()
         for name, value in sorted(trained.items()):
@@ -198,9 +198,3 @@ def _digest_of_base(folder: Path) -> str:
     """Of config.json and every safetensors file of a model's folder."""
     files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
     return hashlib.sha256("".join(file_record(file)["sha256"] for file in files).encode()).hexdigest()
-
-
-def _from_main(action: Callable[[], str]) -> str:
-    """Rank 0's result, on every rank."""
-    found: str = gather_objects(main_rank_first(action))[0]
-    return found
