@@ -39,14 +39,14 @@ class Rig(Training):
     """A training with batches made up of the config's shapes."""
 
     def enter(self, stage: int) -> StagePlan:
-        """Go to the beginning of a stage: who is awake, at what rates."""
+        """Go to the beginning of a stage: its trainable groups and their rates."""
         plan = self.schedule.plans[stage]
         self.enter_stage(plan, fresh=True)
         self.engine.set_lr(plan, plan.start)
         return plan
 
     def batches(self, plan: StagePlan, seed: int = 0) -> list[Batch]:
-        """This rank's micro-batches of one optimizer step, on the CPU: full sequences, every position learnt."""
+        """This rank's micro-batches of one optimizer step, on the CPU: full sequences, a label at every position."""
         whole, micro = self.config.batch_sizes(plan.stage)
         share = max(1, whole // self.groups.world_size)
         length = plan.stage.sequence_length or self.config.data.sequence_length
@@ -60,8 +60,10 @@ class Rig(Training):
         looking: bool = False,
         cached: list[Tensor] | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step of a stage; its figures, not yet read. looking: one at which the constraint looks too, and
-        the accuracy; cached: z of the kept positions, by micro-batch."""
+        """One optimizer step of a stage; its metrics, not yet read. looking: KL and the accuracy are measured too.
+
+        cached: z of the label positions, by micro-batch.
+        """
         every = self.config.loss.constraint.every * ACCURACY_EVERY
         return self.stepper(micro_batches, plan, every if looking else every + 1, cached)[0]
 

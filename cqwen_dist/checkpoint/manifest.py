@@ -20,7 +20,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint, or None where there is none that can be read."""
+    """The manifest of a checkpoint, or None where it has no readable one."""
     try:
         manifest = json.loads(read_small(folder / MANIFEST))
     except (OSError, ValueError):
@@ -62,21 +62,21 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints with a readable manifest, oldest first; a copy under another name is none."""
+    """Checkpoints with a readable manifest, oldest first; copies under other names do not count."""
     found = {folder: read_manifest(folder) for folder in sorted((run_dir / CHECKPOINTS).glob("step-*"))}
     return [folder for folder, known in found.items() if known and folder == checkpoint_folder(run_dir, known["step"])]
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What kills left in `checkpoints/`, by the names that only this package gives."""
+    """What killed runs left in `checkpoints/`, by names that only this package gives."""
     return [path for path in folder.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(partial|replaced)", path.name)]
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that `latest` names, verified; None where there is none yet. Raises `UserError` if it is damaged.
+    """The checkpoint that `latest` names, verified; None without any. Raises `UserError` if it is damaged.
 
-    Where there is no `latest`, or not a readable one, it is the newest whole checkpoint: a kill between a checkpoint
-    and its `latest` loses nothing.
+    Without a readable `latest` it is the newest whole checkpoint: a kill between a checkpoint and its `latest` loses
+    nothing.
     """
     return choose_checkpoint(run_dir)[0]
 
@@ -95,9 +95,9 @@ def describe(folder: Path) -> str:
 
 
 def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None, str]:
-    """(the checkpoint that a run goes on from or None, what is to be said about it); reads only.
+    """(the checkpoint to resume from or None, a note for the user or ""); writes nothing.
 
-    resume: what to do where the newest is damaged: `auto` refuses it by the name of the file, and offers the one
+    resume: what to do where the newest is damaged: `auto` refuses it, naming the file, and offers the one
     before; `last-good` takes the one before. `never` refuses to go on at all. Raises `UserError`.
     """
     known = list_checkpoints(run_dir)
@@ -105,7 +105,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
         named = run_dir / read_small(run_dir / LATEST).strip()
     except (OSError, ValueError):
         named = run_dir
-    if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or nothing that it could name
+    if named.parent != run_dir / CHECKPOINTS:  # no `latest`, or not the name of a checkpoint
         if not known:
             return None, ""
         named = known[-1]
@@ -136,7 +136,7 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
 
 
 def put_aside(folder: Path) -> Path:
-    """Take a checkpoint's name from it, so that one half deleted is none; what is to be deleted then."""
+    """Rename a checkpoint before it is deleted, so that an interrupted deletion leaves none that looks valid."""
     aside = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
     folder.rename(aside)
@@ -144,8 +144,7 @@ def put_aside(folder: Path) -> Path:
 
 
 def finish_renames(run_dir: Path) -> None:
-    """Give a checkpoint that was whole when its run was killed, and had no name then, its name; delete the rest of one
-    whose deletion a kill cut short."""
+    """Finish what a kill interrupted: rename a checkpoint that is whole, delete the rest of one being deleted."""
     folder = run_dir / CHECKPOINTS
     for left in sorted(leftovers(folder)):  # of one step, `.partial` before the `.replaced` that it replaces
         final = left.with_name(left.stem[1:])
@@ -158,7 +157,7 @@ def finish_renames(run_dir: Path) -> None:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raises `UserError` where a folder holds tensors as pickles: reading one runs code that somebody else wrote."""
+    """Raises `UserError` where a folder holds pickled tensors: reading a pickle runs code from the file."""
     names = [str(p.relative_to(folder)) for level in ("*", "*/*") for p in folder.glob(level) if p.suffix in PICKLES]
     found = sorted(names)
     if found:

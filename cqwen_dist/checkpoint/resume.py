@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and reading it: all that trains, by parameter name, in safetensors, no pickle.
+"""What a checkpoint holds, and reading it: all that trains, by parameter name, in safetensors.
 
     checkpoints/step-00000200/
       adapter/                        LoRA in PEFT's own format                     whole, fp32
@@ -9,9 +9,9 @@
       state.json                      step, stage, Adam steps, position in the data
       manifest.json                   every file with size and checksum; written last
 
-Nothing in it depends on the number of ranks, the vocabulary group's size or the ZeRO stage: rows are read back by
-range. There is no state of random generators: what a step draws follows from (seed, step, rank) alone. The frozen
-backbone is not in it (it is the base model's).
+Nothing in it depends on the number of ranks, the vocabulary group's size or the ZeRO stage: rows are read by range. It
+has no state of random generators: what a step draws follows from (seed, step, rank). The frozen backbone is the base
+model's and not in it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def refuse_strange(
     dtype: torch.dtype | None = torch.float32,
     all_of_them: bool = True,
 ) -> None:
-    """Nothing is broadcast, cast from what is no number, or left as it was: before tensors are copied by name.
+    """Check tensors before they are copied by name, so that none is broadcast, cast or left out.
 
-    wanted: shapes by name; dtype: None for any float; all_of_them: False lets some of the wanted be absent. Raises
-    `UserError` with the name of what is missing, unknown, of another shape or dtype, or not finite.
+    wanted: shapes by name. dtype: None for any float. all_of_them: False allows some to be missing. Raises `UserError`
+    with the name of a tensor that is missing, unknown, of another shape or dtype, or not finite.
     """
     whole = "every tensor of the model that its config describes, and no other"
     if all_of_them and (missing := sorted(wanted.keys() - found.keys())):

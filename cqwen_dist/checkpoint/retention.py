@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest few, the best few by a figure of evaluation, and every n-th for good.
+    """Keep the newest few, the best few by a metric of evaluation, and every n-th.
 
-    every: 0 for none. metric: a figure that was taken at that very step. The newest is always kept, whatever the
-    numbers: it has just been written and read back.
+    every: 0 for none. metric: as evaluated at the checkpoint's own step. The newest is always kept: it has just been
+    written and read back.
     """
 
     newest: int = 3
@@ -22,9 +22,9 @@ class Retention:
     higher: bool = False  # is better
 
     def outdated(self, figures: Mapping[int, Mapping[str, float]], newest_step: int) -> list[int]:
-        """The steps of checkpoints to delete. figures: of each checkpoint, by step, empty where it was not evaluated.
+        """The steps of checkpoints to delete. figures: each checkpoint's metrics, empty where it was not evaluated.
 
-        Steps beyond the newest are of a run that was set back: they neither count nor go.
+        Checkpoints newer than `newest_step` are ignored: they are from before the run was set back.
         """
         steps = sorted(step for step in figures if step <= newest_step)
         kept = {*steps[-max(self.newest, 1) :], newest_step}

@@ -1,9 +1,9 @@
-"""Writing checkpoints: atomically, verified, and behind the training's back.
+"""Writing checkpoints: atomic, verified, in the background.
 
-A save begins with a copy of everything that trains in the host's memory; that is all a step waits for. A thread on
-each rank then writes the copy beside the final place, fsyncs it, reads a sample back, and agrees with the other ranks
-over a group of its own; rank 0 writes the manifest, renames, moves `latest`, and deletes what is outdated. One save is
-under way at a time. At every moment of it a SIGKILL leaves the checkpoint before, or this one, whole.
+A save first copies everything that trains to the host's memory; steps wait for nothing else. A thread on each rank
+then writes the copy to a folder beside the final one, fsyncs it, reads a sample back, and agrees with the other ranks
+over a group of its own. Rank 0 writes the manifest, renames, moves `latest`, and deletes outdated checkpoints. One save
+runs at a time. A SIGKILL at any moment leaves the checkpoint before, or this one, whole.
 
 (torch's own asynchronous checkpointing was not taken: its metadata file is a pickle, and its shards know of ranks.)
 """
@@ -51,7 +51,7 @@ SAMPLES = 8  # tensors of a file that are read back after it was written
 
 @dataclass
 class About:
-    """What a manifest says beside its files. figures: of an evaluation at this very step, if there was one."""
+    """What a manifest says besides its files. figures: metrics of an evaluation at this very step, or empty."""
 
     step: int
     stage: str
@@ -74,9 +74,8 @@ class Saver:
         on_failure: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda note: None,
     ) -> None:
-        """background: False writes before `save` returns. on_failure: called where a save that is under way fails, so
-        that the run need not train on to the next one to learn of it; `wait` raises what it was. say: told of what is
-        not worth a failure.
+        """background: False writes before `save` returns. on_failure: called as soon as a save in the background fails;
+        `wait` raises the error. say: takes notes about what is no failure.
         """
         self._run_dir, self._groups, self._retention = run_dir, groups, retention
         self._background, self._on_failure, self._say = background, on_failure, say
@@ -87,9 +86,9 @@ class Saver:
         self._figures: dict[str, float] = {}
 
     def save(self, collect: Callable[[], TrainState], about: About) -> None:
-        """Copy what `collect` gives and return; the rest happens in the background.
+        """Copy what `collect` returns, then write it in the background.
 
-        Raises what the save before met: `UserError` for a disk that is full or may not be written.
+        Raises the error of the save before: `UserError` for a disk that is full or may not be written.
         """
         began = time.monotonic()
         self.wait()
@@ -101,12 +100,12 @@ class Saver:
         self._figures["perf/save_stall_s"] = time.monotonic() - began
 
     def take(self) -> dict[str, float]:
-        """What saves cost since the last call, seconds: how long training waited, and how long one was under way."""
+        """Seconds that saves took since the last call: how long training waited, and the save as a whole."""
         taken, self._figures = self._figures, {}
         return taken
 
     def wait(self) -> None:
-        """Until the save under way, if any, is whole. Raises what it met."""
+        """Wait for the save in progress, if any. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -115,13 +114,13 @@ class Saver:
             raise error
 
     def close(self, seconds: float = 60.0) -> None:
-        """Let a save under way end well where the run ends badly; raises nothing."""
+        """Let a save in progress finish where the run fails; raises nothing."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:
-        """What this rank writes, in memory of its own on the host (pinned where it comes from a GPU)."""
+        """What this rank writes, copied to the host (pinned where it comes from a GPU)."""
         main, of_rows = self._side.rank() == 0, self._groups.replica.rank() == 0
 
         def copy(tensors: Tensors, mine: bool) -> Tensors:
@@ -147,12 +146,12 @@ class Saver:
             if self._side.rank() == 0:
                 self._prune(about.step)
             self._figures["perf/save_s"] = time.monotonic() - began
-        except BaseException as error:  # it is raised where the run waits for this
+        except BaseException as error:  # raised by `wait`
             self._error = error
             self._on_failure(f"the checkpoint of step {about.step} failed")
 
     def _prune(self, newest_step: int) -> None:
-        """Delete what is outdated. The checkpoint is whole by now: what cannot be deleted is no reason to stop."""
+        """Delete outdated checkpoints. The new one is whole, so one that cannot be deleted is only noted."""
         try:
             _delete_outdated(self._run_dir, newest_step, self._retention)
         except OSError as error:
@@ -161,10 +160,10 @@ class Saver:
 
 
 def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup) -> Path:
-    """Write a checkpoint; collective over `side`, a group of the whole world. It exists whole or not at all.
+    """Write a checkpoint, whole or not at all. Collective over `side`, a group of the whole world.
 
-    Every rank of replica 0 writes its rows; rank 0 the rest. Raises on all ranks alike what any of them met:
-    `UserError` for a disk that refuses.
+    Every rank of replica 0 writes its rows; rank 0 the rest. Raises any rank's error on all ranks, as `UserError` where
+    it is the disk's.
     """
     final = checkpoint_folder(run_dir, about.step)
     beside = final.with_name(f".{final.name}.partial")
@@ -190,7 +189,7 @@ def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Gro
 
 
 def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGroup) -> dict[str, Any]:
-    """Run an action on every rank; all results in one, or the first failure raised on all ranks."""
+    """Run an action on every rank. Returns all results in one; raises the first failure on all ranks."""
     failure: Exception | None = None
     result: dict[str, Any] = {}
     try:
@@ -202,7 +201,7 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
     met = [(rank, told) for rank, (told, _) in enumerate(everyone) if told is not None]
     if met:
         if side.rank() == 0:
-            shutil.rmtree(beside, ignore_errors=True)  # on a full disk it is in the way
+            shutil.rmtree(beside, ignore_errors=True)  # make room on a full disk
         rank, (place, text) = met[0]
         if place:
             allowed = "a disk that takes a checkpoint; then the same command goes on from the one before"
@@ -214,10 +213,10 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
 
 
 def _told(error: Exception, beside: Path) -> tuple[str, str]:
-    """(where on the disk, or nothing if it was not the disk; what)."""
+    """(path if a disk error, else ""; message)."""
     if isinstance(error, OSError):
         return str(error.filename or beside), error.strerror or str(error)
-    if isinstance(error, SafetensorError):  # how its writer reports what the disk said
+    if isinstance(error, SafetensorError):  # how safetensors reports a disk error
         return str(beside), str(error)
     return "", f"{type(error).__name__}: {error}"
 
@@ -250,7 +249,7 @@ def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, 
 
 
 def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
-    """Save, fsync and check: a tensor of shape (0,) is how a sharded optimizer loses an adapter."""
+    """Save, fsync and read back. Empty tensors are refused: they are how a sharded optimizer loses an adapter."""
     ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
     empty = [name for name, tensor in ready.items() if tensor.numel() == 0]
     if empty:
@@ -285,7 +284,7 @@ def _read_back(path: Path, tensors: Tensors) -> None:
 
 
 def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], state: TrainState, about: About) -> None:
-    """The manifest makes it whole; then its name, then `latest`."""
+    """Write the manifest, then rename, then move `latest`."""
     manifest = {
         "format": FORMAT,
         "step": about.step,
@@ -301,13 +300,13 @@ def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], s
     for folder in (path for path in (beside / adapter.FOLDER, beside) if path.is_dir()):
         sync_folder(folder)
     write_atomically(beside / MANIFEST, json.dumps(manifest, indent=1))
-    # The same step again, after a resume from before it; `finish_renames` knows of a kill here.
+    # The same step may have been saved before a resume. `finish_renames` repairs a kill here.
     replaced = put_aside(final) if final.exists() else None
     beside.rename(final)
     sync_folder(final.parent)
     write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
     if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)  # the next save sweeps what is left
+        shutil.rmtree(replaced, ignore_errors=True)  # the next save deletes the rest
 
 
 def _ranges(records: dict[str, Any]) -> list[list[int]]:
@@ -324,7 +323,7 @@ def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> N
             manifests[int(manifest["step"])] = manifest.get("figures") or {}
     for step in retention.outdated(manifests, newest_step):
         folder = checkpoint_folder(run_dir, step)
-        if not folder.is_symlink():  # somebody put it elsewhere to keep it
+        if not folder.is_symlink():  # a user moved it elsewhere, to keep it
             shutil.rmtree(put_aside(folder))
 
 

@@ -1,4 +1,4 @@
-"""A run's folder: opened anew or gone on with, never mixed up."""
+"""Opening a run's folder: a new one, or one to resume, whose config must be the same."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that decide what the bas
 def open_run(config: Config, before_writing: Callable[[], object] = lambda: None) -> Path:
     """Make the run's folder, or check that it is this run's: same config but for the keys that may change.
 
-    A command that failed before anything was learnt binds nobody: any key may change after it, and a base that it built
-    is built anew where it depends on one. before_writing: called when the folder is there and nothing in it has been
-    touched yet. Raises `UserError` by key where the folder is another run's, or cannot be written.
+    Until training starts, config keys may change freely; a base that was built from a changed key is deleted, to be
+    built anew. before_writing: called when the folder exists and nothing in it has been changed yet. Raises `UserError`
+    by key where the folder is another run's, or cannot be written.
     """
     folder = Path(config.run.dir)
     refuse_changes(config)
@@ -35,7 +35,7 @@ def open_run(config: Config, before_writing: Callable[[], object] = lambda: None
 
 
 def refuse_changes(config: Config) -> None:
-    """Raises `UserError` by key where the run in the folder was begun with another config; reads only."""
+    """Raises `UserError` by key where the run in the folder began with another config; writes nothing."""
     folder = Path(config.run.dir)
     if not any((folder / name).is_file() for name in (START, LATEST)):
         return
@@ -45,11 +45,11 @@ def refuse_changes(config: Config) -> None:
 
 
 def _changes(config: Config) -> list[tuple[str, object, object]]:
-    """(key, before, now) of what differs from the config in the run's folder; none where there is none."""
+    """(key, before, now) of what differs from the config in the run's folder; empty where it has none."""
     known = Path(config.run.dir) / CONFIG
     return changed_keys(load_config(known), config) if known.is_file() else []
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a run says that it ended well, and its result is there."""
+    """Whether a run's status is done and it has a checkpoint."""
     return read_status(folder)["status"] == "done" and (folder / LATEST).is_file()

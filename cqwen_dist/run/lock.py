@@ -1,10 +1,9 @@
 """One command a run: the folder's lock, held by rank 0 for as long as it lives (no torch).
 
-The kernel knows who holds a lock (`flock`) and lets go of it when that process ends, however it ends: a killed run
-needs no clean-up, and a process number that was given away again deceives nobody. Some shared file systems keep such
-locks within one machine, or have none, so the file also says which machine holds it, and its holder touches it every
-few seconds: where the kernel cannot know, a file that is still being touched is a run at work, and one that is not is
-a machine that died.
+The kernel releases a lock (`flock`) when its process ends, however it ends: a killed run needs no clean-up, and reused
+process numbers do no harm. Some shared file systems keep such locks within one machine, or have none. So the file
+also names the machine that holds it, and the holder touches it every few seconds. Where the kernel cannot know, a file
+that is still touched is a run at work, and one that is not belongs to a machine that died.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import LOCK, read_object
 
 BEAT_S = 5.0
-PATIENCE_BEATS = 4  # how many missed beats of another host are its end
+PATIENCE_BEATS = 4  # missed heartbeats after which another host counts as dead
 
 
 @contextmanager
@@ -35,7 +34,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the folder. Raises `UserError` where another process does, saying which."""
     path = run_dir / LOCK
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    known = True  # whether the kernel would have told of another process of this machine
+    known = True  # whether the kernel would report another process of this machine
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,10 +48,10 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         if holder and not (known and holder.get("boot") == _boot()) and _is_touched(path):
             raise _refusal(run_dir, holder)
         me = {"host": platform.node(), "boot": _boot(), "pid": os.getpid(), "since": round(time.time())}
-        me["token"] = secrets.token_hex(8)  # host names and process numbers of containers are often the same
+        me["token"] = secrets.token_hex(8)  # containers often share host names and process numbers
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(me).encode(), 0)
-        if not known:  # who came at the same moment has written the same file
+        if not known:  # a process that came at the same moment has written the same file
             time.sleep(BEAT_S / 5)
             if (holder := read_object(path)).get("token") != me["token"]:
                 raise _refusal(run_dir, holder)
@@ -64,13 +63,13 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         finally:
             ended.set()
             beat.join()
-            os.ftruncate(handle, 0)  # nobody's: another host need not wait for beats
+            os.ftruncate(handle, 0)  # free: another host need not wait for heartbeats
     finally:
         os.close(handle)
 
 
 def _boot() -> str:
-    """This machine since its start: what sees one another's locks. Its name may be another machine's, too."""
+    """This boot of this machine, whose processes see one another's locks; host names need not be unique."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -83,7 +82,7 @@ def _beat(handle: int, ended: threading.Event) -> None:
 
 
 def _is_touched(path: Path) -> bool:
-    """Whether the holder, on another host, still gives a sign; by the file alone, as clocks of hosts differ."""
+    """Whether the holder, on another host, still touches the file. Clocks of hosts differ, so only changes count."""
     before = path.stat().st_mtime_ns
     for _ in range(2 * PATIENCE_BEATS):
         time.sleep(BEAT_S / 2)

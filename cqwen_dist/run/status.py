@@ -1,9 +1,9 @@
 """status.json: what a run is doing, for people, `cqwen status` and launchers (no torch).
 
-status        running, also after a kill (lost: go on) | done | preempted: stopped in order | fatal: mend first
-step, total_steps, stage          where it is               seconds, eta_s   at work over all starts; still to go
-checkpoint    the newest's name                             restarts         how often it was gone on with
-reason        of preempted and fatal, and of a failure that may pass: a rank that was lost
+status        running, also after a kill | done | paused | preempted: stopped in order | fatal: needs a fix first
+step, total_steps, stage          where it is               seconds, eta_s   worked over all starts; left
+checkpoint    the newest's name                             restarts         how often it was resumed
+reason        of preempted and fatal, and of a failure that may pass (a lost rank)
 host, pid     of rank 0                                     updated          unix time of this file
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 
 from cqwen_dist.run.files import STATUS, read_object, write_atomically
 
-BEAT_S = 10.0  # between two writes of a run that is only getting on
+BEAT_S = 10.0  # between two writes while only the step changes
 
 
 class _Named(TypedDict):
@@ -65,13 +65,13 @@ def write_status(run_dir: Path, status: str, **details: Any) -> None:
 
 
 def read_status(run_dir: Path) -> Status:
-    """The last status written; {"status": "unknown"} where there is none."""
+    """The last status written; {"status": "unknown"} without one."""
     found: Any = read_object(run_dir / STATUS)
     return found if "status" in found else {"status": "unknown"}
 
 
 def end_status(run_dir: Path, status: str, reason: str) -> None:
-    """How a run ended otherwise than done; the rest stays. Any rank may say `fatal`, and nothing undoes it."""
+    """Write how a run ended where it is not done; other fields stay. Any rank may write `fatal`, and it stays."""
     before = read_status(run_dir)
     if before["status"] != "fatal" or status == "fatal":
         ended: dict[str, Any] = {**before, "status": status, "reason": reason, "eta_s": None}
@@ -79,7 +79,7 @@ def end_status(run_dir: Path, status: str, reason: str) -> None:
 
 
 class RunStatus:
-    """The status of a run that this process works on; on every rank but the main one it does nothing."""
+    """Writes the status of the run that this process works on; only the main rank's does anything."""
 
     def __init__(self, run_dir: Path, main: bool) -> None:
         self._run_dir, self._main = run_dir, main
@@ -105,7 +105,7 @@ class RunStatus:
             self.write()
 
     def at(self, step: int, total_steps: int, stage: str | None, checkpoint: str | None = None) -> None:
-        """Where the run is; the file follows every few seconds."""
+        """Note where the run is; the file is written every few seconds."""
         if not self._main:
             return
         now = time.monotonic()
@@ -120,7 +120,7 @@ class RunStatus:
             self.write()
 
     def write(self, **fields: Any) -> None:
-        """Write it now, with what is given changed; a checkpoint of None leaves the one that is known."""
+        """Write it now with these fields changed; a checkpoint of None leaves the last one."""
         if not self._main:
             return
         if fields.get("checkpoint", "") is None:

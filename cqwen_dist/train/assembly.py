@@ -17,8 +17,9 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, UserError
+from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
-from cqwen_dist.data.loader import Loader
+from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.backbone import compile_layers, load_base
@@ -30,8 +31,12 @@ from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.constraint import Constraint
+from cqwen_dist.train.evaluation.evaluator import Evaluator
+from cqwen_dist.train.evaluation.retention import Watch, read_watched
 from cqwen_dist.train.evaluation.run_evaluation import Evaluations
+from cqwen_dist.train.evaluation.store import EvaluationFolder
 from cqwen_dist.train.features.cache import FeatureCache
+from cqwen_dist.train.frequency import ThresholdBands
 from cqwen_dist.train.session import run_saver, to_go_on_from
 from cqwen_dist.train.stage_loaders import StageLoaders
 from cqwen_dist.train.stages import Schedule, StagePlan
@@ -43,24 +48,20 @@ from cqwen_dist.train.zero.settings import deepspeed_config
 
 
 class Base(NamedTuple):
-    """A base model; its output head and token table where ZeRO-3 has partitioned it."""
+    """A base model."""
 
     model: Any
-    head: Any = None
+    head: Any = None  # and the token table: where ZeRO-3 has partitioned the model
     table: Any = None
 
 
 class Words(NamedTuple):
-    """What the tokenizer and the data say about the vocabulary.
-
-    used_rows: of the vocabulary, all that the tokenizer uses. counts [V]: how often training has each word. numerals:
-    the tokens that the base spells numerals with.
-    """
+    """The vocabulary, from the tokenizer and the data."""
 
     num_token_id: int
-    used_rows: int
-    counts: np.ndarray
-    numerals: Sequence[int] = ()
+    used_rows: int  # words from here on are not the tokenizer's
+    counts: np.ndarray  # [V]: how often training has each word
+    numerals: Sequence[int] = ()  # the tokens that the base spells numerals with
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,10 @@ def build_run(config: Config, runtime: Runtime) -> Run:
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
     base, tokenizer = _load_base(config, runtime, world)
-    _check_context(config, base.model.config.max_position_embeddings)
+    context = base.model.config.max_position_embeddings
+    for key, length in config.sequence_lengths().items():
+        if length > context:
+            raise UserError(key, length, f"at most {context}, the base model's context")
     datasets = load_datasets(config.data, tokenizer, main_rank_first)
     statistics = datasets.train.statistics(rank, world, gather_objects)
     loaders = StageLoaders(datasets.train, config, rank, world)
@@ -213,23 +217,42 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         statistics=statistics,
         loaders=loaders,
         cache=FeatureCache(config, runtime, training.engine, training.forward, tokenizer, progress.say),
-        evaluations=Evaluations(
-            config,
-            runtime,
-            groups,
+        evaluations=_evaluations(training, datasets.eval, tokenizer, statistics, progress),
+        saver=run_saver(config, groups, runtime, progress.say),
+        progress=progress,
+    )
+
+
+def _evaluations(
+    training: Training,
+    held_out: TextDataset | None,
+    tokenizer: NumericalAwareTokenizer,
+    statistics: NumericStatistics,
+    progress: Progress,
+) -> Evaluations:
+    config, runtime, groups, words = training.config, training.runtime, training.groups, training.words
+
+    def evaluator(dataset: TextDataset) -> Evaluator:
+        size = config.train.micro_batch_size
+        return Evaluator(
             training.model,
             training.forward,
-            tokenizer,
-            datasets.eval,
+            EvalLoader(dataset, rank=runtime.rank, world=groups.world_size, micro_batch_size=size),
+            groups,
             baseline_value=statistics.median if statistics.count else None,
             used_rows=training.stepper.used_rows,
             gemm_dtype=training.stepper.gemm_dtype,
             word_counts=words.counts,
             numerals=words.numerals,
             progress=progress.part,
-        ),
-        saver=run_saver(config, groups, runtime, progress.say),
-        progress=progress,
+        )
+
+    action = training.model.action
+    return Evaluations(
+        None if held_out is None else evaluator(held_out),
+        Watch(read_watched(config.data, tokenizer), evaluator),
+        ThresholdBands(words.counts, action.vocab_start, action.rows, groups),
+        EvaluationFolder(Path(config.run.dir), tokenizer) if runtime.is_main else None,
     )
 
 
@@ -247,9 +270,3 @@ def _load_base(config: Config, runtime: Runtime, world: int) -> tuple[Base, Nume
     else:
         base = Base(load_base(name, dtype, code, config.model.quantize, runtime.device, rows_for=rows_for))
     return base, tokenizer()
-
-
-def _check_context(config: Config, context: int) -> None:
-    for key, length in config.sequence_lengths().items():
-        if length > context:
-            raise UserError(key, length, f"at most {context}, the base model's context")

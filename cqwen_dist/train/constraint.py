@@ -1,20 +1,20 @@
-"""KL(U || U at the start) against forgetting (seed S3 2.3): watched, or held.
+"""KL(U || U at the start) against forgetting (seed S3 2.3): monitored, or constrained.
 
-    U at the start = the abduction as it was, of the base's features (adapters off, w_num and <NUM>'s row as they
-                     began), in every stage; a run that begins with trained adapters has a KL from its first step on
+    U at the start = the start's abduction of the base's features, in every stage (adapters off, w_num and <NUM>'s row
+                     as they began); a run that begins with trained adapters has a KL from its first step on
     KL of a token  = the mean over the C dimensions of the closed form of two Cauchys (`ops.cauchy.Cauchy.kl`)
 
-What it costs. While no feature group has ever been awake z itself is what it was, and the start's U is two products
-[N,H]x[H,C] away, beside the six [N,C]x[C,V] of the loss. After that the start's features are a second forward pass of
-the backbone, without gradient: at every step where KL is held (`hinge`, `dual`), at every `every`-th where it is
-watched (`monitor`). A copy of the abduction, 2 H C numbers, is kept.
+Cost. Until a feature group has trained, z is still the start's z. The start's U then takes two products [N,H]x[H,C]
+beside the six [N,C]x[C,V] of the loss. After that the start's features need a second forward pass of the backbone,
+without gradient: at every step for `hinge` and `dual`, at every `every`-th for `monitor`. A copy of the abduction,
+2 H C numbers, stays in memory.
 
-`hinge` adds beta times each token's excess over eps, so it decomposes over ranks and micro-batches. `dual` adds
-weight * KL with weight = multiplier * (KL / eps)^4: far below eps hardly anything is held, near it the answer is there
-at the next step, because an integral alone comes too late (KL is 0 at the start, then rises within some steps). After
-each step the multiplier's logarithm moves by rate times how far the global mean was from its aim, faster up than down.
-KL of the step before serves for the power, so the term is linear in the tokens and decomposes as the hinge does. Both
-are tensors that no step waits for.
+`hinge` adds beta times each token's excess over eps. It decomposes over ranks and micro-batches. `dual` adds
+weight * KL with weight = multiplier * (KL / eps)^4. The power is nearly 0 far below eps, and reacts at the next step
+near it; an integral alone reacts too late, since KL is 0 at the start and rises within some steps. After each step the
+multiplier's logarithm moves by rate times the relative distance of the global mean from its aim, faster up than down.
+The power takes the KL of the step before, so the term is linear in the tokens and decomposes as the hinge does. Both
+factors are tensors, and no step waits for them.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.run.files import let_read, written_whole
 
 Features = Callable[[Batch, Tensor], Tensor]  # (batch on the device, keep [N]) -> z [N,H]
-AIM = 0.8  # of eps: what the multiplier steers at, since the means of batches scatter
-_STEEPNESS = 4  # of the weight's immediate answer (KL/eps)^4,
-_ANSWER = (1e-3, 16.0)  # which stays within these
-_FALL = 0.2  # how much slower than it rises the multiplier falls: KL is 0 at the start and will not stay there
-_LEAST = 1e-2  # of beta: the multiplier falls no further
+AIM = 0.8  # of eps: the multiplier's target; below 1, since batch means scatter
+_STEEPNESS = 4  # the power in (KL/eps)^4,
+_ANSWER = (1e-3, 16.0)  # clamped to this range
+_FALL = 0.2  # the multiplier falls at most this fast: KL is 0 at the start and will rise
+_LEAST = 1e-2  # of beta: the multiplier's lower bound
 
 
 class ConstraintTerm(NamedTuple):
-    """Of one micro-batch. loss: scalar to add, weighted; sums [4]: KL, drift, tokens over eps, the loss unweighted."""
+    """For one micro-batch. loss: weighted scalar to add. sums [4]: KL, drift, tokens over eps, the unweighted loss."""
 
     loss: Tensor
     sums: Tensor
 
 
 class Constraint:
-    """The start's U, and how far the present one is from it. Every rank holds the same."""
+    """The start's U, and the distance of the present U from it. The same on every rank."""
 
     def __init__(self, model: CausalQwenModel, config: ConstraintConfig, features: Features) -> None:
-        """features: z as it is now, by the engine."""
+        """features: the engine's forward pass."""
         self.model, self.config, self._features = model, config, features
         self.device = model.action.cls_weight.device
-        self.features_moved = False  # whether any of embedding and lora has ever been awake
-        self._adapted = False  # whether the run began with adapters that were trained before
+        self.features_moved = False  # whether embedding or lora has ever trained
+        self._adapted = False  # whether the run began with trained adapters
         self._abduction = _frozen_copy(model)
         self._embedding: tuple[Tensor, Tensor] | None = None
         self.unit: Tensor | float | None = None
@@ -72,7 +72,7 @@ class Constraint:
 
     @torch.no_grad()
     def begin(self, features: dict[str, Tensor], batches: Iterable[Batch]) -> None:
-        """Take the present for the start. Collective over the world.
+        """Take the present model as the start. Collective over the world.
 
         features: the engine's parameters by name, whole. batches: this rank's share of some texts, for the spread of
         U's location: its standard deviation over tokens, with U's scale at the start added in quadrature, so that a
@@ -100,7 +100,7 @@ class Constraint:
         self.unit = self.spread if named == "spread" else None if named == "scale" else float(named)
 
     def save(self, path: Path) -> None:
-        """Write the start beside the run's other first things; one rank."""
+        """Write the start; one rank calls it."""
         assert self._embedding is not None
         tensors = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
         tensors |= {"w_num": self._embedding[0], "num_row": self._embedding[1], "spread": self.spread}
@@ -110,10 +110,10 @@ class Constraint:
             let_read(beside)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Put back what `save` wrote and `state_dict` gave. Raises `UserError`."""
+        """Restore what `save` wrote and `state_dict` returned. Raises `UserError`."""
         try:
             tensors = load_file(path)
-            self._abduction = _frozen_copy(self.model)  # for what is no tensor in it: the floor of its scale
+            self._abduction = _frozen_copy(self.model)  # for its scale's floor, which is no tensor
             self._abduction.load_state_dict(
                 {name.removeprefix("abduction."): v for name, v in tensors.items() if name.startswith("abduction.")}
             )
@@ -128,7 +128,7 @@ class Constraint:
         self._answer.fill_(state["answer"])
 
     def state_dict(self) -> dict[str, float]:
-        """What moves, for a checkpoint."""
+        """What changes in training, for a checkpoint."""
         return {"multiplier": float(self.multiplier), "answer": float(self._answer)}
 
     def _own(self, value: Tensor) -> Tensor:
@@ -137,27 +137,27 @@ class Constraint:
     # ------------------------------------------------------------------------------------- the measure
 
     def due(self, step: int) -> bool:
-        """Whether this step looks."""
+        """Whether KL is measured at this step."""
         if self.config.mode == "monitor":
             return step % self.config.every == 0
         return self.config.mode != "off"
 
     @contextmanager
-    def as_it_began(self) -> Iterator[None]:
-        """Inside, features are the start's."""
+    def start_model(self) -> Iterator[None]:
+        """Within this context, features are the start's."""
         assert self._embedding is not None
         with adapters_disabled(self.model.transformer), self.model.features.embedding.using(*self._embedding):
             yield
 
     @property
     def second_pass(self) -> bool:
-        """Whether z of the start is another than z, and must be computed."""
+        """Whether the start's z differs from z and must be computed."""
         return self.features_moved or self._adapted
 
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] as it was at the start. Collective where the engine's forward is."""
-        with self.as_it_began():
+        with self.start_model():
             return self._features(batch, keep)
 
     def term(self, u: Cauchy, z_start: Tensor, weight: float) -> ConstraintTerm:
@@ -180,7 +180,7 @@ class Constraint:
 
     @torch.no_grad()
     def after_step(self, sums: Tensor, tokens: int) -> dict[str, Tensor]:
-        """The step's metrics from the sums [4] of all ranks; dual: the multiplier moves. No host synchronisation."""
+        """The step's metrics from sums [4] over all ranks; `dual` updates the multiplier. No host synchronisation."""
         kl, drift, over, loss = sums / max(tokens, 1)
         metrics = {"train/kl": kl, "train/kl_drift": drift, "train/kl_over_eps": over}
         if self.config.mode in ("hinge", "dual"):

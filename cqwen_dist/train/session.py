@@ -1,4 +1,4 @@
-"""A command at work on a run: the folder opened and held, a clock on it, and how it ended written down."""
+"""One command's work on a run: the folder is locked, a hang is detected, and status.json says how it ended."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
 
-# What a disk says that is the user's to mend.
+# Disk errors that the user can fix.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 @contextmanager
 def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
-    """Open the run's folder and hold it; inside, the run is made and trains. Collective over the world.
+    """Open and lock the run's folder for as long as the context lasts. Collective over the world.
 
-    How it ends stands in status.json: `preempted` for `Stopped`, `fatal` for what another try would meet again;
-    a rank that was lost leaves `running`. A disk that is full, or may not be written, becomes a `UserError`.
+    status.json says how it ends: `preempted` for `Stopped`, `fatal` for an error that another try would meet again. A
+    lost rank leaves `running`. A disk that is full, or may not be written, becomes a `UserError`.
     """
     folder = Path(config.run.dir)
     with ExitStack() as held:
@@ -47,7 +47,7 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
             if runtime.is_main:
                 end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
-        except (OSError, SafetensorError) as error:  # the latter is how safetensors says what the disk said
+        except (OSError, SafetensorError) as error:  # safetensors reports disk errors as its own
             if isinstance(error, OSError) and error.errno not in DISK:
                 _say_fatal(folder, runtime, error)
                 raise
@@ -63,7 +63,7 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
 
 
 def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that the run goes on from, as `run.resume` says; None where it begins. Rank 0 looks."""
+    """The checkpoint to resume from, as `run.resume` says; None for a new run. Rank 0 calls it."""
     folder = Path(config.run.dir)
     finish_renames(folder)
     checkpoint, said = choose_checkpoint(folder, config.run.resume)
@@ -73,7 +73,7 @@ def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
 
 
 def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
-    """Raises `UserError` where the best checkpoints go by a figure that evaluation does not give."""
+    """Raises `UserError` where train.best_metric is not a metric of evaluation."""
     metric = config.train.best_metric
     if config.train.keep_best and metrics and metric not in metrics:
         known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
@@ -81,7 +81,7 @@ def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
 
 
 def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[str], None]) -> Saver:
-    """What saves the run's checkpoints; a save that fails stops the run at its next step. Collective over the world."""
+    """The saver of the run's checkpoints. A failed save stops the run at its next step. Collective over the world."""
 
     def fail(reason: str) -> None:
         runtime.stop.reason = runtime.stop.reason or reason
@@ -106,7 +106,7 @@ def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[s
 
 
 def disk_error(folder: Path, error: OSError | SafetensorError) -> UserError:
-    """What a disk refused, in one line."""
+    """A disk error in one line."""
     allowed = "a disk that can be written; then the same command goes on"
     place, said = getattr(error, "filename", None), getattr(error, "strerror", None)
     return UserError("run.dir", Said(said or str(error)), allowed, str(place or folder))
@@ -114,5 +114,5 @@ def disk_error(folder: Path, error: OSError | SafetensorError) -> UserError:
 
 def _say_fatal(folder: Path, runtime: Runtime, error: Exception) -> None:
     rank = "" if runtime.is_main else f"rank {runtime.rank}: "
-    with suppress(OSError):  # the disk may be what failed; the error itself is told on the console
+    with suppress(OSError):  # the disk may be what failed; the error itself is on the console
         end_status(folder, "fatal", f"{rank}{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """The training batches of a run whose stages may differ in sequence length and batch size.
 
-Stages that read alike share a place in the data: the order goes on over their boundary. One that reads otherwise
-begins a new epoch. A place is {epoch, step}, the same on any number of ranks.
+Consecutive stages with the same batch size and sequence length share a position in the data. Another stage begins a new
+epoch. A position is {epoch, step}, the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cqwen_dist.train.stages import StagePlan
 
 
 class StageLoaders:
-    """One loader a stage, over one text in memory."""
+    """One loader a stage; stages share the texts in memory."""
 
     def __init__(self, dataset: TextDataset, config: Config, rank: int, world: int) -> None:
         by_length = {config.data.sequence_length: dataset}
@@ -51,7 +51,7 @@ class StageLoaders:
         return self._loaders[self._index]
 
     def enter(self, plan: StagePlan) -> Iterator[list[Batch]]:
-        """The batches of a stage, from where the one before it stopped, or from a new epoch's begin."""
+        """The batches of a stage, from where the stage before stopped, or from a new epoch."""
         before = self.current
         self._index = plan.index
         if self.current is not before:
@@ -65,15 +65,15 @@ class StageLoaders:
         return self._batches
 
     def close(self) -> None:
-        """End the thread that makes batches ahead."""
+        """End the prefetching thread."""
         if self._batches is not None:
             self._batches.close()
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next step of the current stage comes from."""
+        """The position of the current stage's next step."""
         return {"stage": self._index, **self.current.state_dict()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         self._index = state["stage"]
         self.current.load_state_dict({"epoch": state["epoch"], "step": state["step"]})

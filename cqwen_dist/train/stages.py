@@ -1,8 +1,8 @@
-"""A stage is data: which groups are awake, for how many steps, at what learning rates and what lambda.
+"""A stage is data: which groups train, for how many steps, at what learning rates and what lambda.
 
-The schedule answers about any step which stage it belongs to, what learning rate each group has and what the numbers
-weigh; and it ends a stage that goes on *until* evaluation stops improving. What it has decided and seen goes into
-checkpoints, so a run that is taken up again decides the same. Nothing here knows of an optimizer.
+The schedule knows for any step its stage, each group's learning rate, and lambda. It ends a stage with `until` when
+evaluation stops improving. Its decisions go into checkpoints, so a resumed run decides the same. Nothing here knows
+of an optimizer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from cqwen_dist.config import JUDGED, Ramp, Stage, UserError
 
-# {b_scale, b_noise, C} have a rate of their own: from b_scale = 1 to where training ends are 10 units, 1e5 Adam
-# steps at 1e-4 and a thousand at 1e-2.
+# {b_scale, b_noise, C} have a rate of their own: training moves b_scale by 10 units, which is 1e5 Adam steps at 1e-4
+# and a thousand at 1e-2.
 DEFAULT_SCALES_LR = 1e-2
 
 
@@ -45,7 +45,7 @@ class StagePlan:
         return stage.min_lr_ratio + (1.0 - stage.min_lr_ratio) * decay
 
     def lr(self, group: str, is_scale: bool, step: int, unit: float = 1.0) -> float:
-        """Learning rate of a group at a step; 0 while it sleeps.
+        """Learning rate of a group at a step; 0 while it is frozen.
 
         is_scale: one of {b_scale, b_noise, C}, whose rate is `scales` times the parameter's own unit, unless its
         group is named itself (noise, thresholds).
@@ -77,8 +77,8 @@ class Schedule:
     def __init__(self, stages: list[Stage], steps_per_epoch: int | Sequence[int]) -> None:
         """steps_per_epoch: of all stages, or of each (its batch size and sequence length decide)."""
         self.plans: list[StagePlan] = []
-        self._best: float | None = None  # of the stage that is being watched
-        self._waited = 0  # evaluations since
+        self._best: float | None = None  # metric of the current stage
+        self._waited = 0  # evaluations since the best
         start = 0
         for index, stage in enumerate(stages):
             an_epoch = steps_per_epoch if isinstance(steps_per_epoch, int) else steps_per_epoch[index]
@@ -94,7 +94,7 @@ class Schedule:
         return self.plans[-1].stop
 
     def check_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Raises `UserError` by key where a stage watches a figure that evaluation does not give."""
+        """Raises `UserError` by key where a stage's `until` names a metric that evaluation does not have."""
         for plan in self.plans:
             metric = None if plan.stage.until is None else plan.stage.until.metric
             if metric is not None and metric not in metrics:
@@ -102,9 +102,9 @@ class Schedule:
                 raise UserError(f"stages.{plan.index}.until.metric", metric, f"a figure of an evaluation: {known}")
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Take note of an evaluation after `step` steps; True where it ends the stage that the last step was of.
+        """Note an evaluation after `step` steps; True where it ends the stage of the last step.
 
-        The same metrics on every rank give the same answer. NaN is no improvement.
+        Metrics are equal on every rank, so the answer is. NaN is no improvement.
         """
         plan = self.at(step - 1)
         until = plan.stage.until
@@ -123,7 +123,7 @@ class Schedule:
         return True
 
     def _end(self, index: int, step: int) -> None:
-        """The stage ends here; the later ones move up."""
+        """End the stage at this step; later stages move forward."""
         early = self.plans[index].stop - step
         self.plans[index] = replace(self.plans[index], stop=step)
         for later in range(index + 1, len(self.plans)):
@@ -131,11 +131,11 @@ class Schedule:
             self.plans[later] = replace(plan, start=plan.start - early, stop=plan.stop - early)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was decided and seen, for a checkpoint: where each stage ends, the best figure, how long since."""
+        """What was decided and seen, for a checkpoint: where each stage ends, the best metric, evaluations since."""
         return {"stops": [plan.stop for plan in self.plans], "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore what `state_dict` returned."""
         for index, stop in enumerate(state["stops"]):
             if self.plans[index].stage.until is not None:
                 self._end(index, stop)
@@ -146,10 +146,10 @@ class Schedule:
         return next((plan for plan in self.plans if step < plan.stop), self.plans[-1])
 
     def features_trained_by(self, plan: StagePlan) -> bool:
-        """Whether anything before z trains in this stage or has in an earlier one."""
+        """Whether embedding or lora trains in this stage or has in an earlier one."""
         return any(p.stage.groups & {"embedding", "lora"} for p in self.plans[: plan.index + 1])
 
     def newly_trained(self, plan: StagePlan) -> frozenset[str]:
-        """Groups that are awake in this stage and were not in the one before: their moments begin at zero."""
+        """Groups that train in this stage and did not in the one before: their moments begin at zero."""
         before = self.plans[plan.index - 1].stage.groups if plan.index else frozenset()
         return plan.stage.groups - before

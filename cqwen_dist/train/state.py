@@ -21,12 +21,12 @@ from cqwen_dist.train.zero.engine import Engine
 
 @dataclass
 class Place:
-    """Where a run is, as a checkpoint made now would say it. The same on every rank."""
+    """Where a run is, as saved in a checkpoint. The same on every rank."""
 
     step: int = 0
     stage: str = ""
     loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
-    figures: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
+    figures: dict[str, Any] = field(default_factory=dict)  # metrics of the last evaluation
     due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
     evaluated: bool = False  # whether the metrics are of `step`
 

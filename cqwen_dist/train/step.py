@@ -32,8 +32,8 @@ class StepCounts:
     words: float  # denominator of L_cls
     numbers: float  # denominator of L_reg
     tokens: int  # input positions, for tokens/s
-    kept: list[list[int]]  # [micro-batch][rank of the vocabulary group]: kept positions
-    kept_by_all: int  # kept positions of all ranks and micro-batches
+    labels: list[list[int]]  # [micro-batch][rank of the vocabulary group]: label positions
+    all_labels: int  # label positions of all ranks and micro-batches
 
 
 class Stepper:
@@ -50,8 +50,10 @@ class Stepper:
         used_rows: int | None,
         word_counts: np.ndarray,
     ) -> None:
-        """gemm_dtype: of the word head's products. used_rows: leave words from here on out of the loss. word_counts
-        [V]: how often each word occurs in the training data."""
+        """seed: of dropout. gemm_dtype: of the word head's products. used_rows: the loss leaves out words from here on.
+
+        word_counts [V]: how often each word occurs in the training data.
+        """
         self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
         self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
         self.gemm_dtype, self.used_rows = gemm_dtype, used_rows
@@ -67,58 +69,70 @@ class Stepper:
     ) -> tuple[dict[str, Any], int]:
         """One optimizer step; returns its metrics (tensors, not yet read) and the input tokens of all ranks.
 
-        cached: z [N,H] of each micro-batch's kept positions, where it is known.
+        cached: z [N,H] of each micro-batch's label positions, where it is known.
         """
-        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # dropout's
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # of dropout
         reg_weight = plan.reg_weight(step, self.loss.reg_weight)
+        measures_kl = self.constraint.due(step)
+        counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
+
+        # Denominators, from all ranks
         keeps = [batch.kept for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
+
+        # Gradients, accumulated over micro-batches
         sums = torch.zeros(5, device=self.device)
-        looking = self.constraint.due(step)
-        moved = torch.zeros(4, device=self.device)
+        kl_sums = torch.zeros(4, device=self.device)
         right = torch.zeros(2, device=self.device)
-        counting = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
-            there, keep = batch.to(self.device), keep.to(self.device)
-            z_start = self.constraint.start_features(there, keep) if looking and self.constraint.second_pass else None
-            z = self.engine.forward(there, keep) if cached is None else self._fitting(cached[i], keep)
+            batch_on_device, keep = batch.to(self.device), keep.to(self.device)
+            second = measures_kl and self.constraint.second_pass
+            z_start = self.constraint.start_features(batch_on_device, keep) if second else None
+            z = self.engine.forward(batch_on_device, keep) if cached is None else self._fitting(cached[i], keep)
             u = self.model.abduction(z)
-            terms = self._loss(u, there, keep, counts, counts.kept[i], reg_weight)
+            terms = self._loss(u, batch_on_device, keep, counts, counts.labels[i], reg_weight)
             loss = terms.loss
-            if looking:
-                weight = self.groups.world_size / max(counts.kept_by_all, 1)
+            if measures_kl:
+                weight = self.groups.world_size / max(counts.all_labels, 1)
                 term = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
-                loss, moved = loss + term.loss, moved + term.sums
+                loss, kl_sums = loss + term.loss, kl_sums + term.sums
             self.engine.backward(loss, last)
-            num_label = (there.labels.flatten()[keep] == self.model.config.num_token_id).float()
+            num_label = (batch_on_device.labels.flatten()[keep] == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
             sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
-            if last and counting:
-                right = self._accuracy(z, there, keep)
+            if last and counts_hits:
+                right = self._accuracy(z, batch_on_device, keep)
+
+        # The step, and the metrics' only all-reduce
         norm = self.engine.step()
-        sums, moved, (hits, seen) = sum_over(torch.cat([sums, moved, right])).split([5, 4, 2])  # the step's one
+        sums, kl_sums, (hits, seen) = sum_over(torch.cat([sums, kl_sums, right])).split([5, 4, 2])
+        metrics = self._metrics(sums, norm, counts, plan, step)
+        if measures_kl:
+            metrics |= self.constraint.after_step(kl_sums, counts.all_labels)
+            if "train/constraint_loss" in metrics:
+                metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
+        if counts_hits:
+            metrics["train/accuracy"] = hits / seen.clamp(min=1)
+        return metrics, counts.tokens
+
+    def _metrics(self, sums: Tensor, norm: Tensor, counts: StepCounts, plan: StagePlan, step: int) -> dict[str, Any]:
+        """From sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> where it is the label, such labels."""
+        reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
-        metrics = {
+        return {
             "train/total_loss": cls_mean + reg_weight * reg_mean,
             "train/cls_loss_mean": cls_mean,
             "train/reg_loss_effective": reg_mean,
-            "train/prob_sum_mean": prob_sum / max(counts.kept_by_all, 1),
+            "train/prob_sum_mean": prob_sum / max(counts.all_labels, 1),
             "train/p_num_mean": p_num / num_labels.clamp(min=1),
             "train/grad_norm": norm,
             "train/clipped": float(self.engine.clipped),
             "train/lr": plan.stage.lr * plan.factor(step),
             "train/reg_weight": reg_weight,
         }
-        if looking:
-            metrics |= self.constraint.after_step(moved, counts.kept_by_all)
-            if "train/constraint_loss" in metrics:
-                metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
-        if counting:
-            metrics["train/accuracy"] = hits / seen.clamp(min=1)
-        return metrics, counts.tokens
 
     def _loss(
         self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, kept: list[int], reg_weight: float

@@ -1,7 +1,7 @@
 """Begin with weights that were trained before: another run's or checkpoint's, or adapters that PEFT saved.
 
-Weights alone: optimizers, stages and the data's order begin anew. Heads come with the unit they were trained in (the
-target transform's median and scale, b_noise's own rate), whatever the new data's would be; then nothing is calibrated.
+Only weights: optimizers, stages and the data's order begin anew. Heads come with the unit they were trained in (the
+target transform's median and scale, b_noise's own rate), not the new data's, and are not calibrated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What was found: adapters and the embedding's part by name; the heads unless it was PEFT's folder."""
+    """Weights by name: adapters and the embedding's part; the heads, unless it is PEFT's folder."""
 
     source: Path
     features: dict[str, Tensor]
@@ -47,7 +47,7 @@ class WarmStart:
 
     @torch.no_grad()
     def apply(self, engine: Engine, config: Config) -> None:
-        """Put it into a model that is at its start. Collective. Raises `UserError` by key where it does not fit."""
+        """Load it into a new model. Collective. Raises `UserError` by key where it does not fit."""
         if self.state:
             self._check_shape(engine.model.config, config)
         known = engine.feature_shapes()
@@ -83,7 +83,7 @@ class WarmStart:
 
 
 def read_warm_start(config: Config, row_range: tuple[int, int]) -> WarmStart | None:
-    """What `model.warm_start` names, this rank's rows of it; None without. Raises `UserError`, also for a pickle."""
+    """The weights that `model.warm_start` names (this rank's rows), or None. Raises `UserError`, also for a pickle."""
     if config.model.warm_start is None:
         return None
     path = Path(config.model.warm_start).expanduser()

@@ -17,6 +17,7 @@ from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.intervals import FILE as INTERVALS
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
@@ -26,7 +27,7 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.run.files import START, STATE
-from cqwen_dist.train.evaluation.conformal import CALIBRATION, CALIBRATION_FILE, IntervalFactors
+from cqwen_dist.train.evaluation.conformal import CALIBRATION, IntervalFactors
 from cqwen_dist.train.evaluation.evaluator import Decisions, Evaluator, as_spelt, perplexity
 
 
@@ -52,7 +53,7 @@ def evaluate_checkpoint(
         if data is None:
             raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
         config = DataConfig(train=data)
-        known = _factors(_json(path / CALIBRATION_FILE))
+        known = _factors(_json(path / INTERVALS))
     else:
         run, folder = run_of(path)
         config = run.data

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-LEVELS = (0.5, 0.9, 0.95)
+from cqwen_dist.intervals import LEVELS
+
 CALIBRATION = "calibration"  # where a checkpoint's metrics hold the factors
-CALIBRATION_FILE = "calibration.json"  # where an exported folder holds them
 
 
 def half_width(level: float) -> float:

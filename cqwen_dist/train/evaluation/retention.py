@@ -1,7 +1,7 @@
-"""What a run does to texts of other kinds, on which it is not trained: forgetting, seen while it happens.
+"""Forgetting, measured while it happens: metrics on texts of other kinds, on which the run does not train.
 
 watch/NAME/accuracy       argmax P over every labelled position of `data.watch.NAME`
-watch/NAME/base_accuracy  the base model's own top-1 there; perplexity, base_perplexity and cls_loss_mean likewise
+watch/NAME/base_accuracy  the base model's own top-1 on them; perplexity, base_perplexity and cls_loss_mean likewise
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Watch:
             evaluator.measure_base()
 
     def __call__(self) -> dict[str, float]:
-        """The metrics of now, equal on every rank."""
+        """The present metrics, equal on every rank."""
         found = {}
         for name, evaluator in self.evaluators.items():
             metrics = evaluator()

@@ -1,70 +1,24 @@
-"""All that a run is judged by: its held-out texts, the texts that it watches, its thresholds by frequency."""
+"""All that a run is judged by: its held-out texts, the watched texts, its thresholds by word frequency."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from cqwen_dist.config import Config
-from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.train.evaluation.conformal import CALIBRATION, IntervalFactors
-from cqwen_dist.train.evaluation.evaluator import Evaluator, Features
-from cqwen_dist.train.evaluation.retention import Watch, read_watched
+from cqwen_dist.train.evaluation.evaluator import Evaluator
+from cqwen_dist.train.evaluation.retention import Watch
 from cqwen_dist.train.evaluation.store import EvaluationFolder
 from cqwen_dist.train.frequency import ThresholdBands
 
 
 class Evaluations:
-    """Evaluates a run at its start and as it goes. Collective over the world; `held_out` is None without such texts."""
+    """Evaluates a run at its start and as it goes. Collective over the world."""
 
     def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        groups: Groups,
-        model: CausalQwenModel,
-        features: Features,
-        tokenizer: NumericalAwareTokenizer,
-        held_out: TextDataset | None,
-        *,
-        baseline_value: float | None,
-        used_rows: int | None,
-        gemm_dtype: torch.dtype,
-        word_counts: np.ndarray,
-        numerals: Sequence[int] = (),
-        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+        self, held_out: Evaluator | None, watch: Watch, bands: ThresholdBands, store: EvaluationFolder | None
     ) -> None:
-        """As `Evaluator`'s. Raises `UserError` for texts to watch that cannot be read."""
-
-        def evaluator(dataset: TextDataset) -> Evaluator:
-            size = config.train.micro_batch_size
-            return Evaluator(
-                model,
-                features,
-                EvalLoader(dataset, rank=runtime.rank, world=groups.world_size, micro_batch_size=size),
-                groups,
-                baseline_value=baseline_value,
-                used_rows=used_rows,
-                gemm_dtype=gemm_dtype,
-                word_counts=word_counts,
-                numerals=numerals,
-                progress=progress,
-            )
-
-        self.action, self.is_main = model.action, runtime.is_main
-        self.held_out = None if held_out is None else evaluator(held_out)
-        self.watch = Watch(read_watched(config.data, tokenizer), evaluator)
-        self.bands = ThresholdBands(word_counts, model.action.vocab_start, model.action.rows, groups)
-        self.folder = EvaluationFolder(Path(config.run.dir), tokenizer)
+        """held_out: None without such texts. store: None on all ranks but the main one."""
+        self.held_out, self.watch, self.bands, self.store = held_out, watch, bands, store
 
     @property
     def base_accuracy(self) -> float | None:
@@ -72,22 +26,22 @@ class Evaluations:
         return None if self.held_out is None else self.held_out.base.get("eval/base_accuracy")
 
     def measure_base(self) -> None:
-        """The base model's own metrics; only before training."""
+        """Measure the base model's own metrics; only before training."""
         if self.held_out is not None:
             self.held_out.measure_base()
         self.watch.measure_base()
 
     def __call__(self, step: int, stage: str) -> dict[str, Any]:
-        """An evaluation after `step`; what only a report needs of it is kept beside."""
+        """An evaluation after `step`; what only a report draws is stored."""
         metrics: dict[str, Any] = self.watch()
         if self.held_out is not None:
-            metrics |= self.held_out() | self.bands(self.action.threshold)
-            if self.is_main and self.held_out.last is not None:
-                self.folder.write(step, stage, self.held_out.last)
+            metrics |= self.held_out() | self.bands(self.held_out.model.action.threshold)
+            if self.store is not None and self.held_out.last is not None:
+                self.store.write(step, stage, self.held_out.last)
         return metrics
 
     def shown(self, metrics: dict[str, Any]) -> str:
-        """The metrics that a person follows, in one line; empty where nothing is evaluated."""
+        """The main metrics in one line for people; empty where nothing is evaluated."""
         said = []
         if self.held_out is not None:
             said.append(f"accuracy {metrics['eval/accuracy']:.1%} (base {metrics.get('eval/base_accuracy', 0):.1%})")
@@ -104,7 +58,7 @@ class Evaluations:
     # ------------------------------------------------------------------------------------ checkpoint
 
     def factors(self) -> dict[str, Any]:
-        """The last evaluation's factors of intervals, to stand among a checkpoint's metrics; empty without."""
+        """The last evaluation's interval factors, for a checkpoint's metrics; empty without."""
         known = None if self.held_out is None else self.held_out.factors
         return {} if known is None else {CALIBRATION: known.to_dict()}
 

@@ -1,4 +1,4 @@
-"""RUN/evaluations: what a report draws of evaluations, one small JSON file each; rank 0 writes.
+"""RUN/evaluations: what a report draws, one small JSON file an evaluation; rank 0 writes.
 
 step-00000150.json      {"step", "stage", "numbers": the drawing of `number_metrics`, "tokens": [...]}
 probe_start.safetensors U of the first few held-out tokens before training, which later ones are measured against

@@ -1,13 +1,12 @@
-"""Epochs on the heads alone: where nothing before z trains, z is read instead of computed.
+"""Epochs on the heads alone: where nothing before z trains, z is read from disk instead of computed.
 
-It is right because a stage without `embedding` and `lora` runs the features without a graph and in eval mode, whatever
-dropout they have: z of a sample is the same in every epoch. The cache is of a data set, a sequence length and a state
-of the features; its key is made of hashes of the base model's files, of everything trained before z, of the data as it
-was read and of the tokenizer, and of what computes (dtype, device, package versions).
+A stage without `embedding` and `lora` runs the features without a graph and in eval mode, so z of a sample is the same
+in every epoch, whatever dropout there is. A cache belongs to a data set, a sequence length and a state of the features.
+Its key holds hashes of the base model's files, of the weights trained before z, of the data and of the tokenizer, and
+what computes (dtype, device, package versions).
 
-It costs one pass over the data, so by itself it is made only where a stage still has more than that before it, and
-where the disk has room. Losses are those of the run without it: the same numbers reach the heads, up to the rounding
-of other batch shapes.
+A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
+has room. Losses are those of the run without it, up to the rounding of other batch shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.parallel.collectives import gather_objects, main_rank_first
+from cqwen_dist.parallel.collectives import gather_objects, main_rank_says
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
 from cqwen_dist.run.files import FEATURE_CACHE, file_record
@@ -50,7 +49,7 @@ _TELL_S = 10.0
 
 
 class FeatureCache:
-    """Decides stage by stage, makes or opens the cache, and gives z of the step that comes next."""
+    """Decides for each stage, makes or opens the cache, and reads z of the next step."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class FeatureCache:
         tokenizer: NumericalAwareTokenizer,
         say: Callable[[str], None],
     ) -> None:
-        """features: z of a batch's kept positions, outside of steps."""
+        """features: z of a batch's label positions, outside of steps."""
         self.config, self.runtime, self.engine, self.tokenizer = config, runtime, engine, tokenizer
         self.features, self.say = features, say
         self.settings = config.train.feature_cache
@@ -73,7 +72,7 @@ class FeatureCache:
         self._base: str | None = None  # digest of the base model's files
 
     def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
-        """Begin a stage, or go on with one: with a cache where there may be one. Collective over the world.
+        """Begin a stage or go on with one, with a cache where possible. Collective over the world.
 
         Raises `UserError` by key where one is required and cannot be.
         """
@@ -94,7 +93,7 @@ class FeatureCache:
         self._sweep(keep=None if self._shards is None else self._shards.folder)
 
     def next(self) -> list[Tensor] | None:
-        """z by micro-batch [N,H] (CPU) of the step that the loader hands out next; None: it is to be computed."""
+        """z [N,H] (CPU) by micro-batch, of the loader's next step; None without a cache."""
         if self._shards is None or self._loader is None:
             return None
         loader = self._loader
@@ -102,16 +101,16 @@ class FeatureCache:
         return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
 
     def close(self) -> None:
-        """The run ends: what was made for it alone goes."""
+        """The run ends: delete the caches in its folder."""
         self._shards = None
         self._sweep(keep=None)
 
     # ------------------------------------------------------------------------------------------ parts
 
     def _sweep(self, keep: Path | None) -> None:
-        """In the run's own folder a cache is of its stage; a folder that the user names is kept whole, for others.
+        """Delete the previous stage's cache, in the run's own folder only.
 
-        Named by a link, too; and what is no cache is not this run's to delete.
+        A folder that the user names, also by a link, is left for other runs; so is what is no cache.
         """
         own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
         if not self.runtime.is_main or not own:
@@ -120,7 +119,7 @@ class FeatureCache:
             if found != keep and is_cache(found):
                 shutil.rmtree(found, ignore_errors=True)
         if keep is None:
-            with suppress(OSError):  # something else is in it
+            with suppress(OSError):  # not empty
                 self.folder.rmdir()
 
     def _refuse_invalid(self, plan: StagePlan) -> None:
@@ -175,7 +174,7 @@ class FeatureCache:
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """Everything that z depends on. Collective over the world."""
         if self._base is None:
-            self._base = _from_main(lambda: _digest_of_base(base_folder_of(self.config.base_folder)))
+            self._base = main_rank_says(lambda: _digest_of_base(base_folder_of(self.config.base_folder)))
         trained, _, _ = self.engine.feature_state()
         found = hashlib.sha256()
         for name, value in sorted(trained.items()):
@@ -199,9 +198,3 @@ def _digest_of_base(folder: Path) -> str:
     """Of config.json and every safetensors file of a model's folder."""
     files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
     return hashlib.sha256("".join(file_record(file)["sha256"] for file in files).encode()).hexdigest()
-
-
-def _from_main(action: Callable[[], str]) -> str:
-    """What rank 0 finds, on every rank."""
-    found: str = gather_objects(main_rank_first(action))[0]
-    return found

@@ -4,8 +4,8 @@
       z-00000000-00000250.arrow   z of samples [0, 250): a row a sample, [tokens,H] in the run's dtype as bytes
       manifest.json               the key spelled out, every file with size and SHA-256; written last
 
-The order of samples is global and the same on any number of ranks, so who reads a sample in which epoch is not who
-wrote it: the layout goes by sample, and files are memory-mapped. A folder without a manifest is not a cache.
+The order of samples is global and the same on any number of ranks. The rank that reads a sample need not have written
+it, so files are memory-mapped and read by sample. A folder without a manifest is not a cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def key_digest(key: dict[str, Any]) -> str:
 
 
 def is_cache(folder: Path) -> bool:
-    """Whether a folder is a cache, whole or half made, by the mark that nothing else carries: its key's digest."""
+    """Whether a folder is a cache, whole or partial: it is named after its key's digest."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     if re.fullmatch(r"\.[0-9a-f]{24}\.[0-9]+\.partial", folder.name):
@@ -80,9 +80,9 @@ class FeatureShards:
 def open_shards(
     folder: Path, key: dict[str, Any], hidden: int, dtype: torch.dtype, runtime: Runtime
 ) -> FeatureShards | None:
-    """The cache of this key if it is there, whole and unharmed, as every rank sees it; None where it is not.
+    """The cache of this key, or None where any rank finds it missing or damaged.
 
-    Collective over the world: each file's checksum is looked at by one rank.
+    Collective over the world: each file's checksum is verified by one rank.
     """
     rank, world = runtime.rank, runtime.world_size
     try:
@@ -177,7 +177,7 @@ def _write_shards(
 
 
 def free_bytes(folder: Path) -> int:
-    """What the disk under a folder, which need not exist yet, has free."""
+    """Free bytes of the disk of a folder, which need not exist yet."""
     while not folder.is_dir():
         folder = folder.parent
     return shutil.disk_usage(folder).free

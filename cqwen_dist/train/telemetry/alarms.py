@@ -1,6 +1,6 @@
-"""What a person should be woken for: a run that looks well by its loss and is not, and steps that were refused.
+"""Alarms for people: a run whose loss looks good though it does not learn, and refused steps.
 
-Rank 0 looks at every record once its values are read (no step waits); an alarm is told once, and again only after its
+Rank 0 checks every record once its values are read, so no step waits. An alarm is raised once, and again only after its
 cause was gone.
 """
 
@@ -35,7 +35,7 @@ class Alarm:
 
 
 class AlarmLog(Protocol):
-    """Where alarms are told."""
+    """Takes alarms."""
 
     def alarm(self, alarm: Alarm) -> None: ...
 
@@ -75,7 +75,7 @@ class Alarms:
 
     def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
         """Alarms of one step's plain values. samples: that the step was taken with, over all ranks."""
-        if record.get("stage") != self._stage:  # another lambda, batch or length: another level of the loss
+        if record.get("stage") != self._stage:  # lambda, batch or length may differ, and with them the loss
             self._stage = record.get("stage")
             self._losses.clear()
         found: list[tuple[str, bool, str]] = [
@@ -85,15 +85,15 @@ class Alarms:
             ("loss-spike", *self._spike(record)),
         ]
         alarms = []
-        for kind, there, text in found:
-            if there and kind not in self._told:
+        for kind, raised, text in found:
+            if raised and kind not in self._told:
                 which = list(samples)[:SHOWN_SAMPLES] if kind == "loss-spike" else []
                 alarms.append(Alarm(int(record["step"]), kind, text, which))
-            (self._told.add if there else self._told.discard)(kind)
+            (self._told.add if raised else self._told.discard)(kind)
         return alarms
 
     def _uniform_trap(self, record: Mapping[str, Any]) -> tuple[bool, str]:
-        """All P = 1/V has the loss 1 + ln V and sum P = 1: it looks trained, and knows no word."""
+        """P = 1/V for all words has the loss 1 + ln V and sum P = 1: it looks trained and knows no word."""
         accuracy, loss, prob_sum = (
             record.get(f"train/{name}") for name in ("accuracy", "cls_loss_mean", "prob_sum_mean")
         )
@@ -110,12 +110,12 @@ class Alarms:
 
     def _p_num_collapse(self, record: Mapping[str, Any]) -> tuple[bool, str]:
         p_num = record.get("train/p_num_mean")
-        if not p_num:  # 0: a step without <NUM> labels; P itself is never 0
+        if not p_num:  # 0: the step has no <NUM> label; P itself is never 0
             return "p-num-collapse" in self._told, ""
         self._p_num = p_num if self._p_num is None else 0.9 * self._p_num + 0.1 * p_num
         self._best_p_num = max(self._best_p_num, self._p_num)
         self._accuracy = record.get("train/accuracy", self._accuracy)
-        # it may be kept from ever rising, too: words are learnt, and <NUM> is not
+        # or it never rises: words are learnt and <NUM> is not
         self._unlearnt = self._unlearnt + 1 if self._p_num < 0.02 and self._accuracy > max(0.1, self.poor) else 0
         fell = self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05
         how = f"fell from {self._best_p_num:.2g}: numbers are being unlearnt"
@@ -140,25 +140,22 @@ class Alarms:
         loss = record.get("train/total_loss")
         if loss is None or not math.isfinite(loss):
             return False, ""
-        there, text = False, ""
+        raised, text = False, ""
         if len(self._losses) >= self.LEAST_HISTORY:
             median = statistics.median(self._losses)
             spread = 1.4826 * statistics.median(abs(x - median) for x in self._losses)
             unit = max(spread, 0.02 * abs(median), 1e-3)
-            there = loss - median > self.SPIKE * unit
+            raised = loss - median > self.SPIKE * unit
             text = (
                 f"the loss is {loss:.4g} where the median of the last {len(self._losses)} steps was {median:.4g} "
                 f"({(loss - median) / unit:.0f} deviations)"
             )
         self._losses.append(loss)
-        return there, text
+        return raised, text
 
 
 class Refusals:
-    """Steps whose loss or gradient was not finite: passed over one by one, until `limit` of them came in a row.
-
-    Every rank counts alike, since every rank refuses alike.
-    """
+    """Skips steps whose loss or gradient is not finite, until there are `limit` in a row. The same on every rank."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.in_a_row = limit, 0
@@ -166,10 +163,10 @@ class Refusals:
     def refuse(
         self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, log: AlarmLog | None
     ) -> dict[str, float]:
-        """Pass over a step that was refused (nothing of it is in any parameter): its samples are named; its metrics.
+        """Skip a step that was refused (no parameter was changed) and raise an alarm with its samples; its metrics.
 
-        step: of `total`, as people count; loader: that handed its samples out; log: where it is told. Raises
-        `NonFiniteStep` where it is the `limit`-th in a row, or the run's last.
+        step: counted from 1, of `total`. loader: of its samples. Raises `NonFiniteStep` where it is the `limit`-th in a
+        row, or the run's last.
         """
         self.in_a_row += 1
         samples, suspects = loader.handed_out(), loader.handed_out(error.ranks)

@@ -1,7 +1,7 @@
 """The metrics of a run on rank 0: read late, watched, and handed to the writers.
 
-A step's metrics stay tensors until the next step has been started: they are packed into one vector, copied while the
-device works, and read when the next step's come. So no step waits for its own loss, and a step costs one copy.
+A step's metrics are read when the next step has begun. Until then they are tensors, packed into one vector that is
+copied while the device works. So no step waits for its own loss, and each costs one copy.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ALIASES = {
 
 
 class _Late:
-    """Scalars of a device on their way to the host."""
+    """Scalars on their way from the device to the host."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._names = [name for name, value in metrics.items() if isinstance(value, Tensor)]
-        self._there: Tensor | None = None
+        self._packed: Tensor | None = None
         self._arrived: Any = None
         if self._names:
             packed = torch.stack([metrics[name].detach().float() for name in self._names])
@@ -49,7 +49,7 @@ class _Late:
 
 
 class MetricsLog:
-    """Rank 0's writers. `push` takes a step's metrics, tensors among them; they are read when the next step's come."""
+    """Rank 0's writers. `push` takes a step's metrics, tensors among them, and writes those of the step before."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class MetricsLog:
         alarms: Alarms | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """step: of the checkpoint that is gone on from; config: shown in W&B; say: where alarms are told."""
+        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms."""
         self._writers = open_writers(run_dir, run, config, step)
         self._alarm_file = MetricsFile(run_dir / ALARMS, step)
         self._alarms, self._say = alarms, say
@@ -74,12 +74,12 @@ class MetricsLog:
         self._pending, self._late, self._samples = record, _Late(record), samples
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add plain metrics (an evaluation's) to the step last pushed."""
+        """Add metrics that are plain numbers (an evaluation's) to the step last pushed."""
         assert self._pending is not None
         self._pending.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Tell of it wherever metrics go."""
+        """Send an alarm to every writer and the console."""
         self._alarm_file.write(alarm.to_dict())
         for writer in self._writers:
             writer.alarm(alarm.kind, alarm.text)

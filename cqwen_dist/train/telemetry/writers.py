@@ -1,7 +1,7 @@
-"""Where the metrics of a run go: one small class a place. Rank 0 alone has them.
+"""Writers of a run's metrics: a JSONL file, W&B, TensorBoard. Rank 0 alone has them.
 
 A record is one optimizer step's plain values: `step`, `stage`, `train/...`, and where due `eval/...`, `dist/...`,
-`perf/...`. Every place goes on after a restart: steps after the checkpoint, done again, are not there twice.
+`perf/...`. After a resume every writer goes on; steps that are done again are not written twice.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from cqwen_dist.run.files import METRICS, TENSORBOARD, WANDB_ID, write_atomicall
 
 
 class Writer(Protocol):
-    """A place for metrics."""
+    """Takes metrics."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one step's record."""
 
     def alarm(self, title: str, text: str) -> None:
-        """Tell a person."""
+        """Alert people."""
 
     def close(self) -> None:
-        """Nothing comes after this; all that was written is kept."""
+        """End writing; everything written is durable."""
 
 
 class MetricsFile:
@@ -48,7 +48,7 @@ class MetricsFile:
         self._file.flush()
 
     def alarm(self, title: str, text: str) -> None:
-        """They have a file of their own."""
+        """Alarms have a file of their own."""
 
     def close(self) -> None:
         self._file.flush()
@@ -57,7 +57,7 @@ class MetricsFile:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: null."""
+    """null for infinity and NaN, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -72,7 +72,7 @@ def _step_of(line: str) -> int:
 
 
 class WandbWriter:
-    """Weights & Biases, online or offline; a run that goes on goes on there, under the id kept in its folder."""
+    """Weights & Biases, online or offline; a resumed run goes on under the id in its folder."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
         """Raises `UserError` where W&B cannot be reached or does not know the user."""
@@ -133,7 +133,7 @@ class TensorBoardWriter:
 
 
 def open_writers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Writer]:
-    """The places that a run's config names; metrics.jsonl is always one. step: of the checkpoint gone on from."""
+    """The writers that a run's config names; metrics.jsonl always. step: of the checkpoint to resume from."""
     writers: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
     if run.wandb != "disabled":
         writers.append(WandbWriter(run_dir, run, config))

@@ -1,8 +1,8 @@
-"""A base model that no rank ever holds whole: ZeRO-3's partitions, filled module by module.
+"""Loading a base model under ZeRO-3: partitions are filled module by module, and no rank ever holds it whole.
 
 The architecture is built without weights. Rank 0 reads one module's weights from the safetensors files, DeepSpeed
-broadcasts and partitions them, then comes the next: a rank holds its share and at most one module. The output head
-is not built at all; its rows are read by range where they are wanted.
+broadcasts and partitions them, then the next module follows. A rank holds its share and at most one module. The output
+head is not built; its rows are read by range where they are needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def join_deepspeed() -> None:
 
 
 class WeightFiles:
-    """Tensors of a model's safetensors files by name; nothing is read before it is cut out."""
+    """Tensors of a model's safetensors files by name; a tensor is read where it is sliced."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -56,7 +56,7 @@ class WeightFiles:
         self.folder = folder
 
     def slice_of(self, name: str) -> Any:
-        """A tensor that is read by what is cut out of it: `[:]`, `[a:b]`. Raises `UserError` where there is none."""
+        """A tensor that is read by slicing: `[:]`, `[a:b]`. Raises `UserError` where it is missing."""
         if name not in self._files:
             raise UserError("model.name_or_path", f"no {name} in {self.folder}", "all weights of the architecture")
         with safe_open(self._files[name], framework="pt") as file:

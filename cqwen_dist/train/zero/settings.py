@@ -7,14 +7,14 @@ from typing import Any
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import Architecture
 
-# What the user may set although we do: speed and talk, not meaning.
+# Settings of ours that the user may change: speed and logging, not results.
 TUNABLE = {
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
     "steps_per_print",
     "wall_clock_breakdown",
 }
-# What would contradict us although we do not set it, and where it is set instead.
+# Settings that would contradict ours though we do not make them, and what sets them instead.
 ELSEWHERE = {
     "optimizer": "stages (AdamW with a schedule for each group)",
     "scheduler": "stages",

@@ -1,8 +1,8 @@
-"""Parameters and moments of a DeepSpeed ZeRO engine by name, whole, whatever the stage and the number of ranks.
+"""Parameters and moments of a DeepSpeed ZeRO engine, by name and whole, for any stage and number of ranks.
 
-DeepSpeed keeps each group's fp32 masters as one flat tensor a rank, with a piece of each parameter in it. Its own
-accessors (`safe_get_full_*`) fail before the first step and for a second parameter group in stages 1 and 2, so the
-pieces are read here from the flat optimizer state itself. What is stored is small: adapters, w_num, <NUM>'s row.
+DeepSpeed holds each group's fp32 masters as one flat tensor a rank, with a piece of each parameter in it. Its own
+accessors (`safe_get_full_*`) fail before the first step, and for a second parameter group in stages 1 and 2. So the
+pieces are read here from the flat optimizer state. They are small: adapters, w_num, <NUM>'s row.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def discard_gradients(engine: Any) -> None:
         for master in optimizer.single_partition_of_fp32_groups:
             if master.grad is not None:
                 master.grad.zero_()
-    for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-        kept.update(dict.fromkeys(kept))
+    for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        gradients.update(dict.fromkeys(gradients))
 
 
 def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, _Piece | None]]:
