@@ -72,8 +72,8 @@ class CausalQwenModel(nn.Module):
         w_num_scale: float = 1.0,
     ) -> None:
         """source: a base model's folder or hub name (the seeds' `qwen_model_path`; starts as preset `seed`), or a
-        config: then `base` gives the transformer, or it is built empty. vocab_start, rows: hold only this range of
-        the vocabulary's rows. w_num_scale: factor on w_num's start.
+        config; then `base` gives the transformer, or a new one is built. vocab_start, rows: hold only this range of
+        the vocabulary's rows. w_num_scale: factor on w_num's start. Raises `UserError` for a base that does not load.
         """
         super().__init__()
         head = None
@@ -171,10 +171,10 @@ class CausalQwenModel(nn.Module):
         return TargetTransform.from_dict(self.config.target)
 
     def kept_features(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z [N,H] of a training batch's kept positions [N].
+        """z [N,H] of a training batch at the positions `keep` [N], such as `batch.kept`.
 
-        No attention mask: positions that restart keep packed documents apart (see `data.collate`), and right
-        padding is never attended to.
+        No attention mask: positions that restart separate packed documents (see `data.collate`), and right padding is
+        never attended to.
         """
         return self.features(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
 
