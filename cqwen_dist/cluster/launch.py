@@ -95,25 +95,28 @@ def launch(
     environment = {} if hosts is None else read_environment(env_file)
     config = preflight(path, overrides)
     refuse_ranks(config.parallel.vocab_group_size, ranks if hosts is None else sum(hosts.values()))
-    if is_done(Path(config.run.dir)):
-        (sys.stderr if quiet else sys.stdout).write(f"already done: {config.run.dir}\n")
+    run_dir = Path(config.run.dir)
+    if is_done(run_dir):
+        (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
-    before = read_status(Path(config.run.dir))
+    before, shared = read_status(run_dir), run_dir.absolute()
     if hosts is None:
         code, told = _on_this_machine(launch_command(path, overrides, ranks, free_port()), ranks, quiet)
     else:
-        shared = Path(config.run.dir).absolute()
-        if look_first and (
-            red := _on_hosts(["doctor", "--quick", "--folder", str(shared)], hosts, environment, shared)[0]
-        ):
+        doctor = ["doctor", "--quick", "--folder", str(shared)]
+        if look_first and (red := _on_hosts(doctor, hosts, environment, shared)[0]):
             sys.stderr.write("the hosts are not fit: see the red lines above\n")
             return red
         code, told = _on_hosts(["train", str(path.absolute()), *overrides], hosts, environment, shared, quiet)
-    for stacks in stacks_of(Path(config.run.dir)):
+    for stacks in stacks_of(run_dir):
         sys.stderr.write(f"a rank did not get on; where it stood: {stacks}\n")
+    return _exit_code(code, told, before, read_status(run_dir))
+
+
+def _exit_code(code: int, told: bool, before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Of `cqwen launch`, by the launcher's own, whether it was told to stop, and the status before and after."""
     if code:
         return code if code == 2 else 1
-    after = read_status(Path(config.run.dir))
     if after == before:  # ranks that ended before they could write theirs
         return STOPPED if told else 1
     return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)

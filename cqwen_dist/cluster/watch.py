@@ -13,6 +13,11 @@ from cqwen_dist.cluster.batch import FOLDER, HISTORY, read_history
 from cqwen_dist.config import UserError
 from cqwen_dist.train.run_folder import CONFIG
 
+# What of scontrol's answer is shown.
+_KEYS = (
+    *("JobId", "JobName", "JobState", "Reason", "RunTime"),
+    *("TimeLimit", "StartTime", "NodeList", "Restarts", "StdOut"),
+)
 STALE_S = 60.0  # a run that says nothing for so long is not at work: it writes every ten seconds
 
 
@@ -23,11 +28,7 @@ def look(run_or_job: str) -> dict[str, Any]:
     """
     folder, job = Path(run_or_job), None
     if not folder.is_dir():
-        if not run_or_job.replace("_", "").isdecimal():
-            raise UserError("RUN", run_or_job, "a run's folder, or the id of a job")
-        job = job_of(run_or_job)
-        if job is None:
-            raise UserError("JOB", run_or_job, "a job that SLURM still knows (or the run's folder)")
+        job = _known_job(run_or_job)
         named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)  # ours: RUN/slurm/JOB.out
         found = next((run for run in named if run.name and (run / FOLDER / HISTORY).is_file()), None)
         if found is None:
@@ -38,14 +39,24 @@ def look(run_or_job: str) -> dict[str, Any]:
     if job is None and starts:
         job = job_of(starts[-1]["job"])
     status = read_status(folder)
-    if status["status"] == "unknown" and not history and not (folder / CONFIG).is_file():
-        raise UserError("RUN", run_or_job, f"a run's folder (it holds {CONFIG}), or the id of a job")
-    if status["status"] == "unknown" and starts:
-        status = {"status": "starting"}
+    if status["status"] == "unknown":
+        if not history and not (folder / CONFIG).is_file():
+            raise UserError("RUN", run_or_job, f"a run's folder (it holds {CONFIG}), or the id of a job")
+        status = {"status": "starting"} if starts else status
     document = {**status, "run": str(folder), "job": _of_interest(job), "history": history}
     if document["status"] == "running" and "updated" in document:
         document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
     return document
+
+
+def _known_job(name: str) -> dict[str, str]:
+    """What SLURM says of a job. Raises `UserError` where it knows none."""
+    if not name.replace("_", "").isdecimal():
+        raise UserError("RUN", name, "a run's folder, or the id of a job")
+    job = job_of(name)
+    if job is None:
+        raise UserError("JOB", name, "a job that SLURM still knows (or the run's folder)")
+    return job
 
 
 def job_of(job: str) -> dict[str, str] | None:
@@ -57,10 +68,8 @@ def job_of(job: str) -> dict[str, str] | None:
         return None
     found: dict[str, str] = {}
     for line in done.stdout.split("\n\n")[0].splitlines():
-        if line.lstrip().startswith(("Comment=", "StdOut=", "WorkDir=", "Command=")):  # to the end of the line
-            words = [line.strip()]
-        else:
-            words = line.split()
+        to_the_end = line.lstrip().startswith(("Comment=", "StdOut=", "WorkDir=", "Command="))
+        words = [line.strip()] if to_the_end else line.split()
         for word in words:
             key, _, value = word.partition("=")
             found[key] = value
@@ -69,52 +78,35 @@ def job_of(job: str) -> dict[str, str] | None:
 
 def lines(document: dict[str, Any]) -> list[str]:
     """The document for people, a line a fact."""
-    said = []
-    step, total = document.get("step"), document.get("total_steps")
+    step, total, stage = document.get("step"), document.get("total_steps"), document.get("stage")
     where = "" if step is None else f", step {step}{f' of {total}' if total else ''}"
-    stage = f", stage {document['stage']}" if document.get("stage") else ""
-    said.append(f"{document['status']}{where}{stage}")
-    if document.get("reason"):
-        said.append(f"why: {document['reason']}")
+    found = [f"{document['status']}{where}{f', stage {stage}' if stage else ''}"]
+    found += [f"why: {document['reason']}"] if document.get("reason") else []
     if document.get("stale_s", 0) > STALE_S:
-        said.append(f"silent for {document['stale_s']:.0f} s: it was killed, or hangs")
+        found.append(f"silent for {document['stale_s']:.0f} s: it was killed, or hangs")
     if document.get("seconds"):
         eta = document.get("eta_s")
-        said.append(f"{_time(document['seconds'])} at work{f', {_time(eta)} to go' if eta else ''}")
-    if document.get("checkpoint"):
-        said.append(f"last checkpoint: {document['checkpoint']}")
-    if document.get("restarts"):
-        said.append(f"gone on with {document['restarts']} times")
-    for entry in document["history"]:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
-        if entry["event"] == "start":
-            said.append(
-                f"  {at}  job {entry['job']} start {entry['start']} on {entry['nodes']} from step {entry['step']}"
-            )
-        else:
-            why = f": {entry['reason']}" if entry["reason"] else ""
-            said.append(f"  {at}  {entry['how']} at step {entry['step']}{why}")
+        found.append(f"{_time(document['seconds'])} at work{f', {_time(eta)} to go' if eta else ''}")
+    found += [f"last checkpoint: {document['checkpoint']}"] if document.get("checkpoint") else []
+    found += [f"gone on with {document['restarts']} times"] if document.get("restarts") else []
+    found += [_history_line(entry) for entry in document["history"]]
     if document["job"]:
-        said.append("job: " + ", ".join(f"{key} {value}" for key, value in document["job"].items()))
+        found.append("job: " + ", ".join(f"{key} {value}" for key, value in document["job"].items()))
     if document["history"]:
-        said.append(f"logs: {Path(document['run']) / FOLDER / 'latest'}")
-    return said
+        found.append(f"logs: {Path(document['run']) / FOLDER / 'latest'}")
+    return found
+
+
+def _history_line(entry: dict[str, Any]) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
+    if entry["event"] == "start":
+        return f"  {at}  job {entry['job']} start {entry['start']} on {entry['nodes']} from step {entry['step']}"
+    why = f": {entry['reason']}" if entry["reason"] else ""
+    return f"  {at}  {entry['how']} at step {entry['step']}{why}"
 
 
 def _of_interest(job: dict[str, str] | None) -> dict[str, str] | None:
-    keys = (
-        "JobId",
-        "JobName",
-        "JobState",
-        "Reason",
-        "RunTime",
-        "TimeLimit",
-        "StartTime",
-        "NodeList",
-        "Restarts",
-        "StdOut",
-    )
-    return None if job is None else {key: job[key] for key in keys if key in job and job[key] not in ("None", "(null)")}
+    return None if job is None else {key: job[key] for key in _KEYS if job.get(key, "None") not in ("None", "(null)")}
 
 
 def _time(seconds: float) -> str:

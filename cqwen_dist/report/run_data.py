@@ -64,17 +64,7 @@ def read_run(folder: Path) -> RunData:
     values: dict[str, tuple[list[float], list[float]]] = {}
     for name, value in (start.get("eval") or {}).items():
         _add(values, name, 0, value)
-    stages: list[Stretch] = []
-    step = 0
-    for record in _lines(folder / "metrics.jsonl"):
-        step = record.get("step", 0)
-        stage = str(record.get("stage", ""))
-        if not stages or stages[-1].name != stage:
-            stages.append(Stretch(stage, step - 1, step))
-        stages[-1] = Stretch(stage, stages[-1].start, step)
-        for name, value in record.items():
-            if "/" in name:
-                _add(values, name, step, value)
+    stages, steps = _read_metrics(folder / "metrics.jsonl", values)
     found = (_object(path) for path in sorted((folder / "evaluations").glob("step-*.json")))
     return RunData(
         name=config.run.name or folder.resolve().name,
@@ -89,9 +79,25 @@ def read_run(folder: Path) -> RunData:
         last={name: y[-1] for name, (_, y) in values.items()},
         evaluations=[evaluation for evaluation in found if "step" in evaluation],
         alarms=list(_lines(folder / "alarms.jsonl")),
-        steps=step,
+        steps=steps,
         raw={name: y for name, (_, y) in values.items()},
     )
+
+
+def _read_metrics(path: Path, values: dict[str, tuple[list[float], list[float]]]) -> tuple[list[Stretch], int]:
+    """Adds every metric to `values`; returns the stages and the last step."""
+    stages: list[Stretch] = []
+    step = 0
+    for record in _lines(path):
+        step = record.get("step", 0)
+        stage = str(record.get("stage", ""))
+        if not stages or stages[-1].name != stage:
+            stages.append(Stretch(stage, step - 1, step))
+        stages[-1] = Stretch(stage, stages[-1].start, step)
+        for name, value in record.items():
+            if "/" in name:
+                _add(values, name, step, value)
+    return stages, step
 
 
 def _add(values: dict[str, tuple[list[float], list[float]]], name: str, step: int, value: Any) -> None:
