@@ -70,7 +70,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What a run is doing: step, time to go, last checkpoint, restarts and why."""
-    from cqwen_dist.cluster.watch import lines, look
+    from cqwen_dist.cluster.run_status import lines, look
 
     document = look(run)
     if as_json:

@@ -136,14 +136,14 @@ def submit(
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
 ) -> None:
     """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""
-    from cqwen_dist.cluster.slurm import Place, Resources, render
+    from cqwen_dist.cluster.slurm import PythonSetup, Resources, render
     from cqwen_dist.cluster.submit import advice, check_jobs, plan_jobs
     from cqwen_dist.cluster.submit import submit as send
 
     asked = Resources(
         nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
     )
-    where = Place(venv=venv, container=container, container_command=container_command, setup=tuple(setup or []))
+    where = PythonSetup(venv=venv, container=container, container_command=container_command, setup=tuple(setup or []))
     options = {"name": name, "warn_s": warn_s, "max_restarts": max_restarts, "preflight": not blind}
     jobs = plan_jobs(config, overrides or [], asked, stage or [], where, **options)
     if not dry:

@@ -49,9 +49,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: every token's record)."""
-    drawn = noises if individuals is None else individuals
-    if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
-        raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
+    kind, drawn = _drawn(individuals, noises)
     if plot is not None and drawn is None:
         raise UserError("--plot", str(plot), "with --individuals or --noises")
     if stream and (as_json or drawn is not None):
@@ -66,8 +64,15 @@ def generate(
     if drawn is None:
         _print_continued(model, tokenizer, prompt, mode, options, stream, as_json)
     else:
-        kind = "individual" if noises is None else "noise"
         _side_by_side(model, tokenizer, prompt, drawn, kind, options, plot, as_json)
+
+
+def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
+    """What is drawn side by side, and how many; None: nothing."""
+    drawn = noises if individuals is None else individuals
+    if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
+        raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
+    return "individual" if noises is None else "noise", drawn
 
 
 def _print_continued(

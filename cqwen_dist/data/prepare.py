@@ -37,7 +37,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import Seen, as_list, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.data.workers import Work, worked
+from cqwen_dist.data.workers import BlockWork, worked
 
 FORMAT = 2  # another one where the code reads numbers or writes rows in another way
 MANIFEST = "manifest.json"
@@ -169,7 +169,7 @@ class _Build:
         """A part, tokenised, to its file; returns what overflows. Raises: UserError where no text is usable."""
         config, report = self.config, self.reports.setdefault(name, DataReport())
         tokeniser, content = Tokeniser(self.tokenizer, config), ContentDigest()
-        work = Work(config, self.chat, tokeniser.encoder, tokeniser.recipe)
+        work = BlockWork(config, self.chat, tokeniser.encoder, tokeniser.recipe)
         seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
         with pa.OSFile(str(self._path(name)), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for chunk, read in worked(part, work, config.workers or len(os.sched_getaffinity(0))):

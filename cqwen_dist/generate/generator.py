@@ -17,9 +17,9 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Action, Draws, Options, warpers
 from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
-from cqwen_dist.generate.settings import Settings, check_prompt
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import ovr_prob_at
@@ -67,7 +67,7 @@ def generate(
     input_ids [B,T] int64; numeric_values [B,T], raw unit, 0 at text (default: all text); attention_mask [B,T], 0 at
         the padding, which is on the left.
     watch: called after every step with all that is written; may end rows.
-    settings: the fields of `generate.settings.Settings`, such as mode, max_new_tokens, temperature, seed.
+    settings: the fields of `generate.generation_settings.Settings`, such as mode, max_new_tokens, temperature, seed.
 
     Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for what `Settings`
     refuses, an empty prompt, one longer than the context, ids out of the vocabulary, values that are not finite, and

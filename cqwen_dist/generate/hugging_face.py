@@ -17,9 +17,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from cqwen_dist.config import UserError
+from cqwen_dist.generate.generation_settings import check_sampling
 from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.numbers import GeneratedNumbers
-from cqwen_dist.generate.settings import check_sampling
 from cqwen_dist.generate.streaming import NumberStreamer, StopStrings, Tokenizer
 
 PASSED_ON = ("decode_rule", "eps_truncation", "generator", "seed", "used_rows")  # of `generate.generator.generate`

@@ -173,12 +173,3 @@ def _persistent(s: Sizes) -> int:
 
 def _even(count: int, parts: int) -> int:
     return -(-count // parts) * parts
-
-
-def transfer_share(vocab: int, group: int, *, flops: float, bytes_per_s: float, gemm_bytes: int = 2) -> float:
-    """Time of the token transfers over time of the loss's products, whatever N and C are.
-
-    A rank receives 2 N C (g-1) numbers and sends as many gradients back; its six products are 12 (g N) C (V/g) flops.
-    flops, bytes_per_s: what a rank sustains.
-    """
-    return (4 * (group - 1) * gemm_bytes / bytes_per_s) / (12 * vocab / flops)

@@ -47,7 +47,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FittingLayout:
     """A layout that fits, what it comes to, and what speaks for it."""
 
     layout: Layout
@@ -79,7 +79,7 @@ def search(
     machine: Machine | None = None,
     sequences: int | None = None,
     most: int = 5,
-) -> list[Choice]:
+) -> list[FittingLayout]:
     """The best layouts that fit, the best first; none where nothing fits. Raises `UserError` as `plan` does."""
     options: dict[str, Any] = {
         "nodes": nodes,
@@ -136,7 +136,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
     )
 
 
-def _best(found: list[tuple[Layout, Plan]], most: int) -> list[Choice]:
+def _best(found: list[tuple[Layout, Plan]], most: int) -> list[FittingLayout]:
     """One layout of each plainness, by tokens/s; what is within 1 % counts as equal.
 
     Of equal micro-batches the one that needs least memory; of equal layouts the plainest.
@@ -147,7 +147,7 @@ def _best(found: list[tuple[Layout, Plan]], most: int) -> list[Choice]:
     picked = [min(_near(kind), key=lambda item: item[1].device_gib) for kind in kinds.values()]
     near = sorted(_near(picked), key=lambda item: item[0].plainness)
     rest = [item for item in sorted(picked, key=_slowness) if item not in near]
-    return [Choice(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:most]]
+    return [FittingLayout(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:most]]
 
 
 def _near(found: list[tuple[Layout, Plan]]) -> list[tuple[Layout, Plan]]:

@@ -12,10 +12,10 @@ from cqwen_dist.plan.cost import StageCost
 from cqwen_dist.plan.make import Plan
 from cqwen_dist.plan.memory import GIB, MIB
 from cqwen_dist.plan.scaling import Point
-from cqwen_dist.plan.search import SIMPLER_WITHIN, Choice
+from cqwen_dist.plan.search import SIMPLER_WITHIN, FittingLayout
 
 
-def render(plan: Plan, choices: Sequence[Choice] = ()) -> Group:
+def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:
     """What `rich` prints: a line of facts, memory by part, time by stage, the verdict, better layouts."""
     ranks = f"{plan.world} rank{'s' * (plan.world > 1)} on {plan.nodes} node{'s' * (plan.nodes > 1)}"
     facts = (
@@ -96,7 +96,7 @@ def _total(plan: Plan) -> str:
     return f"{plan.hours:.2f} hours{gpus} (evaluations and checkpoints not counted)"
 
 
-def _choices(plan: Plan, choices: Sequence[Choice]) -> list[RenderableType]:
+def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:
     """A row a layout, narrow enough for 80 columns; below, what speaks for each, and the first as overrides.
 
     gain: tokens/s against the config's own layout.

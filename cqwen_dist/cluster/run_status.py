@@ -29,8 +29,7 @@ def look(run_or_job: str) -> dict[str, Any]:
     folder, job = Path(run_or_job), None
     if not folder.is_dir():
         job = _known_job(run_or_job)
-        named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)  # ours: RUN/slurm/JOB.out
-        found = next((run for run in named if run.name and (run / FOLDER / HISTORY).is_file()), None)
+        found = _run_of(job)
         if found is None:
             return {"status": "not started", "run": None, "job": _of_interest(job), "history": []}
         folder = found
@@ -57,6 +56,12 @@ def _known_job(name: str) -> dict[str, str]:
     if job is None:
         raise UserError("JOB", name, "a job that SLURM still knows (or the run's folder)")
     return job
+
+
+def _run_of(job: dict[str, str]) -> Path | None:
+    """The run's folder, where the job has begun: its comment, or RUN of its output RUN/slurm/JOB.out."""
+    named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)
+    return next((run for run in named if run.name and (run / FOLDER / HISTORY).is_file()), None)
 
 
 def job_of(job: str) -> dict[str, str] | None:
