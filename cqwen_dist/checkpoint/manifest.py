@@ -220,7 +220,7 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
 
 
 def put_aside(folder: Path) -> Path:
-    """Take a checkpoint's name from it, so that one half deleted is none; what is to be deleted then."""
+    """Rename a checkpoint before it is deleted, so that half a deletion leaves none that looks valid; the new path."""
     aside = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
     folder.rename(aside)

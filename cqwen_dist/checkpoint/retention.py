@@ -24,7 +24,7 @@ class Retention:
     def outdated(self, figures: Mapping[int, Mapping[str, float]], newest_step: int) -> list[int]:
         """The steps of checkpoints to delete. figures: of each checkpoint, by step, empty where it was not evaluated.
 
-        Steps beyond the newest are of a run that was set back: they neither count nor go.
+        Steps beyond the newest are of a run that resumed from an earlier one: they are ignored.
         """
         steps = sorted(step for step in figures if step <= newest_step)
         kept = {*steps[-max(self.newest, 1) :], newest_step}

@@ -220,7 +220,7 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
 
 
 def _told(error: Exception, beside: Path) -> tuple[str, str]:
-    """(where on the disk, or nothing if it was not the disk; what)."""
+    """(the path where the disk failed, else empty; the message)."""
     if isinstance(error, OSError):
         return str(error.filename or beside), error.strerror or str(error)
     if isinstance(error, SafetensorError):  # how its writer reports what the disk said

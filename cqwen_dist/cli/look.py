@@ -25,7 +25,7 @@ def evaluate(
     micro_batch_size: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Held-out figures of a trained model beside its base model's, by deterministic inference."""
+    """Held-out metrics of a trained model and of its base model, by deterministic inference."""
     for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
         if value is not None and not 0 < value < 1:
             raise UserError(key, value, "a probability between 0 and 1")
@@ -33,13 +33,13 @@ def evaluate(
     from cqwen_dist.train.evaluate import Decisions
     from cqwen_dist.train.evaluate_file import evaluate_checkpoint
 
-    figures = evaluate_checkpoint(
+    metrics = evaluate_checkpoint(
         checkpoint, data or None, micro_batch_size, base=base or None, decisions=Decisions(label_set, reject_below)
     )
     if as_json:
-        print_json(figures)
+        print_json(metrics)
     else:
-        for name, value in figures.items():
+        for name, value in metrics.items():
             typer.echo(f"{name:40} {value:.6g}")
 
 

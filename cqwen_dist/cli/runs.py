@@ -91,9 +91,9 @@ def quickstart(
     quiet_libraries()
     from cqwen_dist.report.quickstart import show
 
-    figures = show(config, overrides or [], plain_console(stderr=as_json))
+    metrics = show(config, overrides or [], plain_console(stderr=as_json))
     if as_json:
-        print_json(figures)
+        print_json(metrics)
 
 
 StageJobs = Annotated[

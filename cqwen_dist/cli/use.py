@@ -169,7 +169,7 @@ def predict(
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.generate.table import predict_table, prompts_of, read_table
 
-    prompts_of(template, *read_table(table))  # a mistake is said before the model is read
+    prompts_of(template, *read_table(table))  # a mistake is refused before the model is read
     model, tokenizer = load_trained(checkpoint, device)
     options = {
         "options": option or (),

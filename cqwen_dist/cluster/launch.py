@@ -171,13 +171,13 @@ def _run_to_its_end(
     output = sys.stderr if quiet else None
     process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True, cwd=folder)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    said = False
+    announced = False
     try:
         while process.poll() is None:
             if told:
-                if not said:
+                if not announced:
                     sys.stderr.write("stopping the ranks at the next step; the same command goes on from there\n")
-                    said = True
+                    announced = True
                 if tell is not None:
                     tell()
                 else:

@@ -95,8 +95,8 @@ def plan_jobs(
 
 def check_jobs(plan: JobPlan) -> list[str]:
     """What SLURM says of each job; empty where there is no sbatch. Raises `UserError` where it would refuse one."""
-    said = (check(render(job)) for job in plan.jobs)
-    return [words for words in said if words is not None]
+    answers = (check(render(job)) for job in plan.jobs)
+    return [answer for answer in answers if answer is not None]
 
 
 def submit(plan: JobPlan) -> list[str]:

@@ -79,7 +79,7 @@ class TrainConfig(Section):
     best_metric: str = Field(
         "eval/cls_loss_mean",
         pattern="^(eval|watch)/.",
-        description="Figure of an evaluation at the checkpoint's own step that says which is best: the highest "
+        description="Metric of an evaluation at the checkpoint's own step that says which is best: the highest "
         "accuracy, precision, recall or f1, the lowest of any other.",
     )
     keep_every: Count = Field(0, description="Keep every checkpoint whose step is a multiple of this; 0: none.")

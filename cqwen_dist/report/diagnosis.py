@@ -1,4 +1,4 @@
-"""What the figures of a run mean, in plain words: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of ours."""
+"""What the metrics of a run mean, in plain words: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of ours."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Rows of the table of last figures; the best run of each is marked where there are several."""
+    """Rows of the table of last metrics; the best run of each is marked where there are several."""
     rows: list[tuple[str, str, str, bool | None]] = [*GLANCE]
     for name in watched_names({name for run in runs for name in run.last}):
         rows.append((f"Words right: {name}, not trained on", f"watch/{name}/accuracy", "percent", True))
@@ -145,7 +145,7 @@ def _best(values: list[float | None], more: bool | None) -> float | None:
 
 
 def _tiles(run: RunData) -> list[dict[str, str]]:
-    """The figures that matter most of a single run, each beside what it has to be compared with."""
+    """The metrics that matter most of a single run, each with the one it has to be compared with."""
     tiles = []
     for label, name, kind, other, other_label in TILES:
         if name in run.last:
@@ -166,8 +166,8 @@ def _drawn(name: str, run: RunData) -> dict[str, Any]:
         "name": name,
         "stages": [asdict(stage) for stage in run.stages],
         "curves": {
-            figure: {key: value for key, value in asdict(curve).items() if value is not None}
-            for figure, curve in run.curves.items()
+            metric: {key: value for key, value in asdict(curve).items() if value is not None}
+            for metric, curve in run.curves.items()
         },
         "evaluations": run.evaluations,
         "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],

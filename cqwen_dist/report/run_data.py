@@ -1,4 +1,4 @@
-"""What a report reads of a run's folder: figures thinned to what a screen shows, and the files beside. No torch."""
+"""What a report reads of a run's folder: metrics thinned to what a screen shows, and the files beside. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POINTS = 400  # of a curve; a longer one is drawn as medians of as many stretche
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure over steps. low, high: of the steps that a point stands for, where it stands for several."""
+    """One metric over steps. low, high: of the steps that a point stands for, where it stands for several."""
 
     x: list[float]
     y: list[float]
@@ -48,11 +48,11 @@ class RunData:
     start: dict[str, Any]
     stages: list[Stretch]
     curves: dict[str, Curve]
-    last: dict[str, float]  # the newest value of every figure
+    last: dict[str, float]  # the newest value of every metric
     evaluations: list[dict[str, Any]]  # oldest first
     alarms: list[dict[str, Any]]
     steps: int
-    raw: dict[str, list[float]] = field(repr=False)  # every value of every figure, for diagnoses
+    raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
 
 
 def read_run(folder: Path) -> RunData:
