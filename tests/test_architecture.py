@@ -7,10 +7,12 @@ Imports inside functions and under TYPE_CHECKING count: what they hide is a depe
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from radon.complexity import cc_visit
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "cqwen_dist"
@@ -34,7 +36,16 @@ FLOORS = {
     "__main__": 8,
 }
 OTHER_MODULE = 0  # any further top-level module stands on the ground and imports nothing of ours
-LONGEST = 500
+LONGEST = {"package": 350, "tests": 499, "function": 60}  # lines, a function's docstring among them
+MOST_COMPLEX = 15  # as radon counts: one more than the branches of a function
+# Base names that several files have, each with its reason.
+SHARED_NAMES = {
+    "__init__": "Python's own",
+    "batch": "batch scripts that were rendered before call `python -m cqwen_dist.cluster.batch`",
+    "data": "a section of the config is named after what it configures, a benchmark after its verb",
+    **dict.fromkeys(("loss", "memory", "step"), "a benchmark is named after its verb, which names what it measures"),
+    "numbers": "numbers in a text (data), numbers of a generation (generate): each folder's own subject",
+}
 SPEAKS = {"cli", "report", "bench"}  # who may print
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "joblib", "marshal"}
 SOURCES = sorted(path for path in (ROOT / PACKAGE).rglob("*.py"))
@@ -152,35 +163,153 @@ def test_nothing_unsafe_unfinished_or_noisy(path):
     assert not faults, "\n".join(faults)
 
 
-def module_imports() -> dict[str, set[str]]:
-    """Every module of ours and which modules it imports, wherever in it; `from package import module`: that module."""
-    names = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in SOURCES}
-    found: dict[str, set[str]] = {name: set() for name in names}
-    for name, path in names.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                asked = {f"{node.module}.{alias.name}" for alias in node.names}
-                found[name] |= {full if full in names else node.module for full in asked}
-            elif isinstance(node, ast.Import):
-                found[name] |= {alias.name for alias in node.names}
+def long_files(files: dict[str, str], limit: int) -> Iterator[str]:
+    """Those of the files (name -> source) with more lines."""
+    return (f"{name}: too long ({n})" for name, source in files.items() if (n := len(source.splitlines())) > limit)
+
+
+def long_functions(name: str, source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > LONGEST["function"]:
+                yield f"{name} {node.name}: too long ({lines})"
+
+
+def complex_functions(name: str, source: str) -> Iterator[str]:
+    for block in cc_visit(source):
+        if hasattr(block, "is_method") and block.complexity > MOST_COMPLEX:  # a function or method, not a class
+            yield f"{name} {block.name}: too complex ({block.complexity})"
+
+
+def repeated_names(files: dict[str, str]) -> Iterator[str]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name in files:
+        places[Path(name).stem].append(name)
+    yield from (f"file {stem}: {', '.join(own)}" for stem, own in places.items() if len(own) > 1)
+
+
+def repeated_classes(files: dict[str, str]) -> Iterator[str]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, source in files.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    yield from (f"class {name}: {', '.join(own)}" for name, own in places.items() if len(own) > 1)
+
+
+def circles(files: dict[str, str]) -> Iterator[str]:
+    """Groups of files that import each other, by whatever way round. Names are paths below the package."""
+    module_of = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in files}
+    reached = {name: {n for n in _imports(name, source, module_of) if n != name} for name, source in files.items()}
+    for middle in files:
+        for own in reached.values():
+            if middle in own:
+                own |= reached[middle]
+    told: set[str] = set()
+    for name in files:
+        if name in reached[name] and name not in told:
+            circle = sorted(other for other in reached[name] if name in reached[other])
+            told.update(circle)
+            yield f"circle {', '.join(circle)}"
+
+
+def _imports(name: str, source: str, module_of: dict[str, str]) -> Iterator[str]:
+    """The files that a file imports from, wherever in it. A folder is its __init__."""
+    for node in ast.walk(ast.parse(source)):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            here = (PACKAGE, *Path(name).parts[:-1])
+            start = here[: len(here) - node.level + 1] if node.level else ()
+            parent = ".".join([*start, *([node.module] if node.module else [])])
+            inner = [f"{parent}.{alias.name}" for alias in node.names]
+            modules = [m if m.removeprefix(f"{PACKAGE}.") in module_of else parent for m in inner]
+        for module in modules:
+            if (found := module.removeprefix(f"{PACKAGE}.")) in module_of and module.startswith(f"{PACKAGE}."):
+                yield module_of[found]
+
+
+def all_files() -> dict[str, str]:
+    return {path.relative_to(ROOT / PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCES}
+
+
+def faults() -> dict[str, str]:
+    """What breaks a rule -> why it is one."""
+    files = all_files()
+    found: dict[str, str] = {}
+    for name, source in files.items():
+        for fault in complex_functions(name, source):
+            found[fault] = (
+                f"more than {MOST_COMPLEX} paths are not held in the head: split it by meaning, or use a table"
+            )
+        for fault in long_functions(name, source):
+            found[fault] = f"more than {LONGEST['function']} lines do not fit a screen: give its phases names"
+    for fault in long_files(files, LONGEST["package"]):
+        found[fault] = "a file of so many lines has two subjects: split it"
+    for fault in repeated_names(files):
+        if fault.partition(":")[0].removeprefix("file ") not in SHARED_NAMES:
+            found[fault] = "two files of one name are taken for each other: rename one (or give SHARED_NAMES a reason)"
+    for fault in repeated_classes(files):
+        found[fault] = "two classes of one name are taken for each other: rename one"
+    for fault in circles(files):
+        found[fault] = "files in a circle can only be read together: pass a value, or move what both need below"
     return found
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    imports = module_imports()
-    while True:  # drop what imports none of the rest, and what none of the rest imports
-        ends = {name for name, seen in imports.items() if not seen & imports.keys()}
-        ends |= imports.keys() - set().union(*imports.values())
-        if not ends:
-            break
-        imports = {name: seen for name, seen in imports.items() if name not in ends}
-    assert not imports, f"split what they share into a module below both ({sorted(imports)})"
+def test_functions_and_files_are_small_names_single_and_imports_run_one_way():
+    found = faults()
+    assert not found, "\n".join(f"{fault}: {why}" for fault, why in found.items())
 
 
-def test_files_stay_short():
-    files = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
-    long = {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text("utf-8").splitlines())) >= LONGEST}
-    assert not long, f"a file of {LONGEST} lines or more has two subjects: split it ({long})"
+def test_test_files_stay_short():
+    files = {p.relative_to(ROOT).as_posix(): p.read_text("utf-8") for p in (ROOT / "tests").rglob("*.py")}
+    long = list(long_files(files, LONGEST["tests"]))
+    assert not long, f"a file of so many lines has two subjects: split it ({long})"
+
+
+def test_the_size_and_name_checks_see_it():
+    branches = "def f(x):\n" + "    if x: x += 1\n" * 15
+    assert list(complex_functions("a.py", branches)) == ["a.py f: too complex (16)"]
+    assert not list(complex_functions("a.py", branches.replace("    if x: x += 1\n", "", 1)))
+    method = "class A:\n    def f(self, x):\n" + "        if x: x += 1\n" * 15
+    assert list(complex_functions("a.py", method)) == ["a.py f: too complex (16)"]
+    assert list(long_functions("a.py", "def f():\n" + "    x = 1\n" * 60)) == ["a.py f: too long (61)"]
+    assert not list(long_functions("a.py", "def f():\n" + "    x = 1\n" * 59))
+    assert list(long_files({"a.py": "x\n" * 351, "b.py": "x\n" * 350}, 350)) == ["a.py: too long (351)"]
+    assert list(repeated_names({"a/x.py": "", "b/x.py": "", "b/y.py": ""})) == ["file x: a/x.py, b/x.py"]
+    classes = {"a.py": "class A: ...\nclass _B: ...", "b.py": "class A: ...\nclass _B: ..."}
+    assert list(repeated_classes(classes)) == ["class A: a.py, b.py"]
+
+
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        ({"a/x.py": "from cqwen_dist.a import y", "a/y.py": "from .x import f"}, "circle a/x.py, a/y.py"),
+        (
+            {"a/x.py": "def f():\n    import cqwen_dist.b.y", "b/y.py": "from cqwen_dist.a.x import f"},
+            "circle a/x.py, b/y.py",
+        ),
+        (
+            {
+                "a.py": "if TYPE_CHECKING:\n    from cqwen_dist.b import B",
+                "b.py": "from cqwen_dist import c",
+                "c.py": "from . import a",
+                "d.py": "from cqwen_dist import a",
+            },
+            "circle a.py, b.py, c.py",
+        ),
+        ({"a/__init__.py": "from cqwen_dist.a.x import f", "a/x.py": "from cqwen_dist.a.y import f", "a/y.py": ""}, ""),
+        (
+            {"a/__init__.py": "from cqwen_dist.a.x import f", "a/x.py": "from cqwen_dist.a import g"},
+            "circle a/__init__.py, a/x.py",
+        ),
+        ({"a/x.py": "import os\nfrom a import x", "b.py": "from cqwen_dist.a.x import f"}, ""),
+    ],
+)
+def test_the_circle_check_sees_it(files, circle):
+    assert list(circles(files)) == ([circle] if circle else [])
 
 
 def test_there_is_no_drawer():

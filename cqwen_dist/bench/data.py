@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cqwen_dist.bench.memory_watch import Watch
+from cqwen_dist.bench.memory_watch import MemoryWatch
 from cqwen_dist.config import DataConfig, UserError
 
 _LONG = 10  # times the text, for memory and several workers
@@ -68,7 +68,7 @@ def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: lis
             def make() -> None:
                 own = {"train": str(path), "eval": None, "cache_dir": f"{folder}/{time.monotonic_ns()}"}
                 given = {"workers": count, "text_field": "text", "text_template": None, "eval_fraction": 0.0}
-                with Watch(os.getpid()) as watch:
+                with MemoryWatch(os.getpid()) as watch:
                     prepare(data.model_copy(update={**own, **given}), tokenizer)
                 peaks = {"main_mib": watch.root_mib, "worker_mib": max(watch.worker_mib, default=0.0)}
                 memory[f"{path.stem}, workers {count}"] = {"bytes": path.stat().st_size, **peaks}

@@ -3,7 +3,6 @@
 Contenders, each one forward and backward with gradients of all its inputs:
 
 this        ``linear_ovr``
-sampled     ``linear_ovr`` with a sixteenth of the words drawn as negatives (unbiased; labels exact)
 floor       the six matrix products alone, in this's own tiles: no implementation of this loss can be faster
 seed        the seeds' formula as written (S0 5.1: arctan, one-hot, eps = 1e-7), materialised, by autograd
 stable      the stable formulas, materialised, by autograd
@@ -27,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cqwen_dist.bench.memory import peak_growth_bytes
-from cqwen_dist.ops.ovr import NegativeSampling, linear_ovr
+from cqwen_dist.ops.ovr import linear_ovr
 from cqwen_dist.ops.ovr.one_pass import tile_shape
 
 DTYPES = {
@@ -174,7 +173,6 @@ def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]
     return {
         "floor": _floor,
         "this": lambda p: lambda: linear_ovr(*_args(p), impl=impl).loss.backward(),
-        "sampled": lambda p: lambda: linear_ovr(*_args(p), impl=impl, sampling=_sixteenth(p)).loss.backward(),
         "seed": lambda p: lambda: _seed_formula(p).backward(),
         "stable": lambda p: lambda: linear_ovr(*_args(p), impl="reference").loss.backward(),
         "softmax": lambda p: lambda: F.cross_entropy((p.loc_u @ p.weight.T).float(), p.labels).backward(),
@@ -185,10 +183,6 @@ def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]
 
 def _args(p: Problem) -> tuple[Tensor, Tensor, Tensor, None, Tensor, Tensor]:
     return p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels
-
-
-def _sixteenth(p: Problem) -> NegativeSampling:
-    return NegativeSampling(max(1, p.weight.shape[0] // 16))
 
 
 def _floor(p: Problem) -> Callable[[], object]:

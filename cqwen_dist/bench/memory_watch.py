@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 
-class Watch:
+class MemoryWatch:
     """Peaks while it is open, looked at 20 times a second; new processes are looked for twice a second.
 
     Args: root: the first process's id. `peaks` {pid: MiB}, the root's first.
@@ -19,7 +19,7 @@ class Watch:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemoryWatch:
         self._thread.start()
         return self
 

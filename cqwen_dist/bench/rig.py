@@ -27,7 +27,7 @@ from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.train.assembly import Base, Training, Words, build_training
 from cqwen_dist.train.stages import StagePlan
 from cqwen_dist.train.step import ACCURACY_EVERY
-from cqwen_dist.train.zero.load import load_partitioned_base
+from cqwen_dist.train.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.train.zero.settings import deepspeed_config
 
 NUMBER_SHARE = 0.125  # of tokens are <NUM>, as in GSM8K

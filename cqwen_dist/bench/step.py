@@ -28,7 +28,7 @@ from cqwen_dist.bench.rig import Rig, build_rig
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.collectives import barrier
 from cqwen_dist.parallel.runtime import Runtime, distributed
-from cqwen_dist.parallel.traffic import Message, Traffic
+from cqwen_dist.parallel.traffic import Traffic, Transfer
 from cqwen_dist.plan import Architecture, read_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
@@ -127,7 +127,7 @@ def _stage(
     marks = Marks(device)
     traffic.on = True
     talk = 0.0
-    messages: list[Message] = []
+    messages: list[Transfer] = []
     with marked(rig, marks):
         for _ in range(rounds):
             marks.end("begin")

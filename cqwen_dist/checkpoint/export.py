@@ -15,6 +15,8 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from cqwen_dist.checkpoint.as_base import HELD, plain_model
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
+from cqwen_dist.checkpoint.rounding import cast, change, probe, sixteen_tokens
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
@@ -201,32 +204,44 @@ def export(
     if merge and model.config.lora is not None:
         model.merge_adapters()
         about["adapter"] = "merged"
-    before = probe(model)
-    if dtype is not None:
-        _cast(model, DTYPES[dtype])
-    about["dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(model.dtype, str(model.dtype))
-    rounding = {name: _change(a, b) for (name, a), b in zip(before.items(), probe(model).values(), strict=True)}
-    about["rounding"] = rounding if any(rounding.values()) else None
+    _round(model, dtype, about)
     plain = plain_model(model, drop_bias) if as_base else None
     if plain is not None and about["adapter"] is not None:
         about["adapter"] = "merged"
+    with _appearing_whole(out) as folder:
+        if plain is not None:
+            _write_plain(*plain, model, tokenizer, folder, shard_size, about, out.name)
+        else:
+            _write_whole(model, tokenizer, folder, shard_size, about, out.name)
+    return out
+
+
+@contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` at the end; after an error nothing is left."""
     beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")  # nobody else's
     try:
         beside.mkdir(parents=True)
     except OSError as error:
         raise UserError("OUT", str(out), f"a folder that can be made ({error.strerror})") from None
     try:
-        if plain is not None:
-            _write_plain(*plain, model, tokenizer, beside, shard_size, about, out.name)
-        else:
-            _write_whole(model, tokenizer, beside, shard_size, about, out.name)
+        yield beside
         if out.exists():
             out.rmdir()
         let_read(beside)
         beside.rename(out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return out
+
+
+def _round(model: CausalQwenForCausalLM, dtype: str | None, about: dict[str, Any]) -> None:
+    """Cast the backbone, unless dtype is None; `about` gets its dtype and what the rounding changes."""
+    before = probe(model)
+    if dtype is not None:
+        cast(model, DTYPES[dtype])
+    about["dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(model.dtype, str(model.dtype))
+    rounding = {name: change(a, b) for (name, a), b in zip(before.items(), probe(model).values(), strict=True)}
+    about["rounding"] = rounding if any(rounding.values()) else None
 
 
 def _write_whole(
@@ -251,8 +266,8 @@ def _write_whole(
         raise RuntimeError(f"the exported model differs in {odd}: not exported")
     # Equal weights; what they give may differ in the last bit, as a product does with where its operands lie.
     for (part, wanted), given in zip(probe(model).items(), probe(again).values(), strict=True):
-        if _change(wanted, given) > ROUNDING:
-            raise RuntimeError(f"the exported model differs in {part} by {_change(wanted, given):.1e}: not exported")
+        if change(wanted, given) > ROUNDING:
+            raise RuntimeError(f"the exported model differs in {part} by {change(wanted, given):.1e}: not exported")
 
 
 def _write_plain(
@@ -269,12 +284,12 @@ def _write_plain(
     plain.save_pretrained(folder, max_shard_size=shard_size)
     tokenizer.tokenizer.save_pretrained(str(folder))
     _finish(folder, model_card(name, model.config, about, type(plain).__name__), about)
-    ids = _sixteen_tokens(model)[0].clamp(max=plain.config.vocab_size - 1)
+    ids = sixteen_tokens(model)[0].clamp(max=plain.config.vocab_size - 1)
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         found = again(input_ids=ids).logits.float() + bias
         wanted = model(ids, logits_to_keep=ids.shape[1]).logits[..., : plain.config.vocab_size]
-    error = _change(wanted, found)
+    error = change(wanted, found)
     if error > (ROUNDING if again.dtype == torch.float32 else 0.05):
         raise RuntimeError(f"the plain model's logits differ by {error:.1e} of their size: not exported")
 
@@ -313,16 +328,6 @@ def _check_size(text: str) -> None:
         raise UserError("--shard-size", text, "a size such as 500MB or 5GB")
 
 
-@torch.no_grad()
-def _cast(model: CausalQwenForCausalLM, dtype: torch.dtype) -> None:
-    """Backbone, adapters and token table; parameters only, since a rounded rotary frequency is a wrong one."""
-    kept = {id(model.model.features.embedding.w_num), id(model.model.features.embedding.num_row)}
-    for parameter in model.model.features.parameters():
-        if id(parameter) not in kept:
-            parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
-
-
 def _save_adapter(model: CausalQwenForCausalLM, folder: Path, base: str | None) -> None:
     """PEFT's own format, for `PeftModel.from_pretrained` on the base model; base: its public name."""
     folder.mkdir()
@@ -330,23 +335,3 @@ def _save_adapter(model: CausalQwenForCausalLM, folder: Path, base: str | None) 
     save_file(tensors, folder / WEIGHTS)
     assert model.config.lora is not None
     write_config(folder, model.config.lora, base)
-
-
-def _sixteen_tokens(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
-    """Ids and values [1,16], a number among them whose value is 99.9."""
-    ids = torch.arange(16).remainder(model.config.vocab_size).unsqueeze(0)
-    values = torch.zeros(ids.shape, dtype=torch.float64)
-    ids[0, 8], values[0, 8] = model.config.num_token_id, 99.9
-    return ids, values
-
-
-@torch.no_grad()
-def probe(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
-    """What the model makes of sixteen tokens, on the CPU: U, Y, and loc_S of the last four."""
-    out = model(*_sixteen_tokens(model), logits_to_keep=4)
-    return {name: out[name] for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits")}
-
-
-def _change(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the largest entry."""
-    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))

@@ -31,34 +31,15 @@ def public_name(name: str | None) -> str | None:
 def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | None = None) -> str:
     """Markdown. config: a `CausalQwenConfig`.
 
-    about: base, step, stages, figures (an evaluation's), dtype, adapter ("merged", "beside" or None), rounding (name
-    -> largest relative change by the dtype). plain: the class that --as-base wrote, if it did; about["bias"] is then
-    what it left out, or None.
+    about: base, step, stages, figures (an evaluation's metrics), dtype, adapter ("merged", "beside" or None), rounding
+    (name -> largest relative change by the dtype). plain: the class that --as-base wrote, if it did; about["bias"] is
+    then what it left out, or None.
     """
     base = about.get("base")
     hub = base is not None and base.count("/") == 1
-    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [causalqwen]"]
-    head += [f"base_model: {base}"] if hub else []
-    lines = [*head, "---", "", f"# {name}", ""]
-    if plain:
-        lines += [
-            f"A plain `{plain}` folded out of a CausalQwen: its logits are that model's loc_S. Sampling from it is the "
-            f"CausalQwen's mode `compatible`. {_plain_numbers(config)}",
-            "",
-        ]
-        if about.get("bias"):
-            lines += [
-                f"**Left out:** a bias of up to {about['bias']:.3g} in the logits, which it has no place for.",
-                "",
-            ]
-    else:
-        lines += [
-            "A CausalQwen: a language model that reads and writes numbers as numbers. A numeral is one token, "
-            "`<NUM>`, with its value beside it; words are chosen one-vs-rest, P = P(S > C), and numbers come with "
-            "their uncertainty.",
-            "",
-        ]
-    lines += ["| | |", "|---|---|"]
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [causalqwen]"]
+    lines += [f"base_model: {base}"] if hub else []
+    lines += ["---", "", f"# {name}", "", *_introduction(config, about, plain), "| | |", "|---|---|"]
     facts = {
         "base": base,
         "trained": None if about.get("step") is None else f"{about['step']} steps, stages {about.get('stages')}",
@@ -68,19 +49,45 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
         "unit of the numbers' head": str(config.target),
     }
     lines += [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
-    figures = about.get("figures") or {}
-    if figures:
-        lines += ["", "## Measured on held-out texts of its own run", "", "| | |", "|---|---|"]
-        lines += [f"| {text} | {figures[key]:.4g} |" for key, text in SHOWN.items() if key in figures]
-    elif about.get("figures") is not None:  # unknown where this was exported from a folder that says nothing
-        lines += ["", "Its run has measured nothing on held-out texts."]
-    if about.get("rounding"):
-        changes = ", ".join(f"{key} {value:.2g}" for key, value in about["rounding"].items())
-        lines += ["", f"Rounded to {about['dtype']}; largest relative change on sixteen tokens: {changes}."]
+    lines += _measured(about)
     lines += ["", "## Use", "", "```python", *(_plain_use() if plain else _use()), "```"]
     if not plain:
         lines += ["", "## Intervals", "", _intervals_text(config)]
     return "\n".join(lines) + "\n"
+
+
+def _introduction(config: Any, about: Mapping[str, Any], plain: str | None) -> list[str]:
+    """What kind of model it is."""
+    if not plain:
+        return [
+            "A CausalQwen: a language model that reads and writes numbers as numbers. A numeral is one token, "
+            "`<NUM>`, with its value beside it; words are chosen one-vs-rest, P = P(S > C), and numbers come with "
+            "their uncertainty.",
+            "",
+        ]
+    lines = [
+        f"A plain `{plain}` folded out of a CausalQwen: its logits are that model's loc_S. Sampling from it is the "
+        f"CausalQwen's mode `compatible`. {_plain_numbers(config)}",
+        "",
+    ]
+    if about.get("bias"):
+        left_out = f"a bias of up to {about['bias']:.3g} in the logits, which it has no place for."
+        lines += [f"**Left out:** {left_out}", ""]
+    return lines
+
+
+def _measured(about: Mapping[str, Any]) -> list[str]:
+    """The run's metrics, and what rounding changes."""
+    lines, metrics = [], about.get("figures")
+    if metrics:
+        lines += ["", "## Measured on held-out texts of its own run", "", "| | |", "|---|---|"]
+        lines += [f"| {text} | {metrics[key]:.4g} |" for key, text in SHOWN.items() if key in metrics]
+    elif metrics is not None:  # unknown where this was exported from a folder that says nothing
+        lines += ["", "Its run has measured nothing on held-out texts."]
+    if about.get("rounding"):
+        changes = ", ".join(f"{key} {value:.2g}" for key, value in about["rounding"].items())
+        lines += ["", f"Rounded to {about['dtype']}; largest relative change on sixteen tokens: {changes}."]
+    return lines
 
 
 def _plain_numbers(config: Any) -> str:

@@ -98,8 +98,8 @@ def main() -> None:
         typer.echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
         sys.exit(2)
     except USAGE_ERROR as error:
-        if said := _usage(error):
-            typer.echo(said, err=True)
+        if message := _usage(error):
+            typer.echo(message, err=True)
         sys.exit(2)
     except typer.Abort:
         sys.exit(1)
@@ -119,8 +119,8 @@ def refused_by_system(error: OSError) -> UserError | None:
 
 def _usage(error: Exception) -> str:
     """A mistake in verbs or options as one line; nothing for a bare `cqwen` or `cqwen config`, whose help was shown."""
-    said = error.format_message()  # type: ignore[attr-defined]
-    if not said:
+    message = error.format_message()  # type: ignore[attr-defined]
+    if not message:
         return ""
     command = error.ctx.command_path if getattr(error, "ctx", None) else "cqwen"  # type: ignore[attr-defined]
-    return f"error: {command}: {said[:1].lower()}{said[1:].rstrip('.')} (see {command} --help)"
+    return f"error: {command}: {message[:1].lower()}{message[1:].rstrip('.')} (see {command} --help)"

@@ -25,21 +25,21 @@ def evaluate(
     micro_batch_size: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Held-out figures of a trained model beside its base model's, by deterministic inference."""
+    """Held-out metrics of a trained model and of its base model, by deterministic inference."""
     for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
         if value is not None and not 0 < value < 1:
             raise UserError(key, value, "a probability between 0 and 1")
     quiet_libraries()
-    from cqwen_dist.train.evaluation.command import evaluate_checkpoint
+    from cqwen_dist.train.evaluation.evaluate_checkpoint import evaluate_checkpoint
     from cqwen_dist.train.evaluation.evaluator import Decisions
 
-    figures = evaluate_checkpoint(
+    metrics = evaluate_checkpoint(
         checkpoint, data or None, micro_batch_size, base=base or None, decisions=Decisions(label_set, reject_below)
     )
     if as_json:
-        print_json(figures)
+        print_json(metrics)
     else:
-        for name, value in figures.items():
+        for name, value in metrics.items():
             typer.echo(f"{name:40} {value:.6g}")
 
 
@@ -71,7 +71,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What a run is doing: step, time to go, last checkpoint, restarts and why."""
-    from cqwen_dist.cluster.watch import lines, look
+    from cqwen_dist.cluster.run_status import lines, look
 
     document = look(run)
     if as_json:

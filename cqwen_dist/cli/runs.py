@@ -91,9 +91,24 @@ def quickstart(
     quiet_libraries()
     from cqwen_dist.report.quickstart import show
 
-    figures = show(config, overrides or [], plain_console(stderr=as_json))
+    metrics = show(config, overrides or [], plain_console(stderr=as_json))
     if as_json:
-        print_json(figures)
+        print_json(metrics)
+
+
+StageJobs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME:...", help="What a stage asks for instead, such as heads:nodes=1,time=60: a job of its own."
+    ),
+]
+TimeLimit = Annotated[
+    str | None,
+    typer.Option("--time", help="Time limit, such as 90 (minutes) or 1-12:00:00; default: the partition's."),
+]
+SetupLines = Annotated[list[str] | None, typer.Option(help="A line of bash before anything, such as module load.")]
+ContainerCommand = Annotated[str, typer.Option(metavar="WORDS", help="What runs a command in it.")]
+Blind = Annotated[bool, typer.Option("--no-preflight", help="Do not look at the nodes together first.")]
 
 
 def submit(
@@ -102,56 +117,35 @@ def submit(
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each; 0: CPU ranks.")] = 0,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each; default: one a GPU, or one.")] = None,
-    stage: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:...", help="What a stage asks for instead, such as heads:nodes=1,time=60: a job of its own."
-        ),
-    ] = None,
+    stage: StageJobs = None,
     partition: Annotated[str | None, typer.Option(help="Of the cluster; default: its own default.")] = None,
     account: Annotated[str | None, typer.Option(help="To which the job is charged.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
     constraint: Annotated[str | None, typer.Option(help="Features that the nodes must have.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Nodes not to use.")] = None,
-    limit: Annotated[
-        str | None,
-        typer.Option("--time", help="Time limit, such as 90 (minutes) or 1-12:00:00; default: the partition's."),
-    ] = None,
+    limit: TimeLimit = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="A further option of sbatch, such as --mem=0.")] = None,
-    setup: Annotated[
-        list[str] | None, typer.Option(help="A line of bash before anything, such as module load.")
-    ] = None,
+    setup: SetupLines = None,
     venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
     container: Annotated[str | None, typer.Option(help="Image in which Python runs.")] = None,
-    container_command: Annotated[
-        str, typer.Option(metavar="WORDS", help="What runs a command in it.")
-    ] = "apptainer exec --nv",
+    container_command: ContainerCommand = "apptainer exec --nv",
     name: Annotated[str | None, typer.Option(help="Of the job; default: cqwen- and the run's folder.")] = None,
     warn_s: Annotated[int, typer.Option(help="Stop in order so many seconds before the time limit.")] = 180,
     max_restarts: Annotated[int, typer.Option(help="Requeues in a row without a new checkpoint.")] = 5,
-    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not look at the nodes together first.")] = False,
+    blind: Blind = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
 ) -> None:
     """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""
-    from cqwen_dist.cluster.slurm import Place, Resources, render
+    from cqwen_dist.cluster.slurm import PythonSetup, Resources, render
     from cqwen_dist.cluster.submit import advice, check_jobs, plan_jobs
     from cqwen_dist.cluster.submit import submit as send
 
     asked = Resources(
         nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
     )
-    where = Place(venv=venv, container=container, container_command=container_command, setup=tuple(setup or []))
-    jobs = plan_jobs(
-        config,
-        overrides or [],
-        asked,
-        stage or [],
-        where,
-        name=name,
-        warn_s=warn_s,
-        max_restarts=max_restarts,
-        preflight=not blind,
-    )
+    where = PythonSetup(venv=venv, container=container, container_command=container_command, setup=tuple(setup or []))
+    options = {"name": name, "warn_s": warn_s, "max_restarts": max_restarts, "preflight": not blind}
+    jobs = plan_jobs(config, overrides or [], asked, stage or [], where, **options)
     if not dry:
         for line in advice(jobs, send(jobs)):
             typer.echo(line)

@@ -13,7 +13,7 @@ from cqwen_dist.config.errors import Said
 
 
 class Stream(io.TextIOWrapper):
-    """stdout or stderr. What cannot be written is lost; whether it is an error, is the verb's to say."""
+    """stdout or stderr. What cannot be written is lost; the verb decides whether that is an error."""
 
     outlived = False  # True: nobody has to read it
     _met: OSError | None = None

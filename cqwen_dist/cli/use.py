@@ -19,20 +19,25 @@ DeviceOption = Annotated[
 DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number: auto (what its uncertainty leaves).")]
 
 
+Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
+Individuals = Annotated[int | None, typer.Option(help="The prompt under so many individuals, side by side.")]
+Noises = Annotated[int | None, typer.Option(help="The prompt under so many noises, side by side.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Divides compatible's logits; in modes that draw u or the noise, a factor on its scale."),
+]
+PlotFile = Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")]
+
+
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
-    mode: Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")] = (
-        "standard"
-    ),
+    mode: Mode = "standard",
     max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
     seed: Annotated[int | None, typer.Option(help="Seed of the modes that draw.")] = None,
-    individuals: Annotated[int | None, typer.Option(help="The prompt under so many individuals, side by side.")] = None,
-    noises: Annotated[int | None, typer.Option(help="The prompt under so many noises, side by side.")] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Divides compatible's logits; in modes that draw u or the noise, a factor on its scale."),
-    ] = None,
+    individuals: Individuals = None,
+    noises: Noises = None,
+    temperature: Temperature = None,
     top_k: Annotated[int | None, typer.Option(help="Of compatible.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Of compatible.")] = None,
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
@@ -40,41 +45,45 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
     device: DeviceOption = "auto",
-    plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")] = (
-        None
-    ),
+    plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: every token's record)."""
-    drawn = noises if individuals is None else individuals
-    if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
-        raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
+    kind, drawn = _drawn(individuals, noises)
     if plot is not None and drawn is None:
         raise UserError("--plot", str(plot), "with --individuals or --noises")
     if stream and (as_json or drawn is not None):
         raise UserError("--stream", True, "without --json, --individuals and --noises")
     quiet_libraries()
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.generate.continuation import continue_text
 
     model, tokenizer = load_trained(checkpoint, device)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
-        "digits": _digits(digits),
-        "stop": stop or (),
-        **{name: value for name, value in sampling.items() if value is not None},
-    }
-    if drawn is not None:
-        _side_by_side(
-            model, tokenizer, prompt, drawn, "individual" if noises is None else "noise", options, plot, as_json
-        )
-        return
+    options: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
+    if drawn is None:
+        _print_continued(model, tokenizer, prompt, mode, options, stream, as_json)
+    else:
+        _side_by_side(model, tokenizer, prompt, drawn, kind, options, plot, as_json)
+
+
+def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
+    """What is drawn side by side, and how many; None: nothing."""
+    drawn = noises if individuals is None else individuals
+    if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
+        raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
+    return "individual" if noises is None else "noise", drawn
+
+
+def _print_continued(
+    model: Any, tokenizer: Any, prompts: list[str], mode: str, options: dict[str, Any], stream: bool, as_json: bool
+) -> None:
+    from cqwen_dist.generate.continuation import continue_text
+
     if stream:
-        typer.echo(prompt[0], nl=False)
+        typer.echo(prompts[0], nl=False)
         options["on_text"] = lambda text: typer.echo(text, nl=False)
-    written = continue_text(model, tokenizer, prompt, mode=mode, **options)
+    written = continue_text(model, tokenizer, prompts, mode=mode, **options)
     if as_json:
         print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
         return
@@ -161,7 +170,7 @@ def predict(
     from cqwen_dist.generate.table import predict_table, prompts_of, read_table
     from cqwen_dist.run.files import written_whole
 
-    prompts_of(template, *read_table(table))  # a mistake is said before the model is read
+    prompts_of(template, *read_table(table))  # a mistake is refused before the model is read
     model, tokenizer = load_trained(checkpoint, device)
     options = {
         "options": option or (),

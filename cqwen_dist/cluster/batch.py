@@ -82,44 +82,44 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
 
     phase: preflight or train, the step that ended last, with this code; asked: no, USR1 or TERM.
     """
-    history = read_history(run_dir)
-    started = next(entry for entry in reversed(history) if entry["event"] == "start")
+    started = next(entry for entry in reversed(read_history(run_dir)) if entry["event"] == "start")
+    how, reason = _ending(run_dir, logs, phase, code, asked, started["status_before"])
+    step = _latest_step(run_dir)
+    _record(run_dir, {"event": "end", "how": how, "reason": reason, "asked": asked, "code": code, "step": step})
+    if how in ("done", "cancelled", "fatal"):
+        return {"done": "done", "cancelled": "stopped", "fatal": "failed"}[how], reason
+    tries = 0 if step != started["step"] else fruitless_starts(read_history(run_dir))
+    if tries > max_restarts:
+        return "failed", reason
+    wait = 0 if how == "preempted" else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** max(0, tries - 1))
+    return f"requeue {wait}", reason
+
+
+def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before: list[Any] | None) -> tuple[str, str]:
+    """(done, fatal, cancelled, preempted or lost; the reason). before: the status file's stamp at the start."""
     status = read_status(run_dir)
-    said = status["status"] if _stamp(run_dir) != started["status_before"] else "unchanged"
-    failed = sorted((r for r in _endings(logs) if r["how"] in ("failed", "wrong input")), key=lambda r: r["time"])
+    written = status["status"] if _stamp(run_dir) != before else ""  # by this start
+    failed = _failed(logs)
     if status["status"] in ("done", "paused") and phase == "train" and code == 0:
-        how, reason = "done", ""
-    elif failed or said == "fatal":
-        how, reason = "fatal", _words_of(logs, failed[0]) if failed else str(status.get("reason"))
-    elif phase == "preflight" and code == 1:
-        how, reason = "fatal", "the nodes are not fit: see the preflight"
-    elif asked == "TERM":
-        how, reason = "cancelled", "told by SLURM to end"
-    elif said == "preempted" or asked == "USR1":
-        how, reason = "preempted", str(status.get("reason") or asked) if said == "preempted" else asked
-    else:
-        how, reason = "lost", _missing(logs) or str(status.get("reason") or f"exit code {code}")
-    _record(
-        run_dir,
-        {"event": "end", "how": how, "reason": reason, "asked": asked, "code": code, "step": _latest_step(run_dir)},
-    )
-    if how == "done":
-        return "done", reason
-    if how == "cancelled":
-        return "stopped", reason
-    tries = 0 if _latest_step(run_dir) != started["step"] else fruitless_starts(read_history(run_dir))
-    if how == "preempted" and tries <= max_restarts:
-        return "requeue 0", reason
-    if how == "lost" and tries <= max_restarts:
-        return f"requeue {min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** max(0, tries - 1))}", reason
-    return "failed", reason
+        return "done", ""
+    if failed:
+        return "fatal", _words_of(logs, failed[0])
+    if written == "fatal":
+        return "fatal", str(status.get("reason"))
+    if phase == "preflight" and code == 1:
+        return "fatal", "the nodes are not fit: see the preflight"
+    if asked == "TERM":
+        return "cancelled", "told by SLURM to end"
+    if written == "preempted":
+        return "preempted", str(status.get("reason") or asked)
+    if asked == "USR1":
+        return "preempted", asked
+    return "lost", _missing(logs) or str(status.get("reason") or f"exit code {code}")
 
 
 def guilty_log(logs: Path) -> Path | None:
     """The log of the rank that failed first by itself; else of one that ended without a word; else of the first."""
-    endings = sorted(_endings(logs), key=lambda r: r["time"])
-    failed = [r["rank"] for r in endings if r["how"] in ("failed", "wrong input")]
-    ranks = [*failed, *_silent(logs), *(r["rank"] for r in endings)]
+    ranks = [*(r["rank"] for r in _failed(logs)), *_silent(logs), *(r["rank"] for r in _endings(logs))]
     return logs / f"rank-{ranks[0]}.log" if ranks else None
 
 
@@ -172,14 +172,19 @@ def _stamp(run_dir: Path) -> list[Any] | None:
 
 
 def _endings(logs: Path) -> list[dict[str, Any]]:
-    """What the ranks of a start wrote about their end."""
+    """What the ranks of a start wrote about their end, the first first."""
     found = []
     for path in sorted(logs.glob("rank-*.ended")):
         try:
             found.append(json.loads(path.read_text(encoding="utf-8")))
         except ValueError:
             continue
-    return found
+    return sorted(found, key=lambda ending: float(ending["time"]))
+
+
+def _failed(logs: Path) -> list[dict[str, Any]]:
+    """Endings of ranks that failed by themselves, the first first."""
+    return [ending for ending in _endings(logs) if ending["how"] in ("failed", "wrong input")]
 
 
 def _words_of(logs: Path, ending: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,48 +133,54 @@ def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
 
 def findings(document: dict[str, Any]) -> list[dict[str, str]]:
     """The red lines: what is wrong, where, and the remedy."""
-    red: list[dict[str, str]] = []
-
-    def add(where: str, what: str, remedy: str) -> None:
-        red.append({"where": where, "what": what, "remedy": remedy})
-
     nodes, together = document["nodes"], document["together"]
-    first = nodes[0]
+    red: list[tuple[str, str, str]] = []
     for node in nodes:
-        host = node["host"]
-        if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
-            add(host, "an NVIDIA driver, and torch sees no GPU", "install torch for this driver's CUDA version")
-        for name, version in node["packages"].items():
-            if version == "not installed":
-                add(host, f"{name} is not installed", f"{node['executable']} -m pip install {name}")
-        if (error := node["folder"]["error"]) is not None:
-            add(host, f"{node['folder']['path']}: {error}", "a folder that every node may write: run.dir, or --folder")
-        elif node["folder"]["write_s"] > SLOW_FOLDER_S:
-            slow = f"writing one small file takes {node['folder']['write_s']:.1f} s"
-            add(host, slow, "another file system for run.dir: every checkpoint waits for this one")
-        for path, free in node["disk_gib"].items():
-            if free is not None and free < LOW_DISK_GIB:
-                add(host, f"{free:.1f} GiB free in {path}", "make room: a checkpoint that does not fit fails the run")
-        for port in node["interconnect"]["infiniband"]:
-            if "ACTIVE" not in port["state"]:
-                add(host, f"{port['name']} is {port['state']}", "its cable or switch; or NCCL_IB_HCA without it")
-        for key in ("python", "commit", "cuda", "nccl"):
-            if node[key] != first[key]:
-                add(host, f"{key} {node[key]}, on {first['host']} {first[key]}", "the same environment on every node")
-        for name, version in node["packages"].items():
-            other = first["packages"].get(name)
-            if version != other and "not installed" not in (version, other):
-                add(host, f"{name} {version}, on {first['host']} {other}", "the same environment on every node")
-        if len(node["gpus"]) != len(first["gpus"]):
-            count = f"{len(node['gpus'])} GPUs, on {first['host']} {len(first['gpus'])}"
-            add(host, count, "nodes of one kind: --constraint, --exclude")
+        red += [(node["host"], *found) for found in (*_wrong_alone(node), *_unlike(node, nodes[0]))]
     for host, lost in together["unresolved"].items():
-        add(host, f"does not know the name {', '.join(lost)}", "the names in DNS or /etc/hosts of every node")
+        red.append((host, f"does not know the name {', '.join(lost)}", "the names in DNS or /etc/hosts of every node"))
     for host in together["folder_unseen"]:
-        add(host, f"does not see {first['folder']['path']} of {first['host']}", "a folder on a shared file system")
+        unseen = f"does not see {nodes[0]['folder']['path']} of {nodes[0]['host']}"
+        red.append((host, unseen, "a folder on a shared file system"))
     if (spread := together.get("clock_spread_s") or 0.0) > LARGE_SKEW_S:
-        add("all", f"clocks differ by {spread:.1f} s", "NTP or chrony on every node: locks and logs compare times")
-    return red
+        remedy = "NTP or chrony on every node: locks and logs compare times"
+        red.append(("all", f"clocks differ by {spread:.1f} s", remedy))
+    return [{"where": where, "what": what, "remedy": remedy} for where, what, remedy in red]
+
+
+def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(what is wrong with a node by itself, the remedy)."""
+    if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
+        yield "an NVIDIA driver, and torch sees no GPU", "install torch for this driver's CUDA version"
+    for name, version in node["packages"].items():
+        if version == "not installed":
+            yield f"{name} is not installed", f"{node['executable']} -m pip install {name}"
+    if (error := node["folder"]["error"]) is not None:
+        yield f"{node['folder']['path']}: {error}", "a folder that every node may write: run.dir, or --folder"
+    elif node["folder"]["write_s"] > SLOW_FOLDER_S:
+        slow = f"writing one small file takes {node['folder']['write_s']:.1f} s"
+        yield slow, "another file system for run.dir: every checkpoint waits for this one"
+    for path, free in node["disk_gib"].items():
+        if free is not None and free < LOW_DISK_GIB:
+            yield f"{free:.1f} GiB free in {path}", "make room: a checkpoint that does not fit fails the run"
+    for port in node["interconnect"]["infiniband"]:
+        if "ACTIVE" not in port["state"]:
+            yield f"{port['name']} is {port['state']}", "its cable or switch; or NCCL_IB_HCA without it"
+
+
+def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(in what a node differs from the first, the remedy)."""
+    pairs = {key: (node[key], first[key]) for key in ("python", "commit", "cuda", "nccl")}
+    for name, version in node["packages"].items():
+        other = first["packages"].get(name)
+        if "not installed" not in (version, other):
+            pairs[name] = (version, other)
+    for name, (mine, theirs) in pairs.items():
+        if mine != theirs:
+            yield f"{name} {mine}, on {first['host']} {theirs}", "the same environment on every node"
+    if len(node["gpus"]) != len(first["gpus"]):
+        count = f"{len(node['gpus'])} GPUs, on {first['host']} {len(first['gpus'])}"
+        yield count, "nodes of one kind: --constraint, --exclude"
 
 
 # ------------------------------------------------------------------------------------------------- small parts

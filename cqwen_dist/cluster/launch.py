@@ -21,7 +21,7 @@ from cqwen_dist.parallel.launcher import LAUNCHER, taken
 from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.run.folder import is_done, refuse_changes
-from cqwen_dist.run.status import read_status
+from cqwen_dist.run.status import Status, read_status
 from cqwen_dist.train.zero.settings import deepspeed_config, feature_parameters
 
 STOPPED = 75  # exit code: stopped in order, resume me
@@ -95,25 +95,28 @@ def launch(
     environment = {} if hosts is None else read_environment(env_file)
     config = preflight(path, overrides)
     refuse_ranks(config.parallel.vocab_group_size, ranks if hosts is None else sum(hosts.values()))
-    if is_done(Path(config.run.dir)):
-        (sys.stderr if quiet else sys.stdout).write(f"already done: {config.run.dir}\n")
+    run_dir = Path(config.run.dir)
+    if is_done(run_dir):
+        (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
-    before = read_status(Path(config.run.dir))
+    before, shared = read_status(run_dir), run_dir.absolute()
     if hosts is None:
         code, told = _on_this_machine(launch_command(path, overrides, ranks, free_port()), ranks, quiet)
     else:
-        shared = Path(config.run.dir).absolute()
-        if look_first and (
-            red := _on_hosts(["doctor", "--quick", "--folder", str(shared)], hosts, environment, shared)[0]
-        ):
+        doctor = ["doctor", "--quick", "--folder", str(shared)]
+        if look_first and (red := _on_hosts(doctor, hosts, environment, shared)[0]):
             sys.stderr.write("the hosts are not fit: see the red lines above\n")
             return red
         code, told = _on_hosts(["train", str(path.absolute()), *overrides], hosts, environment, shared, quiet)
-    for stacks in stacks_of(Path(config.run.dir)):
+    for stacks in stacks_of(run_dir):
         sys.stderr.write(f"a rank did not get on; where it stood: {stacks}\n")
+    return _exit_code(code, told, before, read_status(run_dir))
+
+
+def _exit_code(code: int, told: bool, before: Status, after: Status) -> int:
+    """Of `cqwen launch`, by the launcher's own, whether it was told to stop, and the status before and after."""
     if code:
         return code if code == 2 else 1
-    after = read_status(Path(config.run.dir))
     if after == before:  # ranks that ended before they could write theirs
         return STOPPED if told else 1
     return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
@@ -168,13 +171,13 @@ def _run_to_its_end(
     output = sys.stderr if quiet else None
     process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True, cwd=folder)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    said = False
+    announced = False
     try:
         while process.poll() is None:
             if told:
-                if not said:
+                if not announced:
                     sys.stderr.write("stopping the ranks at the next step; the same command goes on from there\n")
-                    said = True
+                    announced = True
                 if tell is not None:
                     tell()
                 else:

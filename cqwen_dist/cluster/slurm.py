@@ -62,7 +62,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Place:
+class PythonSetup:
     """Where Python is on the nodes, and what has to happen before it is."""
 
     python: str = sys.executable
@@ -86,7 +86,7 @@ class Job:
     config: str
     overrides: tuple[str, ...]
     resources: Resources
-    place: Place = field(default_factory=Place)
+    place: PythonSetup = field(default_factory=PythonSetup)
     warn_s: int = 180  # SIGUSR1 so long before the time limit
     max_restarts: int = 5  # in a row, without a new checkpoint
     preflight: bool = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.cluster.slurm import Job, Place, Resources, check, read_stage_option, render, send, split_stages
+from cqwen_dist.cluster.slurm import Job, PythonSetup, Resources, check, read_stage_option, render, send, split_stages
 from cqwen_dist.cluster.slurm import waits_for as options_to_wait
 from cqwen_dist.config import Config, UserError, refuse_ranks
 from cqwen_dist.config.errors import Said
@@ -20,7 +20,7 @@ from cqwen_dist.train.zero.settings import deepspeed_config, feature_parameters
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A run ready to be submitted: its jobs in order, each waiting for the one before."""
 
     config: Config
@@ -46,9 +46,9 @@ def plan_jobs(
     overrides: Sequence[str],
     resources: Resources,
     stages: Sequence[str] = (),
-    place: Place | None = None,
+    place: PythonSetup | None = None,
     **options: Any,
-) -> Plan:
+) -> JobPlan:
     """What would be submitted; writes nothing. options: further fields of `Job`, by name.
 
     Raises `UserError` for what `cqwen launch` would refuse, and for ranks that the config does not fit.
@@ -77,20 +77,20 @@ def plan_jobs(
                 config=str(folder / CONFIG),
                 overrides=tuple(chained),
                 resources=needs,
-                place=place or Place(),
+                place=place or PythonSetup(),
                 **options,
             )
         )
-    return Plan(config, folder, jobs)
+    return JobPlan(config, folder, jobs)
 
 
-def check_jobs(plan: Plan) -> list[str]:
+def check_jobs(plan: JobPlan) -> list[str]:
     """What SLURM says of each job; empty where there is no sbatch. Raises `UserError` where it would refuse one."""
-    said = (check(render(job)) for job in plan.jobs)
-    return [words for words in said if words is not None]
+    answers = (check(render(job)) for job in plan.jobs)
+    return [answer for answer in answers if answer is not None]
 
 
-def submit(plan: Plan) -> list[str]:
+def submit(plan: JobPlan) -> list[str]:
     """Write config and scripts into the run's folder, submit; returns the jobs' ids. Raises `UserError`."""
     if not check_jobs(plan):
         raise UserError(
@@ -111,7 +111,7 @@ def submit(plan: Plan) -> list[str]:
     return ids
 
 
-def advice(plan: Plan, ids: Sequence[str]) -> list[str]:
+def advice(plan: JobPlan, ids: Sequence[str]) -> list[str]:
     """What to tell who has submitted: the ids, and how to follow, stop and resume."""
     run_dir = plan.jobs[0].run_dir
     quoted = shlex.quote(str(run_dir))

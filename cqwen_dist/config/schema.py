@@ -2,148 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from cqwen_dist.config import yaml_text
-from cqwen_dist.config.bases import check_model_type
+from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import Said
 from cqwen_dist.config.fields import (
     Above0,
     Count,
     NonNegative,
     Positive,
-    Real,
     Section,
     Share,
     no_bool,
     refused,
 )
-from cqwen_dist.config.training import LINEARS, LoraConfig, LossConfig, Stage
-
-TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
-
-
-class PretrainConfig(Section):
-    """A short cross-entropy pretraining of a base model that was built from `architecture`; no stage."""
-
-    steps: Positive = Field(400, description="Optimizer steps of next-token cross-entropy.")
-    lr: Above0 = Field(3e-3, description="Peak learning rate (cosine to zero).")
-    batch_size: Positive = Field(32, description="Sequences per step.")
-
-
-class ModelConfig(Section):
-    """The base model and how it is turned causal."""
-
-    name_or_path: str | None = Field(
-        None,
-        description="A Qwen2/2.5/3, Llama or Mistral folder or hub name; omit when `architecture` describes a model to "
-        "build.",
-    )
-    architecture: dict[str, Any] | None = Field(
-        None,
-        description="A transformers config (model_type qwen2, qwen3, llama or mistral, hidden_size, ...): built with "
-        "random weights.",
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="Tokenizer folder or hub name; default: beside the model; `train`: one built from the data.",
-    )
-    pretrain: PretrainConfig | None = Field(None, description="Pretrain a built base model first; null: do not.")
-    num_token_id: Count | None = Field(
-        None, description="Row used for <NUM>; default: len(tokenizer), the first reserved row."
-    )
-    causal_size: Positive | None = Field(
-        None, description="C, the size of U's word part; default: the hidden size H (seed S0)."
-    )
-    number_dims: Count | None = Field(
-        None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
-    )
-    abduction: Literal["linear", "two_layer"] = Field(
-        "linear", description="The network from features to U; two_layer bends, and starts as the linear one."
-    )
-    threshold_init: Real | None = Field(None, description="Start of every C; default: what `start` says.")
-    gamma_init: Above0 | None = Field(
-        None, description="Start of U's total scale for words; default: what `start` says."
-    )
-    level_logits: bool = Field(
-        True,
-        description="Let calibration take one vector from all rows of W_cls, which softmax does not feel, so that P "
-        "ranks words as the base does; false: W_cls stays the base's head to the bit.",
-    )
-    reg_gain: Above0 = Field(
-        1.0, description="Gain of W_reg's Xavier start (seed S1 5: 0.1 for layers without heritage)."
-    )
-    scale_activation: Literal["softplus", "exp"] = Field(
-        "softplus", description="What keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."
-    )
-    w_num_scale: NonNegative | None = Field(
-        None,
-        description="Factor on the start of w_num; 0: no value is read at first; default: when calibrated 0.2, "
-        "or where <NUM> inherits from digits 0.08 of their rows' norm; 1 in the seed presets (some five points).",
-    )
-    b_noise_init: NonNegative | None = Field(
-        None, description="Start of |b_noise|; default: half of the calibrated scale, or 0.1 in the seed presets."
-    )
-    num_row_init: Literal["digits", "inherit", "mean", "small"] | None = Field(
-        None,
-        description="Start of <NUM>'s rows. digits: the mean of the digits' at the input, at the output one fitted to "
-        "where the base would write a numeral; else the output's: the reserved row, the mean row, or a small random "
-        "one. Default: digits when start is calibrated and the base never saw <NUM>, else inherit.",
-    )
-    num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
-    gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
-    compile_layers: bool = Field(
-        False,
-        description="The backbone's layers by torch.compile: a minute more at the start, then faster and smaller on a "
-        "GPU, most so where a micro-batch is small.",
-    )
-    trust_remote_code: bool = Field(False, description="Let transformers run code from the model's folder.")
-    quantize: Literal["none", "nf4"] = Field(
-        "none", description="nf4: the frozen backbone in 4 bits by bitsandbytes (a GPU only; not yet measured on one)."
-    )
-    lora: LoraConfig = Field(LoraConfig(), description="Adapters of the stages that train `lora`.")
-    warm_start: str | None = Field(
-        None,
-        description="Begin with the weights of another run, checkpoint, or adapter folder that PEFT saved: the folder; "
-        "optimizers and stages begin anew.",
-    )
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
-        if (self.name_or_path is None) == (self.architecture is None):
-            found = Said("neither" if self.architecture is None else "both")
-            raise refused("name_or_path/architecture", found, "exactly one of the two (set the other to null)")
-        if self.pretrain is not None and self.architecture is None:
-            raise refused("pretrain", Said("it beside name_or_path"), "only beside architecture, on random weights")
-        if self.architecture is not None:
-            try:
-                check_model_type(self.architecture.get("model_type"), "architecture.model_type")
-            except UserError as error:
-                raise refused(error.key, error.found, error.allowed) from None
-        targets = self.lora.target_modules
-        for name in [] if targets == "all-linear" else targets:
-            if name not in LINEARS:
-                raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
-        return self
-
-    @field_validator("architecture")
-    @classmethod
-    def _finite(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        pairs = [] if value is None else list(value.items())
-        while pairs:
-            key, item = pairs.pop()
-            if isinstance(item, dict):
-                pairs += [(f"{key}.{name}", inner) for name, inner in item.items()]
-            elif isinstance(item, list):
-                pairs += [(f"{key}.{index}", inner) for index, inner in enumerate(item)]
-            elif isinstance(item, float) and not math.isfinite(item):
-                raise refused(key, item, "a finite number")
-        return value
+from cqwen_dist.config.training import LossConfig, Stage
 
 
 class ParallelConfig(Section):
@@ -201,7 +79,7 @@ class TrainConfig(Section):
     best_metric: str = Field(
         "eval/cls_loss_mean",
         pattern="^(eval|watch)/.",
-        description="Figure of an evaluation at the checkpoint's own step that says which is best: the highest "
+        description="Metric of an evaluation at the checkpoint's own step that says which is best: the highest "
         "accuracy, precision, recall or f1, the lowest of any other.",
     )
     keep_every: Count = Field(0, description="Keep every checkpoint whose step is a multiple of this; 0: none.")

@@ -33,11 +33,11 @@ def _off(value: object) -> object:
 
 
 def rises(metric: str) -> bool:
-    """Whether more of a figure is better, by its name."""
+    """Whether a higher value of a metric is better, by its name."""
     return metric.endswith(_RISING)
 
 
-# How an evaluation's figures begin: of what is held out, of what data.watch names.
+# How the names of an evaluation's metrics begin: on held-out texts, on the texts of data.watch.
 JUDGED = ("eval/", "watch/")
 
 # The linear maps of a layer of every base that is supported.
@@ -45,7 +45,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class LoraConfig(Section):
-    """PEFT's adapters on the backbone; injected from the start, awake in the stages that train `lora`."""
+    """PEFT's adapters on the backbone; injected from the start, trainable in the stages that train `lora`."""
 
     r: Positive = Field(8, description="Rank of the adapters.")
     alpha: Positive = Field(16, description="Scaling numerator: adapters are scaled by alpha / r.")
@@ -125,10 +125,10 @@ class Ramp(Section):
 
 
 class Until(Section):
-    """A stage goes on until a held-out figure has stopped improving."""
+    """A stage goes on until a held-out metric has stopped improving."""
 
     max_steps: Positive = Field(description="Where the stage ends at the latest; the learning rate decays over it.")
-    metric: str = Field("eval/cls_loss_mean", description="The figure of an evaluation to look at: eval/..., watch/...")
+    metric: str = Field("eval/cls_loss_mean", description="The metric of an evaluation to look at: eval/..., watch/...")
     better: Literal["lower", "higher"] | None = Field(
         None, description="Which way is better; default: higher for accuracy, precision, recall, f1, else lower."
     )
@@ -205,5 +205,5 @@ class Stage(Section):
 
     @property
     def groups(self) -> frozenset[str]:
-        """The awake groups, `heads` spelled out."""
+        """The groups that train, `heads` spelled out."""
         return frozenset(g for name in self.train for g in (HEADS if name == "heads" else (name,)))

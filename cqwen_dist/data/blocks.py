@@ -98,10 +98,8 @@ def _of_rows(rows: Iterator[Row]) -> Iterator[Block]:
 
 def _size(value: object) -> int:
     """Characters, or numbers, in a record."""
-    if isinstance(value, Mapping):
-        return sum(map(_size, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_size, value))
+    if isinstance(value, (Mapping, list, tuple)):
+        return sum(map(_size, value.values() if isinstance(value, Mapping) else value))
     return len(value) if isinstance(value, str) else 1
 
 
@@ -255,8 +253,7 @@ def _of_csv(lines: _Lines) -> Iterator[Row]:
                     raise UserError("columns", columns, "a first row that gives every column a name", lines.where)
                 continue
             if len(row) != len(columns):
-                allowed = f"{len(columns)}, as the first row has"
-                raise BadLine("wrong number of cells", len(row), allowed)
+                raise BadLine("wrong number of cells", len(row), f"{len(columns)}, as the first row has")
             yield lines.where, dict(zip(columns, row, strict=True))
         except StopIteration:
             return
@@ -279,8 +276,8 @@ def _of_parquet(path: Path, config: DataConfig) -> Iterator[Block]:
             fields = needed_fields(config)
             missing = [name for name in fields if name not in file.schema_arrow.names]
             if missing:
-                found, allowed = file.schema_arrow.names, f"a table with the column {missing[0]!r}"
-                raise BadLine("missing field", found, allowed)
+                allowed = f"a table with the column {missing[0]!r}"
+                raise BadLine("missing field", file.schema_arrow.names, allowed)
             for batch in file.iter_batches(batch_size=_ROWS, columns=fields, use_threads=False):
                 sink = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
@@ -314,21 +311,7 @@ def _of_datasets(source: str, name: str, split: str, config: DataConfig, key: st
     import datasets
 
     try:
-        if source.startswith("hf:"):
-            parts = name.removeprefix("hf:").split("/")
-            local = Path(name.removeprefix("hf:")).expanduser().is_dir()
-            cut = len(parts) if local else 2
-            data: Any = datasets.load_dataset(
-                "/".join(parts[:cut]), "/".join(parts[cut:]) or None, split=split, streaming=True
-            )
-        elif any((Path(name).expanduser() / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
-            data = datasets.load_from_disk(str(Path(name).expanduser()))
-            if isinstance(data, datasets.DatasetDict):
-                if split not in data:
-                    raise UserError(key, source, f"{name}# and one of {', '.join(data)}")
-                data = data[split]
-        else:
-            data = datasets.load_dataset(str(Path(name).expanduser()), split=split, streaming=True)
+        data = _opened(source, name, split, key)
         fields = needed_fields(config)
         if data.column_names is not None:
             missing = [field for field in fields if field not in data.column_names]
@@ -339,8 +322,28 @@ def _of_datasets(source: str, name: str, split: str, config: DataConfig, key: st
             data = data.select_columns(fields)
         for number, record in enumerate(data, 1):
             yield f"{source}:{number}", record
-    except (UserError, OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise UserError(key, source, f"what `datasets` can load ({reason})") from None
+
+
+def _opened(source: str, name: str, split: str, key: str) -> Any:
+    """A split of the hub's data set (or a folder's files), streamed; or of a folder that `save_to_disk` wrote."""
+    import datasets
+
+    if source.startswith("hf:"):
+        parts = name.removeprefix("hf:").split("/")
+        local = Path(name.removeprefix("hf:")).expanduser().is_dir()
+        cut = len(parts) if local else 2
+        return datasets.load_dataset("/".join(parts[:cut]), "/".join(parts[cut:]) or None, split=split, streaming=True)
+    folder = Path(name).expanduser()
+    if not any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+        return datasets.load_dataset(str(folder), split=split, streaming=True)
+    data = datasets.load_from_disk(str(folder))
+    if not isinstance(data, datasets.DatasetDict):
+        return data
+    if split not in data:
+        raise UserError(key, source, f"{name}# and one of {', '.join(data)}")
+    return data[split]

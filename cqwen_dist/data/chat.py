@@ -45,24 +45,17 @@ class Chat:
 
     def __call__(self, messages: Any) -> tuple[str, Spans]:
         """The text of a chat and the characters that are learnt. Raises: BadChat, UserError for a broken template."""
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise BadChat(messages, "a list of messages, [{role, content}, ...]")
-        for message in messages:
-            if not isinstance(message, Mapping) or not all(type(message.get(k)) is str for k in ("role", "content")):
-                raise BadChat(message, "messages with a role and a content, both text")
-            if _OPEN in message["content"] or _CLOSE in message["content"]:
-                raise BadChat(message["content"], "no noncharacters U+FDD0, U+FDD1")
-        if not any(message["role"] == "assistant" for message in messages):
-            raise BadChat([message["role"] for message in messages], "a turn of the assistant")
-        marked = self._fill([_marked(m) if m["role"] == "assistant" else dict(m) for m in messages])
+        _check_messages(messages)
+        by_assistant = [message["role"] == "assistant" for message in messages]
+        marked = self._fill([_marked(m) if own else dict(m) for m, own in zip(messages, by_assistant, strict=True)])
         plain = self._fill([dict(m) for m in messages])
-        pieces, spans, position = [], [], 0
-        for i, part in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
+        # Between the marks, every second piece is the assistant's.
+        pieces, spans, position = marked.replace(_CLOSE, _OPEN).split(_OPEN), [], 0
+        for i, piece in enumerate(pieces):
             if i % 2:
-                spans.append((position, position + len(part)))
-            pieces.append(part)
-            position += len(part)
-        if "".join(pieces) != plain or len(spans) != sum(m["role"] == "assistant" for m in messages):
+                spans.append((position, position + len(piece)))
+            position += len(piece)
+        if "".join(pieces) != plain or len(spans) != sum(by_assistant):
             allowed = "a template that writes the assistant's messages as they are"
             raise UserError("data.messages_field", "a chat template that changes messages", allowed)
         return plain, tuple((start, self._end_of_turn(plain, end)) for start, end in spans)
@@ -80,6 +73,19 @@ class Chat:
         except Exception as error:  # whatever the template's own code raises
             raise BadChat(_one_line(error), "a chat that the chat template takes") from None
         return str(filled[0][0])
+
+
+def _check_messages(messages: Any) -> None:
+    """Raises: BadChat unless these are messages, the assistant's among them."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise BadChat(messages, "a list of messages, [{role, content}, ...]")
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(type(message.get(k)) is str for k in ("role", "content")):
+            raise BadChat(message, "messages with a role and a content, both text")
+        if _OPEN in message["content"] or _CLOSE in message["content"]:
+            raise BadChat(message["content"], "no noncharacters U+FDD0, U+FDD1")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadChat([message["role"] for message in messages], "a turn of the assistant")
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:

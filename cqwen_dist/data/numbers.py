@@ -1,4 +1,4 @@
-"""Numerals in text: which ones are numbers, what they are worth, and how a number is written back.
+"""Numerals in text: which ones are numbers, and what they are worth (`data.write_numbers` writes them back).
 
 The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the rest open.
 The policy, by default (`NumberPolicy` switches the parts marked [..]):
@@ -36,11 +36,7 @@ Text
 
 from __future__ import annotations
 
-import math
 import re
-from bisect import bisect_left
-from collections.abc import Sequence
-from decimal import Decimal
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -163,55 +159,79 @@ def _reader(policy: NumberPolicy, spaced: bool) -> re.Pattern[str]:
 
 def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[NumberSpan]:
     """The numbers of a text from left to right, as this module's policy says (seed S0 1.1)."""
-    return _scan(text, policy, None)
+    return _Scan(text, policy).run().spans
 
 
 def find_left(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[tuple[int, int, str]]:
     """What has digits and stays text: (start, end, why): date (or time), phone, identifier (also UUIDs), zeros."""
-    left: list[tuple[int, int, str]] = []
-    _scan(text, policy, left)
-    return left
+    return _Scan(text, policy).run().left
 
 
-def _scan(text: str, policy: NumberPolicy, left: list[tuple[int, int, str]] | None) -> list[NumberSpan]:
-    plain = text if text.isascii() else text.translate(_TO_ASCII)
-    readers = _reader(policy, False), _reader(policy, True)
-    blocked = [] if policy.identifiers else [m.span() for m in _UUID.finditer(plain)][::-1]
-    spans: list[NumberSpan] = []
-    position = row_end = last_zero = 0
-    while (digit := _NEXT.search(plain, position)) is not None:
-        start, position = digit.span()
-        if digit.lastindex:
-            spans.append(NumberSpan(start, position, float(digit[0])))
-            continue
-        if plain[start - 1 : start] == "." and _opens_decimal(text, plain, start - 1):
+class _Scan:
+    """One pass over a text: the numbers that it finds, and what it leaves as text."""
+
+    def __init__(self, text: str, policy: NumberPolicy) -> None:
+        self.text, self.policy = text, policy
+        self.plain = text if text.isascii() else text.translate(_TO_ASCII)
+        self.spans: list[NumberSpan] = []
+        self.left: list[tuple[int, int, str]] = []
+        self._uuids = [] if policy.identifiers else [m.span() for m in _UUID.finditer(self.plain)][::-1]  # next: last
+        self._reader, self._row_reader = _reader(policy, False), _reader(policy, True)
+        self._row_end = self._last_zero = 0  # of the newest row of groups: its end, and its last group with a 0 ahead
+
+    def run(self) -> _Scan:
+        """To the end of the text."""
+        plain, search, found = self.plain, _NEXT.search, self.spans.append
+        position = 0
+        while (digit := search(plain, position)) is not None:
+            start, position = digit.span()
+            if digit.lastindex:  # nothing around it matters: the quick way, for most numerals
+                found(NumberSpan(start, position, float(digit[0])))
+            else:
+                position = self._read(start)
+        return self
+
+    def _read(self, start: int) -> int:
+        """What begins at a digit, by the policy's pattern; returns its end."""
+        plain = self.plain
+        if plain[start - 1 : start] == "." and _opens_decimal(self.text, plain, start - 1):
             start -= 1
-        while blocked and blocked[-1][1] <= start:
-            blocked.pop()
-        if blocked and blocked[-1][0] <= start:
-            position = blocked[-1][1]
-            if left is not None:
-                left.append((*blocked[-1], "identifier"))
-            continue
-        if start >= row_end and (row := _ROW.match(plain, start)) is not None:
-            row_end, last_zero = row.end(), plain.rfind(" 0", start, row.end())
-        match = readers[start < last_zero].match(plain, start)
+        if self._uuids and (end := self._uuid_end(start)):
+            return end
+        if start >= self._row_end and (row := _ROW.match(plain, start)) is not None:
+            self._row_end, self._last_zero = row.end(), plain.rfind(" 0", start, row.end())
+        match = (self._row_reader if start < self._last_zero else self._reader).match(plain, start)
         assert match is not None, "every digit begins a number or a text"
-        position = match.end()
+        end = match.end()
         if match.lastgroup == "number":
-            if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1):
-                start -= 1
-            literal = plain[start:position]
-            value = float(literal if literal.isdecimal() else _SEPARATORS.sub("", literal))
-            if policy.accounting and "," in literal and _in_brackets(plain, start, position):
-                start, position, value = start - 1, position + 1, -value
-            spans.append(NumberSpan(start, position, value))
-        elif left is not None:
-            left.append((start, position, str(match.lastgroup)))
-        while last_zero < position < row_end - 4 and plain[position] == " ":  # inside a row nothing makes it else
-            start, position = position + 1, position + 4
-            spans.append(NumberSpan(start, position, float(plain[start:position])))
-    return spans
+            end = self._number(start, end)
+        else:
+            self.left.append((start, end, str(match.lastgroup)))
+        while self._last_zero < end < self._row_end - 4 and plain[end] == " ":  # a group that is a number by itself
+            self.spans.append(NumberSpan(end + 1, end + 4, float(plain[end + 1 : end + 4])))
+            end += 4
+        return end
+
+    def _uuid_end(self, start: int) -> int:
+        """The end of the UUID that covers a position; 0: none does."""
+        while self._uuids and self._uuids[-1][1] <= start:
+            self._uuids.pop()
+        if not self._uuids or self._uuids[-1][0] > start:
+            return 0
+        self.left.append((*self._uuids[-1], "identifier"))
+        return self._uuids[-1][1]
+
+    def _number(self, start: int, end: int) -> int:
+        """A number with its sign or brackets; returns its end."""
+        plain, policy = self.plain, self.policy
+        if policy.signs and start and plain[start - 1] == "-" and _is_sign(plain, start - 1):
+            start -= 1
+        literal = plain[start:end]
+        value = float(literal if literal.isdecimal() else _SEPARATORS.sub("", literal))
+        if policy.accounting and "," in literal and _in_brackets(plain, start, end):
+            start, end, value = start - 1, end + 1, -value
+        self.spans.append(NumberSpan(start, end, value))
+        return end
 
 
 def _in_brackets(plain: str, start: int, end: int) -> bool:
@@ -239,104 +259,3 @@ def _is_sign(plain: str, minus: int) -> bool:
         left -= 1
     left_of = plain[left - 1 : left]
     return not (left_of.isdecimal() or left_of in ("%", "％", ")", "]", "}", "）"))
-
-
-def _forms(value: float, policy: NumberPolicy) -> list[str]:
-    """Ways to write a finite value, the plainest first; all read back as exactly this float64."""
-    digits = repr(value)
-    exact = Decimal(digits)
-    mantissa, exponent = f"{exact:e}".split("e")
-    if "." in mantissa:
-        mantissa = mantissa.rstrip("0").rstrip(".")
-    scientific = f"{mantissa}e{int(exponent)}"
-    forms = [digits.removesuffix(".0")]
-    if "e" in digits:
-        forms = [scientific] if policy.scientific else [f"{exact:f}"]
-    if forms[0].lstrip("-").isdecimal():
-        forms.append(f"{forms[0]}.0")
-    if policy.scientific:
-        forms.append(scientific)
-        whole, places = mantissa.replace(".", ""), len(mantissa.partition(".")[2])
-        forms.append(f"{whole}e{int(exponent) - places}")  # a row of digits, as a phone number in front may need
-    if policy.accounting and policy.thousands and value < 0:  # where a minus would be none
-        forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
-    return forms
-
-
-def format_value(value: float, policy: NumberPolicy = DEFAULT_POLICY) -> str:
-    """The shortest usual spelling that `find_numbers` reads back as this one float64: 48, 0.5, -3, 1e300.
-
-    A value that the policy would not read in plain digits (13812345678 looks like a phone number) gets ".0" or an
-    exponent. NaN and the infinities become "nan", "inf" and "-inf", which are no numbers to `find_numbers`.
-    """
-    if not math.isfinite(value):
-        return str(value)
-    forms = _forms(value, policy)
-    for form in forms:
-        if find_numbers(form, policy) == [(0, len(form), value)]:
-            return form
-    return forms[0]
-
-
-def _number_behind(
-    starts: list[int], pieces: Sequence[str | float], widths: list[int], given_up: set[int]
-) -> int | None:
-    """The first number behind a text that is read as one: in another form it may leave that a text.
-
-    starts: of all numbers that are read, ascending; widths: of the pieces as they are written.
-    """
-    end, extra = 0, False
-    for i, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
-        start, end = end, end + width
-        if isinstance(piece, str):
-            extra = extra or bisect_left(starts, start) < bisect_left(starts, end)
-        elif extra and math.isfinite(piece) and i not in given_up:
-            return i
-        else:
-            extra = False
-    return None
-
-
-def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
-    """Texts and numbers joined to one text from which `find_numbers` reads the same numbers at the same places.
-
-    Numbers are written plainly, save where that would be misread: 100 in front of ",456" becomes 100.0, and two
-    numbers in a row get a space between. Pieces that no reading gives (text that is itself a numeral, beside a
-    number) are written plainly.
-    """
-    forms = [
-        [piece] if isinstance(piece, str) else _forms(piece, policy) if math.isfinite(piece) else [str(piece)]
-        for piece in pieces
-    ]
-    for i in range(1, len(pieces)):
-        if not isinstance(pieces[i], str) and not isinstance(pieces[i - 1], str):
-            forms[i] = [f" {form}" for form in forms[i]]
-    chosen = [0] * len(pieces)
-    given_up: set[int] = set()
-    read: dict[int, int] = {}  # the form in which a number was read, where the text in front was, too
-    while True:
-        text = "".join(form[k] for form, k in zip(forms, chosen, strict=True))
-        spans = find_numbers(text, policy)
-        ends = {span.start: span.end for span in spans}
-        position, misread = 0, None
-        for i, (piece, form, k) in enumerate(zip(pieces, forms, chosen, strict=True)):
-            start, position = position + form[k].startswith(" "), position + len(form[k])
-            if (
-                not isinstance(piece, str)
-                and math.isfinite(piece)
-                and i not in given_up
-                and ends.get(start) != position
-            ):
-                misread = i
-                break
-        if misread is None:
-            widths = [len(form[k]) for form, k in zip(forms, chosen, strict=True)]
-            starts = [span.start for span in spans if math.isfinite(span.value)]
-            misread = _number_behind(starts, pieces, widths, given_up)
-            if misread is None:
-                return text
-            read.setdefault(misread, chosen[misread])
-        chosen[misread] += 1
-        if chosen[misread] == len(forms[misread]):
-            chosen[misread] = read.get(misread, 0)
-            given_up.add(misread)

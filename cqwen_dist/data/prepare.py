@@ -20,7 +20,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,18 @@ import pyarrow as pa
 from filelock import FileLock
 
 from cqwen_dist.config import DataConfig, UserError, refuse_missing
-from cqwen_dist.data.blocks import blocks
+from cqwen_dist.data.blocks import Block, blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import Seen, as_list, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.data.workers import Work, worked
+from cqwen_dist.data.workers import BlockWork, worked
 
 FORMAT = 2  # another one where the code reads numbers or writes rows in another way
 MANIFEST = "manifest.json"
+_DIGESTS = "digests.sqlite"  # while texts that are there already are looked for
 # Keys of `data` that change no token.
 _OF_SAMPLES = frozenset(
     ("train", "eval", "watch", "sequence_length", "pack", "group_by_length", "cache_dir", "workers", "prefetch")
@@ -76,7 +77,7 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
             beside = root / f".{folder.name}.{os.getpid()}.partial"
             beside.mkdir()
             try:
-                _build(beside, key, config, tokenizer, progress)
+                _Build(beside, config, tokenizer, progress).run(key)
                 beside.rename(folder)
             finally:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -117,67 +118,75 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ building
 
 
-def _build(
-    folder: Path,
-    key: dict[str, Any],
-    config: DataConfig,
-    tokenizer: NumericalAwareTokenizer,
-    progress: Progress | None,
-) -> None:
-    began = time.monotonic()
-    reading, chat = ReadReport(), Chat(tokenizer.tokenizer)
-    reports = {"train": DataReport()}
-    found: dict[str, Any] = {"content": {}, "overflows": {}}
-    parts = {"train": train_blocks(config, reading, chat)}
-    if config.eval is not None:
-        reports["eval"] = DataReport()
-        parts["eval"] = chain.from_iterable(blocks(source, config, "data.eval") for source in as_list(config.eval))
-    done = [0, 0]
-    for name, part in parts.items():
-        tokeniser, content = Tokeniser(tokenizer, config), ContentDigest()
-        work = Work(config, chat, tokeniser.encoder, tokeniser.recipe)
-        seen = _SeenOnDisk(folder / "digests.sqlite") if config.deduplicate and name == "train" else None
-        with pa.OSFile(str(folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-            for chunk, read in worked(part, work, config.workers or _cores()):
-                reading.add(read)
+class _Build:
+    """A folder being made: every part read, tokenised and written, texts held out, all counted in a manifest."""
+
+    def __init__(
+        self, folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None
+    ) -> None:
+        self.folder, self.config, self.tokenizer, self.progress = folder, config, tokenizer, progress
+        self.began, self.texts, self.tokens = time.monotonic(), 0, 0
+        self.reading, self.chat = ReadReport(), Chat(tokenizer.tokenizer)
+        self.reports: dict[str, DataReport] = {}
+        self.content: dict[str, str] = {}  # digests
+
+    def run(self, key: dict[str, Any]) -> None:
+        """To the manifest, which is written last. key: as `data_key`."""
+        config = self.config
+        overflows = {"train": self._write("train", train_blocks(config, self.reading, self.chat))}
+        if config.eval is not None:
+            found = (blocks(source, config, "data.eval") for source in as_list(config.eval))
+            overflows["eval"] = self._write("eval", chain.from_iterable(found))
+        (self.folder / _DIGESTS).unlink(missing_ok=True)
+        stores = {name: TokenStore.open(self._path(name), self.tokenizer.num_token_id) for name in overflows}
+        texts_of: dict[str, np.ndarray | None] = {"train": None, "eval": None}
+        if config.eval is None and config.eval_fraction:
+            train = stores["eval"] = stores["train"]
+            out = held_out(train.first_of_digests(), train.text_digest, config.eval_fraction)
+            np.save(self.folder / "held_out.npy", np.flatnonzero(out))
+            texts_of = {"train": np.flatnonzero(~out), "eval": np.flatnonzero(out)}
+            overflows["eval"], self.reports["eval"] = overflows["train"], DataReport()
+        for name, report in self.reports.items():
+            count(report, stores[name], texts_of[name], overflows[name])
+        manifest = {
+            "format": FORMAT,
+            "key": key,
+            "sources": {"train": config.train, "eval": config.eval},
+            "content": self.content,
+            "reading": dataclasses.asdict(self.reading),
+            "reports": {name: dataclasses.asdict(report) for name, report in self.reports.items()},
+            "seconds": round(time.monotonic() - self.began, 2),
+            "files": {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())},
+        }
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+        for path in self.folder.iterdir():
+            _sync(path)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.arrow"
+
+    def _write(self, name: str, part: Iterator[Block]) -> list[tuple[int, str]]:
+        """A part, tokenised, to its file; returns what overflows. Raises: UserError where no text is usable."""
+        config, report = self.config, self.reports.setdefault(name, DataReport())
+        tokeniser, content = Tokeniser(self.tokenizer, config), ContentDigest()
+        work = BlockWork(config, self.chat, tokeniser.encoder, tokeniser.recipe)
+        seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
+        with pa.OSFile(str(self._path(name)), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+            for chunk, read in worked(part, work, config.workers or len(os.sched_getaffinity(0))):
+                self.reading.add(read)
                 new = None if seen is None else seen.new_ones(chunk.batch)
-                reading.duplicates += 0 if new is None else int((~new).sum())
-                batch = tokeniser.take(chunk, reports[name], new)
+                self.reading.duplicates += 0 if new is None else int((~new).sum())
+                batch = tokeniser.take(chunk, report, new)
                 if batch.num_rows:
                     writer.write_batch(batch)
                     content.update(batch)
-                done = [done[0] + batch.num_rows, done[1] + len(batch.column("ids").values)]
-                if progress is not None:
-                    progress(*done)
+                self.texts, self.tokens = self.texts + batch.num_rows, self.tokens + len(batch.column("ids").values)
+                if self.progress is not None:
+                    self.progress(self.texts, self.tokens)
         if not tokeniser.rows:
             raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
-        found["content"][name], found["overflows"][name] = content.hexdigest(), tokeniser.overflows
-    (folder / "digests.sqlite").unlink(missing_ok=True)
-    train = TokenStore.open(folder / "train.arrow", tokenizer.num_token_id)
-    texts_of: dict[str, np.ndarray | None] = {"train": None, "eval": None}
-    if config.eval is None and config.eval_fraction:
-        out = held_out(train.first_of_digests(), train.text_digest, config.eval_fraction)
-        np.save(folder / "held_out.npy", np.flatnonzero(out))
-        texts_of = {"train": np.flatnonzero(~out), "eval": np.flatnonzero(out)}
-        reports["eval"] = DataReport()
-        found["overflows"]["eval"] = found["overflows"]["train"]
-    for name, report in reports.items():
-        own = (folder / f"{name}.arrow").is_file()
-        store = TokenStore.open(folder / f"{name}.arrow", tokenizer.num_token_id) if own else train
-        count(report, store, texts_of[name], [tuple(pair) for pair in found["overflows"][name]])
-    manifest = {
-        "format": FORMAT,
-        "key": key,
-        "sources": {"train": config.train, "eval": config.eval},
-        "content": found["content"],
-        "reading": dataclasses.asdict(reading),
-        "reports": {name: dataclasses.asdict(report) for name, report in reports.items()},
-        "seconds": round(time.monotonic() - began, 2),
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
-    for path in folder.iterdir():
-        _sync(path)
+        self.content[name] = content.hexdigest()
+        return tokeniser.overflows
 
 
 class _SeenOnDisk(Seen):
@@ -252,10 +261,6 @@ def _file_digest(path: Path, root: Path) -> str:
         beside.write_text(found.hexdigest(), encoding="ascii")
         beside.replace(memo)
     return found.hexdigest()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _sync(path: Path) -> None:

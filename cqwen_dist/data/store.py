@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,49 +52,76 @@ class Chunk(NamedTuple):
     too_long: np.ndarray  # [n] bool
 
 
+class _Row(NamedTuple):
+    """A text that was read: its segments, whether each is learnt, what was read in each; tokens that are not learnt."""
+
+    text: Text
+    segments: list[tuple[str, bool]]
+    readings: list[Reading]
+    unlearnt: list[int]  # start, end, start, end, ...
+
+    def ids(self) -> bytes:
+        """As int32, without the end token."""
+        return b"".join([reading.ids for reading in self.readings])
+
+    def overflows(self) -> list[str]:
+        """Literals too large for float64."""
+        return [literal for reading in self.readings for literal in reading.overflows]
+
+
 def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) -> Chunk:
     """Tokenise some texts, an end token behind each; a number that opens a text is no target (nothing predicts it)."""
-    segments = [_segments(text) for text in texts]
-    read = encoder.read([segment for own in segments for segment, _ in own])
-    readings = iter(read)
-    rows: list[list[Reading]] = [[next(readings) for _ in own] for own in segments]
-    ids = [b"".join(reading.ids for reading in row) for row in rows]
+    rows = _read(texts, encoder)
+    ids = [row.ids() for row in rows]
     sizes = np.array([len(own) // 4 + 1 for own in ids], np.int64)
-    offsets = np.concatenate([[0], sizes.cumsum()])
-    end = np.int32(recipe.end).tobytes()
-    flat = np.frombuffer(b"".join(part for own in ids for part in (own, end)), np.int32)
-    numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row), np.float64)
+    offsets = _offsets(sizes)
+    flat = np.frombuffer(np.int32(recipe.end).tobytes().join([*ids, b""]), np.int32)
+    numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
+    numbers_at, targets = _targets(rows, flat, offsets, encoder, recipe)
+    overflows = [row.overflows() for row in rows]
+    columns = [
+        _lists(flat, offsets),
+        _lists(numbers, numbers_at),
+        _lists(targets, numbers_at),
+        _lists(
+            np.fromiter(chain.from_iterable(row.unlearnt for row in rows), np.int32),
+            _offsets([len(row.unlearnt) for row in rows]),
+        ),
+        pa.array(map(len, overflows), pa.int32()),
+        pa.array([sum(reading.left for reading in row.readings) for row in rows], pa.int32()),
+        pa.array(map(text_digest, texts), pa.binary(32)),
+    ]
+    found = [(i, texts[i].where, literal) for i, own in enumerate(overflows) for literal in own]
+    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return Chunk(batch, found, sizes < recipe.min_tokens, sizes > recipe.max_tokens)
+
+
+def _targets(
+    rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, encoder: NumberEncoder, recipe: Recipe
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row's numbers begin among all [n+1], and which of them are targets [M] int8."""
     places = np.flatnonzero(flat == encoder.num_token_id)
     owner = np.searchsorted(offsets, places, "right") - 1
+    numbers_at = _offsets(np.bincount(owner, minlength=len(rows)))
     targets = (places > offsets[owner]).astype(np.int8)
     if recipe.numeric_targets == "last":
         targets[:-1] *= owner[1:] != owner[:-1]
-    begin = np.concatenate([[0], np.bincount(owner, minlength=len(texts)).cumsum()])
-    unlearnt = [_unlearnt(text, own, row) for text, own, row in zip(texts, segments, rows, strict=True)]
-    for i, text in enumerate(texts):
-        mine = slice(begin[i], begin[i + 1])
-        if text.target is not None:
-            targets[mine] *= _inside(segments[i], text.target, encoder)
-        for first, last in zip(unlearnt[i][::2], unlearnt[i][1::2], strict=True):
-            within = places[mine] - offsets[i]
-            targets[mine] *= (within < first) | (within >= last)
-    batch = pa.RecordBatch.from_arrays(
-        [
-            _lists(flat, offsets),
-            _lists(numbers, begin),
-            _lists(targets, begin),
-            _lists(
-                np.fromiter(chain.from_iterable(unlearnt), np.int32),
-                np.concatenate([[0], np.cumsum([len(own) for own in unlearnt])]),
-            ),
-            pa.array([sum(len(r.overflows) for r in row) for row in rows], pa.int32()),
-            pa.array([sum(r.left for r in row) for row in rows], pa.int32()),
-            pa.array([text_digest(text) for text in texts], pa.binary(32)),
-        ],
-        schema=SCHEMA,
-    )
-    overflows = [(i, texts[i].where, literal) for i, row in enumerate(rows) for r in row for literal in r.overflows]
-    return Chunk(batch, overflows, sizes < recipe.min_tokens, sizes > recipe.max_tokens)
+    for i, row in enumerate(rows):
+        if row.text.target is not None or row.unlearnt:
+            mine = slice(numbers_at[i], numbers_at[i + 1])
+            targets[mine] *= _allowed(row, places[mine] - offsets[i], encoder)
+    return numbers_at, targets
+
+
+def _read(texts: Sequence[Text], encoder: NumberEncoder) -> list[_Row]:
+    """Every segment of every text, read all at once."""
+    segments = [_segments(text) for text in texts]
+    readings = iter(encoder.read([segment for own in segments for segment, _ in own]))
+    rows = []
+    for text, own in zip(texts, segments, strict=True):
+        found = list(islice(readings, len(own)))
+        rows.append(_Row(text, own, found, _unlearnt(text, own, found)))
+    return rows
 
 
 def _segments(text: Text) -> list[tuple[str, bool]]:
@@ -133,6 +160,20 @@ def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: 
     return np.array(found, bool)
 
 
+def _allowed(row: _Row, places: np.ndarray, encoder: NumberEncoder) -> np.ndarray:
+    """Which numbers of a text may be targets [M] bool: inside `text.target`, and learnt. places [M]: among its ids."""
+    target = row.text.target
+    found = np.ones(len(places), bool) if target is None else _inside(row.segments, target, encoder)
+    for first, last in zip(row.unlearnt[::2], row.unlearnt[1::2], strict=True):
+        found &= (places < first) | (places >= last)
+    return found
+
+
+def _offsets(counts: np.ndarray | Sequence[int]) -> np.ndarray:
+    """Offsets of lists with so many members [n+1]."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
 def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
 
@@ -156,7 +197,7 @@ class TokenStore:
         self._batches = [batch for batch in batches if batch.num_rows]
         self.num_token_id = num_token_id
         self._views: list[_View | None] = [None] * len(self._batches)
-        self._first = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
+        self._first = _offsets([batch.num_rows for batch in self._batches])
         sizes = [np.diff(self._view(b).ids_at) for b in range(len(self._batches))]
         self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32, tokens of each text
 
@@ -210,7 +251,7 @@ class TokenStore:
         numbers, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for b in range(len(self._batches)):
             view = self._view(b)
-            ends = np.concatenate([[0], view.targets.astype(np.int64).cumsum()])
+            ends = _offsets(view.targets.astype(np.int64))
             numbers.append(np.diff(view.numbers_at).astype(np.int64))
             targets.append(np.diff(ends[view.numbers_at]))
         return np.concatenate(numbers), np.concatenate(targets)

@@ -23,7 +23,8 @@ from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.config.bases import numeral_ids, rows_with_number
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder
-from cqwen_dist.data.numbers import find_numbers, write_numbers
+from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.write_numbers import write_numbers
 
 POLICY_FILE = "number_policy.json"
 OWN_CLASS = "CausalQwenTokenizer"  # what `data.auto_tokenizer` writes into tokenizer_config.json
@@ -192,7 +193,7 @@ class NumericalAwareTokenizer:
         """The text of ids and values; reading it again gives the same ids and values if they came from a text.
 
         Args: ids [T], values [T] (looked at where the id is <NUM>). A number is written in its shortest usual form
-        that reads back as the same float64 (`numbers.format_value`), so 1,234.50 comes back as 1234.5.
+        that reads back as the same float64 (`write_numbers`), so 1,234.50 comes back as 1234.5.
         Raises: ValueError when the lengths differ.
         """
         if len(ids) != len(values):

@@ -25,7 +25,7 @@ _WORTH = 8  # blocks from which on it is worth to start workers (a second or two
 Done = tuple[Chunk, ReadReport]
 
 
-class Work:
+class BlockWork:
     """What becomes of a block: its texts, tokenised, and how reading went."""
 
     def __init__(self, config: DataConfig, chat: Chat, encoder: NumberEncoder, recipe: Recipe) -> None:
@@ -39,7 +39,7 @@ class Work:
         return encode_chunk(texts, *self.given[2:]), report
 
 
-def worked(blocks: Iterator[Block], work: Work, workers: int) -> Iterator[Done]:
+def worked(blocks: Iterator[Block], work: BlockWork, workers: int) -> Iterator[Done]:
     """What became of each block, in order; with several workers so many are ahead that each has two.
 
     Raises: what reading and tokenising raise, at the block's turn; UserError for a worker that was killed.
@@ -71,7 +71,7 @@ _worker: dict[str, Any] = {}
 
 def _start(config: DataConfig, chat: Chat, encoder: NumberEncoder, recipe: Recipe) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["work"] = Work(config, chat, encoder, recipe)
+    _worker["work"] = BlockWork(config, chat, encoder, recipe)
 
 
 def _work(block: Block) -> Done:

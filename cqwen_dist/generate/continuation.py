@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.numbers import Digits, NumberRecord, check_digits
+from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, text_of
 
 
@@ -96,7 +96,6 @@ def continue_text(
     if on_text is not None and len(prompts) != 1:
         raise UserError("stream", f"{len(prompts)} prompts", "one")
     batch = padded(tokenizer, prompts, input_device(model))
-    width = batch.ids.shape[1]
     if stop:
         options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
     if on_text is not None:
@@ -113,29 +112,35 @@ def continue_text(
         seed=seed,
         **options,
     )
-    result = []
-    for row, prompt in enumerate(prompts):
-        new, known = ids[row, width:].tolist(), numbers.p_word[row, width:].isfinite().tolist()
-        length = sum(known)  # behind it is padding
-        reason = "length"
-        if length and new[length - 1] == tokenizer.eos_token_id:
-            length, reason = length - 1, "eos"
-        end = width + length
-        text = text_of(tokenizer, ids, numbers, row, width, end, digits)
-        found = [text.find(s) + len(s) for s in stop if s in text]
-        if found:
-            text, reason = text[: min(found)], "stop"
-        tokens = [
-            TokenRecord(
-                int(ids[row, t]),
-                float(numbers.p_word[row, t]),
-                float(numbers.p_num[row, t]),
-                numbers.record(row, t, digits),
-            )
-            for t in range(width, end)
-        ]
-        result.append(Written(prompt, text, tokens, reason))
-    return result
+    return [
+        _written(tokenizer, prompt, ids, numbers, row, batch.ids.shape[1], stop, digits)
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def _written(
+    tokenizer: Tokenizer,
+    prompt: str,
+    ids: Tensor,
+    numbers: GeneratedNumbers,
+    row: int,
+    width: int,
+    stop: Sequence[str],
+    digits: Digits,
+) -> Written:
+    """What a row holds behind the prompt's `width` positions."""
+    new, known = ids[row, width:].tolist(), numbers.p_word[row, width:].isfinite().tolist()
+    length, reason = sum(known), "length"  # behind `length` is padding
+    if length and new[length - 1] == tokenizer.eos_token_id:
+        length, reason = length - 1, "eos"
+    end = width + length
+    text = text_of(tokenizer, ids, numbers, row, width, end, digits)
+    found = [text.find(s) + len(s) for s in stop if s in text]
+    if found:
+        text, reason = text[: min(found)], "stop"
+    p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
+    tokens = [TokenRecord(new[t - width], p[t], p_num[t], numbers.record(row, t, digits)) for t in range(width, end)]
+    return Written(prompt, text, tokens, reason)
 
 
 @dataclass(frozen=True)

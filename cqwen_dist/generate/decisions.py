@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.continuation import Padded, input_device, padded
-from cqwen_dist.generate.generator import at_hand, check_prompt
+from cqwen_dist.generate.generation_settings import check_prompt
+from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer
 from cqwen_dist.ops.cauchy import Cauchy

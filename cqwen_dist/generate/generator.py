@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, Protocol
+from functools import reduce
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import Action, Draws, Options, find_mode, warpers
+from cqwen_dist.generate.generation_settings import Settings, check_prompt
+from cqwen_dist.generate.modes import Action, Draws, Options, warpers
 from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
@@ -58,132 +59,151 @@ def generate(
     numeric_values: Tensor | None = None,
     *,
     attention_mask: Tensor | None = None,
-    mode: str = "standard",
-    max_new_tokens: int = 64,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    do_sample: bool | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None,
-    decode_rule: Literal["ovr", "loc"] | None = None,
-    eps_truncation: float = 0.0,
-    generator: torch.Generator | None = None,
-    seed: int | None = None,
-    use_cache: bool = True,
-    used_rows: int | None = None,
     watch: Sequence[Watch] = (),
+    **settings: Any,
 ) -> tuple[Tensor, GeneratedNumbers]:
     """Continue prompts.
 
     input_ids [B,T] int64; numeric_values [B,T], raw unit, 0 at text (default: all text); attention_mask [B,T], 0 at
         the padding, which is on the left.
-    mode: a name of `generate.modes.MODES`.
-    max_new_tokens: at most so many; the end of the model's context also ends it.
-    eos_token_id: one or several ids that end a row (default: the base's own; [] for none); a row that has ended is
-        filled with pad_token_id (default: the base's own, else the first eos, else 0).
-    temperature: in `compatible` divides the logits (0: greedy); in the modes that draw an individual or the noise
-        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all).
-    do_sample, top_k (0: all), top_p, logits_processor ((ids, logits [B,V]) -> logits): of `compatible`. do_sample
-        defaults to True where one of temperature, top_k, top_p, seed and generator is given, and else to False, as
-        Hugging Face's.
-    decode_rule: how the other modes rank words, by P ("ovr") or by loc_S ("loc"); default: the mode's own.
-    eps_truncation: uniforms that are drawn stay so far from 0 and 1, which cuts a Cauchy's far tails off (0: not).
-    generator, seed: of every draw (one of the two; default torch's global state). Each row draws for itself.
-    used_rows: words from here on are never written, but for `compatible` (default: the config's; behind <NUM>, the
-        first row that the tokenizer does not use, are spare ones).
-    watch: called after every step with all that stands there; may end rows.
+    watch: called after every step with all that is written; may end rows.
+    settings: the fields of `generate.generation_settings.Settings`, such as mode, max_new_tokens, temperature, seed.
 
-    Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for an unknown mode,
-    an empty prompt, one longer than the context, ids out of the vocabulary, values that are not finite, padding that
-    is not on the left, and options out of range; ValueError for a head of which this process holds only a part.
+    Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for what `Settings`
+    refuses, an empty prompt, one longer than the context, ids out of the vocabulary, values that are not finite, and
+    padding that is not on the left; ValueError for a head of which this process holds only a part.
     """
-    chosen = find_mode(mode)
-    action: Action = model.action
+    chosen = Settings(**settings)
     check_prompt(model, input_ids, numeric_values, attention_mask)
-    _check_options(max_new_tokens, temperature, top_p, top_k, decode_rule, used_rows, eps_truncation)
-    base, num_token_id = model.config.base_config, int(model.config.num_token_id)
-    sampling = any(option is not None for option in (temperature, top_k, top_p, seed, generator))
-    heat = 1.0 if temperature is None else temperature
-    processors: list[Any] = [] if logits_processor is None else [logits_processor]
-    sampling = (sampling if do_sample is None else do_sample) and heat > 0.0
-    if mode == "compatible" and sampling:
-        processors += warpers(heat, top_k or 0, 1.0 if top_p is None else top_p)
-    if getattr(base, "added_rows", 0):  # compatible is the base's softmax, and these are not the base's
-        used = int(model.config.used_rows)
-        processors.insert(
-            0, lambda _, logits: logits.where(torch.arange(logits.shape[1], device=logits.device) < used, -math.inf)
-        )
-    device = input_ids.device
-    draws = Draws(_generator(generator, seed, device), temperature=heat, eps_truncation=eps_truncation)
-    ends = _as_list(base.eos_token_id if eos_token_id is None else eos_token_id)
-    if pad_token_id is None:
-        pad_token_id = next((t for t in (base.pad_token_id, *ends) if t is not None), 0)
-    eos = torch.tensor(ends, dtype=torch.int64, device=device)
-
-    b, prompt = input_ids.shape
-    total = min(prompt + max_new_tokens, max(prompt, base.max_position_embeddings))
-    ids = torch.full((b, total), pad_token_id, dtype=torch.int64, device=device)
-    ids[:, :prompt] = input_ids
-    values = torch.zeros((b, total), dtype=torch.float64, device=device)
-    if numeric_values is not None:
-        values[:, :prompt] = numeric_values.to(values)
-    mask = torch.ones((b, total), dtype=torch.bool, device=device)
-    if attention_mask is not None:
-        mask[:, :prompt] = attention_mask.bool()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    numbers = empty_numbers(values, model.target, Intervals.from_dict(model.config.calibration))
-    done = torch.zeros(b, dtype=torch.bool, device=device)
-    cache = DynamicCache(config=base) if use_cache else None
-
+    text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
     with at_hand(model.action):
-        options = Options(
-            used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
-            rank_by=decode_rule or chosen.rank_by,
-            do_sample=sampling,
-            processors=_in_turn(processors) if processors else None,
-            sizes=row_sizes(action.cls_weight) if total > prompt + 1 and chosen.ranks(decode_rule) else None,
-        )
-        home = action.cls_weight.device
-        start, end = 0, prompt  # [start, end): what the model reads next
-        while end < total and not bool(done.all()):
-            u = model.infer(
-                ids[:, start:end],
-                values[:, start:end],
-                mask[:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=cache,
-                keep=torch.arange(1, b + 1, device=device) * (end - start) - 1,  # the last position of each row
-            )
-            u_prime = chosen.law(action, u.to(home), draws)
-            seen = action.word_part(u_prime)
-            word = chosen.choose(action, seen, draws, options, ids[:, :end].to(home))
-            p_num, p_word = (p.to(device) for p in _probs(action, seen, num_token_id, word))
-            y, word = action.value(u_prime), word.to(device)
-            number = (word == num_token_id) & ~done
-            ids[:, end] = torch.where(done, pad_token_id, word)
-            y = Cauchy(y.loc.double().to(device), y.scale.double().to(device))
-            values[:, end] = model.target.inverse(y.loc).where(number, 0.0)
-            numbers.loc[:, end], numbers.scale[:, end] = y.loc.where(number, 0.0), y.scale.where(number, 0.0)
-            numbers.p_num[:, end] = p_num.where(~done, math.nan)
-            numbers.p_word[:, end] = p_word.where(~done, math.nan)
-            numbers.generated[:, end] = number
-            done = done | torch.isin(word, eos)
-            start, end = (end if use_cache else 0), end + 1
+        choice = _Choice(model, chosen, input_ids.device, many=text.total > text.end + 1)
+        while text.goes_on():
+            text.append(choice(text.read(), text.ids[:, : text.end]))
             for look in watch:
-                ended = look(ids[:, :end], numbers.until(end))
-                done = done if ended is None else done | ended.to(device)
-    return ids[:, :end], numbers.until(end)
+                text.end_rows(look(text.ids[:, : text.end], text.numbers.until(text.end)))
+    return text.ids[:, : text.end], text.numbers.until(text.end)
 
 
-def _in_turn(processors: Sequence[Callable[[Tensor, Tensor], Tensor]]) -> Callable[[Tensor, Tensor], Tensor]:
-    def process(ids: Tensor, logits: Tensor) -> Tensor:
-        for each in processors:
-            logits = each(ids, logits)
-        return logits
+class _Token(NamedTuple):
+    """What is written next in every row: the word [B], Y in the target's unit, P(<NUM>) and P of the word [B]."""
 
-    return process
+    word: Tensor
+    y: Cauchy
+    p_num: Tensor
+    p_word: Tensor
+
+
+class _Continuation:
+    """The prompts and what is written behind them, in buffers of the final length, and the model's cache."""
+
+    def __init__(
+        self,
+        model: Model,
+        settings: Settings,
+        input_ids: Tensor,
+        numeric_values: Tensor | None,
+        attention_mask: Tensor | None,
+    ) -> None:
+        base, device = model.config.base_config, input_ids.device
+        b, prompt = input_ids.shape
+        self.model = model
+        self.num_token_id, self.pad_token_id = int(model.config.num_token_id), settings.padding(base)
+        self.eos = torch.tensor(settings.ends(base), dtype=torch.int64, device=device)
+        self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
+        self.start, self.end = 0, prompt  # [start, end): what the model reads next
+        self.ids = torch.full((b, self.total), self.pad_token_id, dtype=torch.int64, device=device)
+        self.ids[:, :prompt] = input_ids
+        values = torch.zeros((b, self.total), dtype=torch.float64, device=device)
+        if numeric_values is not None:
+            values[:, :prompt] = numeric_values.to(values)
+        self.mask = torch.ones((b, self.total), dtype=torch.bool, device=device)
+        if attention_mask is not None:
+            self.mask[:, :prompt] = attention_mask.bool()
+        self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        self.numbers = empty_numbers(values, model.target, Intervals.from_dict(model.config.calibration))
+        self.done = torch.zeros(b, dtype=torch.bool, device=device)
+        self.cache = DynamicCache(config=base) if settings.use_cache else None
+
+    def goes_on(self) -> bool:
+        """Whether there is room, and a row that has not ended."""
+        return self.end < self.total and not bool(self.done.all())
+
+    def read(self) -> Cauchy:
+        """U [B,C] at each row's last position."""
+        new = slice(self.start, self.end)
+        b, width = len(self.ids), self.end - self.start
+        return self.model.infer(
+            self.ids[:, new],
+            self.numbers.values[:, new],
+            self.mask[:, : self.end],
+            position_ids=self.positions[:, new],
+            past_key_values=self.cache,
+            keep=torch.arange(1, b + 1, device=self.ids.device) * width - 1,  # the last position of each row
+        )
+
+    def append(self, token: _Token) -> None:
+        """One position more; a row that has ended gets padding."""
+        numbers, at, device = self.numbers, self.end, self.ids.device
+        word, y = token.word.to(device), Cauchy(token.y.loc.double().to(device), token.y.scale.double().to(device))
+        number = (word == self.num_token_id) & ~self.done
+        self.ids[:, at] = torch.where(self.done, self.pad_token_id, word)
+        numbers.values[:, at] = self.model.target.inverse(y.loc).where(number, 0.0)
+        numbers.loc[:, at], numbers.scale[:, at] = y.loc.where(number, 0.0), y.scale.where(number, 0.0)
+        numbers.p_num[:, at] = token.p_num.to(device).where(~self.done, math.nan)
+        numbers.p_word[:, at] = token.p_word.to(device).where(~self.done, math.nan)
+        numbers.generated[:, at] = number
+        self.done = self.done | torch.isin(word, self.eos)
+        self.start, self.end = (0 if self.cache is None else at), at + 1
+
+    def end_rows(self, ended: Tensor | None) -> None:
+        """Rows [B] bool that end here; None: none."""
+        if ended is not None:
+            self.done = self.done | ended.to(self.done.device)
+
+
+class _Choice:
+    """How a mode chooses words and numbers. many: more than one token is asked for, so preparing pays."""
+
+    def __init__(self, model: Model, settings: Settings, device: torch.device, many: bool) -> None:
+        self.action: Action = model.action
+        self.mode, self.num_token_id = settings.chosen, int(model.config.num_token_id)
+        temperature = 1.0 if settings.temperature is None else settings.temperature
+        self.draws = Draws(settings.generator_on(device), temperature, settings.eps_truncation)
+        used_rows = settings.used_rows
+        self.options = Options(
+            used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
+            rank_by=settings.decode_rule or self.mode.rank_by,
+            do_sample=settings.samples,
+            processors=_processors(settings, model.config),
+            sizes=row_sizes(self.action.cls_weight) if many and self.mode.ranks(settings.decode_rule) else None,
+        )
+
+    def __call__(self, u: Cauchy, ids: Tensor) -> _Token:
+        """The next token of rows whose text so far is ids [B,t], by U [B,C]."""
+        action, home = self.action, self.action.cls_weight.device
+        u_prime = self.mode.law(action, Cauchy(u.loc.to(home), u.scale.to(home)), self.draws)
+        seen = action.word_part(u_prime)
+        word = self.mode.choose(action, seen, self.draws, self.options, ids.to(home))
+        return _Token(word, action.value(u_prime), *_probs(action, seen, self.num_token_id, word))
+
+
+def _processors(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """What changes the logits of `compatible`: rows the base does not have, the caller's own, then the warpers."""
+    found: list[Callable[[Tensor, Tensor], Tensor]] = []
+    if getattr(config.base_config, "added_rows", 0):  # compatible is the base's softmax, and these are not the base's
+        used = int(config.used_rows)
+        found.append(
+            lambda _, logits: logits.where(torch.arange(logits.shape[1], device=logits.device) < used, -math.inf)
+        )
+    if settings.logits_processor is not None:
+        found.append(settings.logits_processor)
+    if settings.mode == "compatible" and settings.samples:
+        temperature, top_p = settings.temperature, settings.top_p
+        found += warpers(
+            1.0 if temperature is None else temperature, settings.top_k or 0, 1.0 if top_p is None else top_p
+        )
+    return (lambda ids, logits: reduce(lambda z, each: each(ids, z), found, logits)) if found else None
 
 
 def _probs(action: Action, u: Cauchy, num_token_id: int, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,76 +220,3 @@ def at_hand(module: nn.Module) -> Iterator[None]:
         for part in module.modules():
             stack.enter_context(align_module_device(part))
         yield
-
-
-def _generator(generator: torch.Generator | None, seed: int | None, device: torch.device) -> torch.Generator | None:
-    if seed is None:
-        return generator
-    if generator is not None:
-        raise UserError("seed", seed, "a seed or a generator, not both")
-    return torch.Generator(device).manual_seed(seed)
-
-
-def _as_list(ids: int | Sequence[int] | None) -> list[int]:
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
-
-
-def check_prompt(model: Model, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
-    """Raises as `generate` says."""
-    action: Action = model.action
-    v, context = action.vocab_size, model.config.base_config.max_position_embeddings
-    if action.cls_weight.shape[0] != v:
-        raise ValueError(f"the head holds {action.cls_weight.shape[0]} of {v} words here: gather it first")
-    if ids.ndim != 2 or ids.dtype != torch.int64:
-        raise UserError("prompt", f"{ids.dtype} of shape {tuple(ids.shape)}", "token ids [B,T], int64")
-    if ids.numel() == 0:
-        raise UserError("prompt", "no tokens", "at least one token in every row")
-    if ids.shape[1] > context:
-        raise UserError("prompt", f"{ids.shape[1]} tokens", f"at most {context}, the model's context")
-    if int(ids.min()) < 0 or int(ids.max()) >= v:
-        bad = int(ids[(ids < 0) | (ids >= v)][0])
-        raise UserError("prompt", f"token id {bad}", f"ids in [0, {v})")
-    for name, tensor in (("numeric_values", values), ("attention_mask", mask)):
-        if tensor is not None and tensor.shape != ids.shape:
-            raise UserError(name, f"shape {tuple(tensor.shape)}", f"the prompt's shape, {tuple(ids.shape)}")
-    if values is not None and not bool(values.isfinite().all()):
-        raise UserError("numeric_values", float(values[~values.isfinite()][0]), "finite numbers")
-    if mask is not None:
-        real = mask.bool()
-        if not bool(real.any(1).all()):
-            raise UserError("prompt", "no tokens", "at least one token in every row")
-        if bool((real[:, 1:] < real[:, :-1]).any()):
-            raise UserError("attention_mask", "padding after a token", "padding on the left only")
-
-
-def _check_options(
-    max_new_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    decode_rule: str | None,
-    used_rows: int | None,
-    eps_truncation: float,
-) -> None:
-    """Raises as `generate` says."""
-    if not 0.0 <= eps_truncation < 0.5:
-        raise UserError("eps_truncation", eps_truncation, "0 or more, below 0.5")
-    if max_new_tokens < 0:
-        raise UserError("max_new_tokens", max_new_tokens, "0 or more")
-    check_sampling(temperature, top_k, top_p)
-    if decode_rule not in (None, "ovr", "loc"):
-        raise UserError("decode_rule", decode_rule, "ovr, loc")
-    if used_rows is not None and used_rows < 1:
-        raise UserError("used_rows", used_rows, "1 or more")
-
-
-def check_sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> None:
-    """Raises `UserError` for values out of range; None is always fine."""
-    if temperature is not None and not 0.0 <= temperature < math.inf:
-        raise UserError("temperature", temperature, "a number >= 0 (0: greedy)")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise UserError("top_p", top_p, "above 0, at most 1")
-    if top_k is not None and top_k < 0:
-        raise UserError("top_k", top_k, "0 (all words) or more")

@@ -1,4 +1,4 @@
-"""Hugging Face's words for generating, in ours: GenerationConfig, processors, criteria, streamers, stop strings."""
+"""Hugging Face's generation options translated to ours: configs, processors, criteria, streamers, stop strings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.generator import Watch, check_sampling
+from cqwen_dist.generate.generation_settings import check_sampling
+from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, StopStrings, Tokenizer
 
@@ -58,7 +59,7 @@ class CausalQwenGeneration(ModelOutput):
 
 @dataclass(frozen=True)
 class Request:
-    """A call in our words: the mode, options of `generate.generator.generate`, rows a prompt, and the output's kind."""
+    """A call translated: the mode, options of `generate.generator.generate`, rows a prompt, and the output's kind."""
 
     mode: str
     options: dict[str, Any]
@@ -86,19 +87,12 @@ def translate(
     stand in a generation config as `mode`. Raises `UserError` for options that are unknown, or not of the mode.
     """
     own, asked = _set(model.generation_config), {**_set(generation_config), **given}
-    mode = mode or asked.pop("mode", None) or own.get("mode") or "standard"
+    mode = mode or asked.get("mode") or own.get("mode") or "standard"
     asked.pop("mode", None)
-    known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
-    for name, value in list(asked.items()):
-        if name in NEUTRAL and value == NEUTRAL[name]:
-            del asked[name]
-        elif name not in known:
-            raise UserError(name, value, f"options out of {', '.join(sorted(known))}")
+    asked = _without_neutral(asked)
     compatible = mode == "compatible"
     if not compatible:
-        odd = next((n for n in (*OF_LOGITS, "top_k", "top_p") if n in asked), None)
-        if odd or logits_processor:
-            raise UserError(odd or "logits_processor", asked.get(odd or ""), "nothing but in mode compatible")
+        _refuse_logits_options(asked, logits_processor)
     kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if compatible else (*PLAIN, *LENGTH)
     merged = {**{name: value for name, value in own.items() if name in kept}, **asked}
     options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if name in merged}
@@ -108,9 +102,27 @@ def translate(
         options.update(_processors(model, ids, mask, merged, logits_processor or ()))
     else:
         options.update({name: merged[name] for name in ("do_sample", "temperature") if name in merged})
-    copies = int(merged.get("num_return_sequences", 1))
     options["watch"] = _watch(ids, merged, stopping_criteria, streamer, tokenizer)
-    return Request(mode, options, copies, bool(merged.get("return_dict_in_generate")))
+    return Request(
+        mode, options, int(merged.get("num_return_sequences", 1)), bool(merged.get("return_dict_in_generate"))
+    )
+
+
+def _without_neutral(asked: dict[str, Any]) -> dict[str, Any]:
+    """The options that change something. Raises `UserError` for one that is unknown."""
+    asked = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+    known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
+    for name, value in asked.items():
+        if name not in known:
+            raise UserError(name, value, f"options out of {', '.join(sorted(known))}")
+    return asked
+
+
+def _refuse_logits_options(asked: dict[str, Any], logits_processor: Sequence[Any] | None) -> None:
+    """Only `compatible` has logits: other modes take no option that changes them."""
+    odd = next((name for name in (*OF_LOGITS, "top_k", "top_p") if name in asked), None)
+    if odd or logits_processor:
+        raise UserError(odd or "logits_processor", asked.get(odd or ""), "nothing but in mode compatible")
 
 
 def _set(config: GenerationConfig | None) -> dict[str, Any]:
@@ -131,10 +143,10 @@ def _processors(
     model: Any, ids: Tensor, mask: Tensor | None, merged: dict[str, Any], own: Sequence[Any]
 ) -> dict[str, Any]:
     """Hugging Face's own list of processors and warpers, in its order, and whether to sample."""
-    heat = merged.get("temperature")
-    check_sampling(heat, merged.get("top_k"), merged.get("top_p"))
+    temperature = merged.get("temperature")
+    check_sampling(temperature, merged.get("top_k"), merged.get("top_p"))
     implied = any(name in merged for name in ("temperature", "top_k", "top_p", "seed", "generator"))
-    sampling = bool(merged.get("do_sample", implied)) and heat != 0.0
+    sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
     settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "eos_token_id", "pad_token_id") if n in merged}
     settings["do_sample"] = sampling
     if "eos_token_id" not in settings:

@@ -41,7 +41,7 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 def prompts_of(template: str, columns: Sequence[str], rows: Sequence[dict[str, str]]) -> list[str]:
     """The template, such as "age {age}, bmi {bmi}: score", filled with each row's cells as they stand.
 
-    Raises `UserError` for a name that is no column, and a template that says the same for every row.
+    Raises `UserError` for a name that is no column, and a template that is the same for every row.
     """
     try:
         parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]

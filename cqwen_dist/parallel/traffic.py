@@ -13,7 +13,7 @@ from torch import Tensor
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_gather_object")
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """One collective: torch's name, its group's description (`world`: all ranks), ranks, bytes of the whole buffer."""
 
     operation: str
@@ -29,10 +29,10 @@ class Traffic:
         """now: a timestamp in the caller's own unit, such as a CUDA event."""
         self.now = now
         self.on = False
-        self._messages: list[Message] = []
+        self._messages: list[Transfer] = []
         self._times: list[tuple[Any, Any]] = []
 
-    def take(self) -> tuple[list[Message], list[tuple[Any, Any]]]:
+    def take(self) -> tuple[list[Transfer], list[tuple[Any, Any]]]:
         """(collectives since the last call, timestamps before and after each)."""
         found = self._messages, self._times
         self._messages, self._times = [], []
@@ -57,7 +57,7 @@ class Traffic:
             group = options.get("group")
             label = "world" if group is None or group == dist.group.WORLD else group.group_desc
             size = max((x.nbytes for x in (*args, *options.values()) if isinstance(x, Tensor)), default=0)
-            self._messages.append(Message(name, label, dist.get_world_size(group), size))
+            self._messages.append(Transfer(name, label, dist.get_world_size(group), size))
             before = self.now()
             result = original(*args, **options)
             self._times.append((before, self.now()))

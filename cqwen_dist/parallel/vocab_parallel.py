@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
-from cqwen_dist.ops.ovr.sampling import NegativeSampling
 from cqwen_dist.ops.ovr.topk import RankBy, prob_at, topk
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 
@@ -40,7 +39,7 @@ class VocabParallelOutput(NamedTuple):
 
     loss: Tensor
     per_token: Tensor  # [N_r] fp32, detached, over the whole vocabulary
-    prob_sum: Tensor  # [N_r] fp32, detached: sum of P over the whole vocabulary; NaN where negatives are sampled
+    prob_sum: Tensor  # [N_r] fp32, detached: sum of P over the whole vocabulary
     p_num: Tensor | None  # [N_r] P of <NUM>, differentiable; None without num_token_id
 
 
@@ -63,7 +62,6 @@ def vocab_parallel_ovr(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     used_rows: int | None = None,
-    sampling: NegativeSampling | None = None,
 ) -> VocabParallelOutput:
     """`linear_ovr` over the vocabulary of a group.
 
@@ -74,7 +72,7 @@ def vocab_parallel_ovr(
     process. Collective over it; autograd's backward too, on every rank or none.
     """
     head = WordHead(weight_shard, bias_shard, threshold_shard, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, sampling=sampling)
+    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index)
     u = Cauchy(loc_u, scale_u)
     return vocab_parallel_loss(u, head, labels, token_weights, options, group, num_token_id, token_counts)
 
@@ -99,10 +97,10 @@ def vocab_parallel_loss(
         head,
         gather_tokens(labels, counts, group),
         gather_tokens(token_weights, counts, group),
-        replace(options, want_prob_sum=options.sampling is None),
+        replace(options, want_prob_sum=True),
     )
-    prob_sum = torch.full_like(out.per_token, torch.nan) if out.prob_sum is None else out.prob_sum
-    columns = [out.per_token, prob_sum]
+    assert out.prob_sum is not None
+    columns = [out.per_token, out.prob_sum]
     if num_token_id is not None:
         columns.append(_prob_of(num_token_id, every, head))
     own = scatter_sum_tokens(torch.stack([c.float() for c in columns], dim=1), counts, group)

@@ -16,7 +16,7 @@ def masked(s: Sizes) -> bool:
 
 
 def layer_saved(s: Sizes) -> int:
-    """Kept of one layer between forward and backward, adapters awake or asleep."""
+    """Kept of one layer between forward and backward, with trainable or frozen adapters."""
     a, w, n = s.base, s.width, s.tokens
     h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
     trained = "lora" in s.awake

@@ -1,4 +1,4 @@
-"""What the heads say to each other in one optimizer step, in bytes: the one place where it is written out.
+"""Communication of one optimizer step in bytes: the one place where every message is written out.
 
 g ranks of a vocabulary group, r replicas of a rank's rows, R = g r ranks of the world; C columns of W_cls, v rows of
 it on a rank. Of each micro-batch the group's ranks keep n_1, ..., n_g tokens; on the wire all are padded to the
@@ -13,14 +13,15 @@ largest, n. Nothing but the replicas' sum of the rows' gradients depends on V:
     replica group      all-reduce       gradients of the rows
     vocabulary group   all-reduce       the rows' squared gradient norm (4 bytes)
 
-A group of one says nothing. What DeepSpeed says for the features, whatever V is, over the world (`feature_messages`):
+A group of one sends nothing. What DeepSpeed sends for the features, whatever V is, over the world
+(`feature_messages`):
 
     ZeRO 1, a step           all-reduce       gradients of all that trains; all-gather of the weights after it
     ZeRO 2                   the same, the all-reduce at every micro-batch
     ZeRO 3, a micro-batch    all-gather       weights where they are wanted; reduce-scatter of the gradients
     a step                   all-reduce       a norm a parameter group; under bf16 (1, 2) one byte: overflow
 
-Not in either: the trainer's few numbers a step (counts, figures, now and then the best words of some tokens).
+In neither: the trainer's few numbers a step (counts, metrics, now and then the best words of some tokens).
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class Message:
         return rounds * self.bytes * (self.ranks - 1) / self.ranks
 
 
+def bytes_sent(messages: Sequence[Message]) -> int:
+    """By one rank, for all of them."""
+    return round(sum(message.wire_bytes for message in messages))
+
+
 def head_messages(
     tokens: Sequence[Sequence[int]],
     *,
@@ -71,65 +77,70 @@ def head_messages(
     replicas = world // group
     found: list[Message] = []
 
-    def say(operation: Operation, name: Literal["world", "vocabulary", "replica"], ranks: int, size: int) -> None:
+    def send(operation: Operation, name: Literal["world", "vocabulary", "replica"], ranks: int, size: int) -> None:
         if ranks > 1:
             found.append(Message(operation, name, ranks, size))
 
     for counts in tokens:
         padded = group * max(counts)
         for width in (columns * gemm_bytes, columns * gemm_bytes, INT64, FP32):
-            say("all-gather", "vocabulary", group, padded * width)
-        say("reduce-scatter", "vocabulary", group, padded * 3 * FP32)
-        say("all-reduce", "vocabulary", group, FP32)
+            send("all-gather", "vocabulary", group, padded * width)
+        send("reduce-scatter", "vocabulary", group, padded * 3 * FP32)
+        send("all-reduce", "vocabulary", group, FP32)
         for _ in ("loc_u", "scale_u"):
-            say("reduce-scatter", "vocabulary", group, padded * columns * gemm_bytes)
+            send("reduce-scatter", "vocabulary", group, padded * columns * gemm_bytes)
         if full_gate_grad:
-            say("all-gather", "vocabulary", group, padded * 3 * FP32)
+            send("all-gather", "vocabulary", group, padded * 3 * FP32)
     if replicated:
-        say("all-reduce", "world", world, replicated * FP32)
+        send("all-reduce", "world", world, replicated * FP32)
     for size in row_tensors:
-        say("all-reduce", "replica", replicas, size * FP32)
-    say("all-reduce", "vocabulary", group, FP32)
+        send("all-reduce", "replica", replicas, size * FP32)
+    send("all-reduce", "vocabulary", group, FP32)
     return found
 
 
-def step_messages(s: Sizes) -> list[Message]:
-    """Everything that a rank says in one optimizer step of a stage, every position of every micro-batch kept."""
-    messages = head_messages(
-        [[s.tokens] * s.group] * s.accumulation,
+def stage_head_messages(s: Sizes, group: int) -> list[Message]:
+    """Of one step of a stage with vocabulary groups of `group` ranks, every position of every micro-batch kept."""
+    rows = -(-s.base.vocab // group)
+    return head_messages(
+        [[s.tokens] * group] * s.accumulation,
         world=s.world,
         columns=s.words,
         gemm_bytes=s.width,
-        row_tensors=s.row_tensors(s.awake),
+        row_tensors=[size // s.rows * rows for size in s.row_tensors(s.awake)],
         replicated=s.whole_head(s.awake),
         full_gate_grad=s.config.loss.gate_grad == "full",
     )
-    return messages + feature_messages(s)
+
+
+def step_messages(s: Sizes) -> list[Message]:
+    """Everything that a rank sends in one optimizer step of a stage."""
+    return stage_head_messages(s, s.group) + feature_messages(s)
 
 
 def feature_messages(s: Sizes) -> list[Message]:
-    """What DeepSpeed says in one optimizer step of a stage (nothing while no feature trains, under ZeRO 1 and 2)."""
+    """What DeepSpeed sends in one optimizer step of a stage (nothing while no feature trains, under ZeRO 1 and 2)."""
     if s.world == 1 or (not s.graph and s.zero < 3):
         return []
     found: list[Message] = []
 
-    def say(operation: Operation, size: int, times: int = 1) -> None:
+    def send(operation: Operation, size: int, times: int = 1) -> None:
         found.extend([Message(operation, "world", s.world, size)] * (times if size else 0))
 
     if s.zero == 3:
         gathered = _gathered(s) * s.width
-        say("all-gather", gathered, s.accumulation)
-        say("all-gather", _persistent(s) * s.width)
+        send("all-gather", gathered, s.accumulation)
+        send("all-gather", _persistent(s) * s.width)
         if s.graph:
-            say("reduce-scatter", _even(s.trained_features, s.world) * s.width, s.accumulation)
-            say("all-reduce", 2 * FP32, len(s.engine_parameters))
+            send("reduce-scatter", _even(s.trained_features, s.world) * s.width, s.accumulation)
+            send("all-reduce", 2 * FP32, len(s.engine_parameters))
         return found
-    say("all-reduce", s.trained_features * s.width, s.accumulation if s.zero == 2 else 1)
+    send("all-reduce", s.trained_features * s.width, s.accumulation if s.zero == 2 else 1)
     if s.width < FP32:
-        say("all-reduce", 1)
-    say("all-reduce", FP32, len(s.engine_parameters))
+        send("all-reduce", 1)
+    send("all-reduce", FP32, len(s.engine_parameters))
     for count in s.engine_parameters.values():
-        say("all-gather", _even(count, 2 * s.world) * s.width)
+        send("all-gather", _even(count, 2 * s.world) * s.width)
     return found
 
 
@@ -173,12 +184,3 @@ def _persistent(s: Sizes) -> int:
 
 def _even(count: int, parts: int) -> int:
     return -(-count // parts) * parts
-
-
-def transfer_share(vocab: int, group: int, *, flops: float, bytes_per_s: float, gemm_bytes: int = 2) -> float:
-    """Time of the token transfers over time of the loss's products, whatever N and C are.
-
-    A rank receives 2 N C (g-1) numbers and sends as many gradients back; its six products are 12 (g N) C (V/g) flops.
-    flops, bytes_per_s: what a rank sustains.
-    """
-    return (4 * (group - 1) * gemm_bytes / bytes_per_s) / (12 * vocab / flops)

@@ -14,7 +14,7 @@ from cqwen_dist.plan.architecture import read_architecture
 from cqwen_dist.plan.machine import machine
 from cqwen_dist.plan.make import Plan, plan
 from cqwen_dist.plan.scaling import Point, scaling
-from cqwen_dist.plan.search import Choice, search, with_layout
+from cqwen_dist.plan.search import FittingLayout, search, with_layout
 from cqwen_dist.plan.show import head_lines, render, render_scaling
 
 NOTHING_FITS = "no layout fits: more ranks, more memory, shorter texts, or bf16 where it is fp32"
@@ -26,7 +26,7 @@ class Planned:
     """A plan with what was asked for beside it."""
 
     plan: Plan
-    choices: list[Choice] | None
+    choices: list[FittingLayout] | None
     points: list[Point] | None
     written: Path | None
 

@@ -1,7 +1,7 @@
 """How long a step takes, by part: a roofline over stated (or measured) rates, and what the schedule comes to.
 
 Products take operations / (peak x efficiency). Everything between them is bound by memory: bytes / (bandwidth x
-memory efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` for each. What ranks say
+memory efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` for each. Communication
 is a ring over the slowest link it crosses. docs/planner.md derives the terms; `--calibrate` scales each part by what
 `cqwen bench step` measured.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cqwen_dist.plan.comm import Message, feature_messages, step_messages
+from cqwen_dist.plan.comm import Message, bytes_sent, feature_messages, step_messages
 from cqwen_dist.plan.flops import Flops, flops
 from cqwen_dist.plan.machine import Machine
 from cqwen_dist.plan.memory import FASTEST
@@ -91,16 +91,16 @@ def stage_cost(s: Sizes, m: Machine, ranks_per_node: int, sequences: int | None 
     each = flops(s)
     micro = micro_batch_times(s, m)
     messages = step_messages(s)
-    said = sum(message_time(message, s, m, ranks_per_node) for message in messages)
+    communication = sum(message_time(message, s, m, ranks_per_node) for message in messages)
     if s.zero == 3:  # gathered while layers compute: only what is longer than they are is waited for
         gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
         behind = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
-        said -= min(behind, s.accumulation * (micro["backbone_forward"] + micro["backbone_backward"]))
+        communication -= min(behind, s.accumulation * (micro["backbone_forward"] + micro["backbone_backward"]))
     time = StepTime(
         backbone_forward=s.accumulation * micro["backbone_forward"],
         backbone_backward=s.accumulation * micro["backbone_backward"],
         heads=s.accumulation * micro["heads"],
-        communication=said * m.factor("communication"),
+        communication=communication * m.factor("communication"),
         optimizer=optimizer_time(s, m),
         exposed_launches=s.accumulation * micro["exposed_launches"],
     )
@@ -114,7 +114,7 @@ def stage_cost(s: Sizes, m: Machine, ranks_per_node: int, sequences: int | None 
         steps=steps_of(s, sequences),
         flops_per_token=each,
         mfu=used / (time.seconds * m.peak(s.width)),
-        bytes_sent=round(sum(message.wire_bytes for message in messages)),
+        bytes_sent=bytes_sent(messages),
         collectives=len(messages),
         bound=bound.replace("_", " "),
     )

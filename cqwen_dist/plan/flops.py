@@ -64,24 +64,24 @@ class Work:
         """Attention's scores and their use, of all layers: the half of [T, T] that a token may see."""
         return 2.0 * self.layers * self.attention * length
 
-    def flops(self, length: float, awake: frozenset[str], *, cached: bool, checkpointing: bool = False) -> Flops:
-        """Where the groups `awake` train. length: tokens of a sequence; cached: z was computed before; checkpointing:
+    def flops(self, length: float, trained: frozenset[str], *, cached: bool, checkpointing: bool = False) -> Flops:
+        """Where the groups `trained` train. length: tokens of a sequence; cached: z was computed before; checkpointing:
         activations are recomputed.
 
         Backward: frozen matrices pass gradients on (one product each), adapters that train also learn (two), both
         factors of attention's products have a gradient.
         """
-        graph = bool(awake & {"embedding", "lora"})
+        graph = bool(trained & {"embedding", "lora"})
         forward, scores = self.forward(length), self.scores(length)
-        adapters = (4.0 if "lora" in awake else 2.0) * self.adapters
+        adapters = (4.0 if "lora" in trained else 2.0) * self.adapters
         abduction = 2 * 2.0 * self.causal * self.hidden  # two matrices [C, H]
         words = 2 * 2.0 * self.words * self.vocab  # loc and scale
-        tokens = graph or bool(awake & {"abduction", "noise"})
+        tokens = graph or bool(trained & {"abduction", "noise"})
         return Flops(
             backbone_forward=0.0 if cached else forward,
             backbone_backward=graph * (2.0 * self.matrices + adapters + 2 * scores),
-            abduction=abduction * (1 + ("abduction" in awake) + graph),
-            word_head=words * (1 + tokens + ("classifier" in awake)),
+            abduction=abduction * (1 + ("abduction" in trained) + graph),
+            word_head=words * (1 + tokens + ("classifier" in trained)),
             recomputed=graph * (scores / 2 + checkpointing * forward),
         )
 

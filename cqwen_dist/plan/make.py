@@ -1,4 +1,4 @@
-"""A plan: does the run fit, what does it need and say and cost."""
+"""A plan: whether the run fits, what it needs, what it sends, and what it costs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import memory
 from cqwen_dist.plan.architecture import Architecture
-from cqwen_dist.plan.comm import head_messages
+from cqwen_dist.plan.comm import bytes_sent, stage_head_messages
 from cqwen_dist.plan.cost import StageCost, stage_cost
 from cqwen_dist.plan.machine import MACHINES, Machine, describe
-from cqwen_dist.plan.memory import FP32, GIB, MOMENTS, Moment, Part
+from cqwen_dist.plan.memory import ADAM_MOMENTS, FP32, GIB, Moment, Part
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 
 BESIDE = ("process", "CUDA context", "communication buffers", "fragmentation")
@@ -157,8 +157,8 @@ def plan(
         accumulation=s.accumulation,
         base_parameters=base.base_parameters,
         trainable_parameters=_trained(s),
-        head_bytes_sent=_head_bytes_sent(s, s.group),
-        head_bytes_sent_unsharded=_head_bytes_sent(s, 1),
+        head_bytes_sent=bytes_sent(stage_head_messages(s, s.group)),
+        head_bytes_sent_unsharded=bytes_sent(stage_head_messages(s, 1)),
         stage=s.stage.name,
         moment=moment.name,
         parts=parts,
@@ -189,22 +189,7 @@ def checkpoint_bytes(s: Sizes) -> int:
     scalar = s.config.train.thresholds == "scalar"
     heads = 2 * (c * h + c) + (c + 1) + c + v * s.words + v + (1 if scalar else v)
     moments = s.whole_head(groups) + sum(s.row_tensors(groups)) // s.rows * v
-    return s.trained_features * (FP32 + MOMENTS) + heads * FP32 + moments * MOMENTS
-
-
-def _head_bytes_sent(s: Sizes, group: int) -> int:
-    """With vocabulary groups of `group` ranks, every position of a full batch kept."""
-    per_row = sum(s.row_tensors(s.awake)) // s.rows
-    messages = head_messages(
-        [[s.tokens] * group] * s.accumulation,
-        world=s.world,
-        columns=s.words,
-        gemm_bytes=s.width,
-        row_tensors=[per_row * -(-s.base.vocab // group)],
-        replicated=s.whole_head(s.awake),
-        full_gate_grad=s.config.loss.gate_grad == "full",
-    )
-    return round(sum(message.wire_bytes for message in messages))
+    return s.trained_features * (FP32 + ADAM_MOMENTS) + heads * FP32 + moments * ADAM_MOMENTS
 
 
 def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:

@@ -1,7 +1,7 @@
-"""How many bytes each rank needs, part by part, at the moments of a step where it may need most.
+"""How many bytes each rank needs, part by part, at the points of a step where it may need most.
 
-What a rank holds all the time (weights, masters, moments) is an exact count; so is what autograd keeps and what the
-fused loss allocates. docs/planner.md derives every term. Letters: `plan.sizes`.
+What a rank holds all the time (weights, masters, Adam's moments) is an exact count; so is what autograd keeps and
+what the fused loss allocates. docs/planner.md derives every term. Letters: `plan.sizes`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cqwen_dist.plan import activations
 from cqwen_dist.plan.sizes import FP32, MAX_LIVE, Sizes
 
 GIB, MIB = 2**30, 2**20
-MOMENTS = 2 * FP32
+ADAM_MOMENTS = 2 * FP32
 # The fused loss's tiles (`ops.ovr.one_pass`; a test holds the two equal): bytes of a [t, n] and of an [n, C] buffer,
 # most tokens; [t, n] buffers beside loc and scale, by implementation.
 TILE_BYTES = {"cpu": 2 * MIB, "cuda": 128 * MIB}
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a stage's step: what is held then beside what is always held."""
+    """A point in time of a stage's step: what is held then in addition to what is always held."""
 
     stage: str
     name: str
@@ -59,14 +59,14 @@ class Moment:
 
 
 def kept(s: Sizes) -> Iterator[Part]:
-    """Held from the first step of the stage to its last: weights, masters, moments."""
+    """Held from the first step of the stage to its last: weights, masters, Adam's moments."""
     yield from _frozen(s)
     yield from _engine(s)
     yield from _heads(s)
 
 
 def moments(s: Sizes) -> list[Moment]:
-    """The moments of a step that may need most."""
+    """The points of a step that may need most."""
     found = [("the loss", _loss(s)), ("backward of the heads", _heads_backward(s)), ("optimizer step", _step(s))]
     found.append(("a look at the accuracy", _accuracy(s)))
     if s.config.loss.constraint.mode == "monitor":
@@ -111,11 +111,11 @@ def _frozen(s: Sizes) -> Iterator[Part]:
 
 
 def _engine(s: Sizes) -> Iterator[Part]:
-    """Weights, and fp32 masters and moments of this rank's share."""
+    """Weights; fp32 masters and Adam's moments of this rank's share."""
     reached = reached_groups(s)
     for name, count in s.engine_parameters.items():
         group = "lora" if name == "LoRA" else "embedding"
-        trained = MOMENTS if group in reached else 0
+        trained = ADAM_MOMENTS if group in reached else 0
         whole = count if s.zero < 3 or s.over(3) == 1 else _share(count, s.over(3))
         yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
         if s.zero == 3:  # one flat buffer of gradients for good
@@ -133,22 +133,22 @@ def _heads(s: Sizes) -> Iterator[Part]:
     reached = reached_groups(s)
     c, h, v, words = s.causal, s.base.hidden, s.rows, s.words
     for name, count in (("abduction", 2 * (c * h + c)), ("regression", c + 1), ("noise", c)):
-        size = count * (FP32 + MOMENTS * (name in reached))
+        size = count * (FP32 + ADAM_MOMENTS * (name in reached))
         yield Part(name, size, f"{count:,} x 4 bytes" + (", 8 more for moments" if name in reached else ""))
     trained = "classifier" in reached
-    each = FP32 + MOMENTS * trained
+    each = FP32 + ADAM_MOMENTS * trained
     state = "master and two moments" if trained else "weights (never trained so far)"
     spread = f", over {s.group} ranks" if s.group > 1 else ""
     yield Part("W_cls", v * words * each, f"v C = {v:,} x {words:,}, {each} bytes: {state}{spread}")
-    bias = v * (FP32 + MOMENTS * (trained and s.config.train.train_class_bias))
+    bias = v * (FP32 + ADAM_MOMENTS * (trained and s.config.train.train_class_bias))
     learns = "thresholds" in reached and s.config.train.thresholds != "fixed"
-    threshold = (v if s.config.train.thresholds != "scalar" else 1) * (FP32 + MOMENTS * learns)
+    threshold = (v if s.config.train.thresholds != "scalar" else 1) * (FP32 + ADAM_MOMENTS * learns)
     yield Part("b_cls and C", bias + threshold, "fp32; with two moments where they learn")
     yield Part("abduction at the start", 2 * (c * h + c) * FP32, "a copy, for KL(U || U at the start)")
 
 
 def reached_groups(s: Sizes) -> frozenset[str]:
-    """The groups that train in this stage or trained before it: those have moments."""
+    """The groups that train in this stage or trained before it: Adam holds moments of those."""
     found: set[str] = set()
     for stage in s.config.stages:
         found |= stage.groups

@@ -46,27 +46,23 @@ def scaling(
     accumulation: int = 1,
 ) -> list[Point]:
     """Every layout at every number of ranks; 8 to a node. Raises `UserError` as `plan` does."""
+    options: dict[str, Any] = {"gpu_memory_gib": gpu_memory_gib, "architecture": architecture, "machine": machine}
+    alone = _planned(config, 1, 1, 1, accumulation, options).slowest.tokens_per_s
     found = []
     for zero, group in LAYOUTS:
-        base: float | None = None
         for ranks in RANKS:
-            size = min(group, ranks)
             if group > NODE and ranks < group:
                 continue
-            planned = _planned(config, ranks, zero, size, gpu_memory_gib, architecture, machine, accumulation)
+            size = min(group, ranks)
+            planned = _planned(config, ranks, zero, size, accumulation, options)
             slowest = planned.slowest
-            each = slowest.tokens_per_s / ranks
-            if base is None:
-                base = _planned(
-                    config, 1, 1, 1, gpu_memory_gib, architecture, machine, accumulation
-                ).slowest.tokens_per_s
             found.append(
                 Point(
                     ranks=ranks,
                     zero_stage=zero,
                     vocab_group_size=size,
                     tokens_per_s=slowest.tokens_per_s,
-                    efficiency=each / base,
+                    efficiency=slowest.tokens_per_s / ranks / alone,
                     communication=slowest.time.communication / slowest.time.seconds,
                     device_gib=planned.device_gib,
                     fits=planned.fits,
@@ -75,31 +71,17 @@ def scaling(
     return found
 
 
-def _planned(
-    config: Config,
-    ranks: int,
-    zero: int,
-    group: int,
-    gib: float,
-    architecture: dict[str, Any],
-    machine: Machine | None,
-    accumulation: int,
-) -> Plan:
-    micro = config.train.micro_batch_size
-    stages = [stage.model_copy(update={"global_batch_size": None, "micro_batch_size": None}) for stage in config.stages]
+def _planned(config: Config, ranks: int, zero: int, group: int, accumulation: int, options: dict[str, Any]) -> Plan:
+    """With this layout, in which every rank keeps its micro-batches."""
+    batch = config.train.micro_batch_size * accumulation * ranks
     grown = config.model_copy(
         update={
-            "train": config.train.model_copy(update={"global_batch_size": micro * accumulation * ranks}),
+            "train": config.train.model_copy(update={"global_batch_size": batch}),
             "parallel": config.parallel.model_copy(update={"zero_stage": zero, "vocab_group_size": group}),
-            "stages": stages,
+            "stages": [
+                stage.model_copy(update={"global_batch_size": None, "micro_batch_size": None})
+                for stage in config.stages
+            ],
         }
     )
-    nodes, per_node = max(1, ranks // NODE), min(ranks, NODE)
-    return plan(
-        grown,
-        nodes=nodes,
-        gpus_per_node=per_node,
-        gpu_memory_gib=gib,
-        architecture=architecture,
-        machine=machine,
-    )
+    return plan(grown, nodes=max(1, ranks // NODE), gpus_per_node=min(ranks, NODE), **options)

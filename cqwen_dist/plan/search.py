@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
@@ -46,7 +47,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FittingLayout:
     """A layout that fits, what it comes to, and what speaks for it."""
 
     layout: Layout
@@ -78,7 +79,7 @@ def search(
     machine: Machine | None = None,
     sequences: int | None = None,
     most: int = 5,
-) -> list[Choice]:
+) -> list[FittingLayout]:
     """The best layouts that fit, the best first; none where nothing fits. Raises `UserError` as `plan` does."""
     options: dict[str, Any] = {
         "nodes": nodes,
@@ -103,20 +104,19 @@ def search(
 
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
     """Every combination worth a look."""
-    share = -(-config.train.global_batch_size // world)
-    own = config.train.micro_batch_size
+    batch, own = config.train.global_batch_size, config.train.micro_batch_size
+    share = -(-batch // world)
     sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
     groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
-    groups.add(config.parallel.vocab_group_size)
-    offloads = ("none", "optimizer") if config.trains("lora") else ("none",)
-    for micro in sizes:
-        if config.train.global_batch_size % micro:
-            continue
-        for zero in (1, 2, 3) if world > 1 else (1,):
-            for group in sorted(groups):
-                for checkpointing in (False, True) if config.trains("lora") or config.trains("embedding") else (False,):
-                    for offload in offloads:
-                        yield Layout(micro, zero, group, checkpointing, offload)
+    adapters = config.trains("lora")
+    combinations = product(
+        [size for size in sizes if batch % size == 0],
+        (1, 2, 3) if world > 1 else (1,),
+        sorted({*groups, config.parallel.vocab_group_size}),
+        (False, True) if adapters or config.trains("embedding") else (False,),
+        ("none", "optimizer") if adapters else ("none",),
+    )
+    return (Layout(*combination) for combination in combinations)
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
@@ -136,7 +136,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
     )
 
 
-def _best(found: list[tuple[Layout, Plan]], most: int) -> list[Choice]:
+def _best(found: list[tuple[Layout, Plan]], most: int) -> list[FittingLayout]:
     """One layout of each plainness, by tokens/s; what is within 1 % counts as equal.
 
     Of equal micro-batches the one that needs least memory; of equal layouts the plainest.
@@ -147,7 +147,7 @@ def _best(found: list[tuple[Layout, Plan]], most: int) -> list[Choice]:
     picked = [min(_near(kind), key=lambda item: item[1].device_gib) for kind in kinds.values()]
     near = sorted(_near(picked), key=lambda item: item[0].plainness)
     rest = [item for item in sorted(picked, key=_slowness) if item not in near]
-    return [Choice(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:most]]
+    return [FittingLayout(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:most]]
 
 
 def _near(found: list[tuple[Layout, Plan]]) -> list[tuple[Layout, Plan]]:
@@ -177,15 +177,3 @@ def _why(layout: Layout, planned: Plan) -> str:
     if layout.offload != "none":
         parts.append("masters and moments on the host")
     return "; ".join(parts)
-
-
-def crossover_tokens(hidden: int, vocab: int, *, ranks: int, replicas: int, gemm_bytes: int = 2) -> float:
-    """Tokens a rank and step from which a replicated word head says less than one over `ranks` of a group.
-
-    A group of g says 4 N C (g-1) numbers of `gemm_bytes` a rank (gather loc and scale, scatter their gradients) and
-    sums its V C / g rows over the replicas; without it the V C rows are summed over all g x replicas ranks.
-    """
-    world = ranks * replicas
-    whole = 2 * (world - 1) / world * vocab * hidden * 4
-    rows = 2 * (replicas - 1) / replicas * vocab / ranks * hidden * 4
-    return (whole - rows) / (4 * hidden * (ranks - 1) * gemm_bytes)

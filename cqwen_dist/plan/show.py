@@ -12,10 +12,10 @@ from cqwen_dist.plan.cost import StageCost
 from cqwen_dist.plan.make import Plan
 from cqwen_dist.plan.memory import GIB, MIB
 from cqwen_dist.plan.scaling import Point
-from cqwen_dist.plan.search import SIMPLER_WITHIN, Choice
+from cqwen_dist.plan.search import SIMPLER_WITHIN, FittingLayout
 
 
-def render(plan: Plan, choices: Sequence[Choice] = ()) -> Group:
+def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:
     """What `rich` prints: a line of facts, memory by part, time by stage, the verdict, better layouts."""
     ranks = f"{plan.world} rank{'s' * (plan.world > 1)} on {plan.nodes} node{'s' * (plan.nodes > 1)}"
     facts = (
@@ -57,26 +57,26 @@ def _size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-_FIGURES = (
+_ROWS = (
     *("seconds", "forward", "backward", "heads", "communication", "optimizer", "starting kernels"),
     *("tokens/s", "MFU", "a rank sends", "hours"),
 )
 
 
 def _stages(plan: Plan) -> Table:
-    """A row a figure, a column a stage: few stages fit any terminal."""
+    """A row a metric, a column a stage: few stages fit any terminal."""
     how = "measured rates" if plan.machine.calibrated else "stated rates"
     table = Table(title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
     table.add_column("stage")
     for stage in plan.stages:
         table.add_column(stage.stage, justify="right")
-    for name, *cells in zip(_FIGURES, *map(_stage_cells, plan.stages), strict=True):
+    for name, *cells in zip(_ROWS, *map(_stage_cells, plan.stages), strict=True):
         table.add_row(name, *cells)
     return table
 
 
 def _stage_cells(stage: StageCost) -> list[str]:
-    """`_FIGURES` of one stage."""
+    """`_ROWS` of one stage."""
     t = stage.time
     parts = (t.backbone_forward, t.backbone_backward, t.heads, t.communication, t.optimizer, t.exposed_launches)
     return [
@@ -96,7 +96,7 @@ def _total(plan: Plan) -> str:
     return f"{plan.hours:.2f} hours{gpus} (evaluations and checkpoints not counted)"
 
 
-def _choices(plan: Plan, choices: Sequence[Choice]) -> list[RenderableType]:
+def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:
     """A row a layout, narrow enough for 80 columns; below, what speaks for each, and the first as overrides.
 
     gain: tokens/s against the config's own layout.
@@ -127,7 +127,7 @@ def _choices(plan: Plan, choices: Sequence[Choice]) -> list[RenderableType]:
 def render_scaling(points: Sequence[Point]) -> Table:
     """Efficiency by number of ranks (rows) and layout (columns)."""
     layouts = list(dict.fromkeys((p.zero_stage, p.vocab_group_size) for p in points if p.ranks >= 64))
-    title = "Weak scaling: tokens/s a GPU against one GPU (and the share of the step spent talking)"
+    title = "Weak scaling: tokens/s a GPU against one GPU (and communication's share of the step)"
     table = Table(title=title, title_justify="left")
     table.add_column("GPUs", justify="right")
     for zero, group in layouts:

@@ -146,7 +146,7 @@ class Sizes:
         return self.config.train.thresholds == "per-word"
 
     def row_tensors(self, groups: frozenset[str]) -> list[int]:
-        """Trained numbers of this rank's rows, a tensor each, where `groups` are awake."""
+        """Trained numbers of this rank's rows, a tensor each, where `groups` are trainable."""
         train, found = self.config.train, []
         if "classifier" in groups:
             found.append(self.rows * self.words)
@@ -157,7 +157,7 @@ class Sizes:
         return found
 
     def whole_head(self, groups: frozenset[str]) -> int:
-        """Trained numbers of the heads that every rank holds whole, where `groups` are awake."""
+        """Trained numbers of the heads that every rank holds whole, where `groups` are trainable."""
         c, h = self.causal, self.base.hidden
         scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
         sizes = {"abduction": 2 * (c * h + c), "regression": c + 1, "noise": c}

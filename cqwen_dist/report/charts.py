@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves in one frame. series: (figure, label), those a run does not have are left out; say: what one should see;
+    """Curves in one frame. series: (metric, label), those a run does not have are left out; say: what one should see;
     log: the axis it begins with; at: (value, label) lines to compare with."""
 
     title: str
@@ -181,13 +181,13 @@ OPTIMIZER = (
 )
 
 
-def watched_names(figures: Iterable[str]) -> list[str]:
-    """The names of `data.watch` among the figures of a run."""
-    return sorted({name.split("/")[1] for name in figures if name.startswith("watch/")})
+def watched_names(metrics: Iterable[str]) -> list[str]:
+    """The names of `data.watch` among the metrics of a run."""
+    return sorted({name.split("/")[1] for name in metrics if name.startswith("watch/")})
 
 
-def sections(figures: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]]]:
-    """(key, title, charts) of runs that have these figures."""
+def sections(metrics: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]]]:
+    """(key, title, charts) of runs that have these metrics."""
     watched = tuple(
         Chart(
             f"Kept: {name}",
@@ -195,7 +195,7 @@ def sections(figures: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]
             "Words right in texts that are not trained on: what falls is forgotten.",
             percent=True,
         )
-        for name in watched_names(figures)
+        for name in watched_names(metrics)
     )
     return [
         ("words", "Words", (*LEARNING, *watched)),
@@ -205,7 +205,7 @@ def sections(figures: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]
     ]
 
 
-# (label, figure, format, whether more is better; None: neither)
+# (label, metric, format, whether more is better; None: neither)
 GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (
     ("Words right", "eval/accuracy", "percent", True),
     ("… the base model's", "eval/base_accuracy", "percent", None),
@@ -225,7 +225,7 @@ GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (
     ("Peak memory, GiB", "perf/peak_memory_gib", "number", False),
 )
 
-# (label, figure, format, figure to compare with, its label)
+# (label, metric, format, metric to compare with, its label)
 TILES: tuple[tuple[str, str, str, str, str], ...] = (
     ("words right", "eval/accuracy", "percent", "eval/base_accuracy", "base model"),
     ("perplexity, P / ΣP", "eval/perplexity_ovr", "number", "eval/base_perplexity", "base model"),

@@ -1,4 +1,4 @@
-"""What the figures of a run mean, in plain words: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of ours."""
+"""What the metrics of a run mean, in plain words: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of ours."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
             yield Finding(
                 "warn",
                 f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}",
-                "Let `classifier` and `thresholds` sleep (a stage's train), or lower their rates (lr_groups): the "
-                "rows of words move for what is trained on alone.",
+                "Freeze `classifier` and `thresholds` (a stage's train), or lower their rates (lr_groups): the rows of "
+                "words follow the training texts alone.",
             )
         else:
             yield Finding("good", f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")

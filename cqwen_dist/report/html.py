@@ -34,43 +34,46 @@ def render(runs: Sequence[RunData]) -> str:
     environment = Environment(
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    parts = sections({name for run in runs for name in run.curves})
-    known = {name for _, _, charts in parts for chart in charts for name, _ in chart.series}
+    parts = [
+        (key, title, [chart for chart in charts if any(name in run.curves for run in runs for name, _ in chart.series)])
+        for key, title, charts in sections({name for run in runs for name in run.curves})
+    ]
     names = unique_names(runs)
     return environment.get_template("report.html.j2").render(
-        runs=[
-            {
-                "name": name,
-                "folder": str(run.folder),
-                "status": _status(run),
-                "findings": [asdict(finding) for finding in diagnose(run)],
-                "yaml": run.yaml,
-                "environment": json.dumps(run.environment, indent=1, ensure_ascii=False),
-                "stages": [asdict(stage) for stage in run.stages],
-            }
-            for name, run in zip(names, runs, strict=True)
-        ],
+        runs=[_described(name, run) for name, run in zip(names, runs, strict=True)],
         glance=_glance(runs),
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
-        sections=[(key, title, [chart.title for chart in charts if _any(chart, runs)]) for key, title, charts in parts],
+        sections=[(key, title, [chart.title for chart in charts]) for key, title, charts in parts],
         differences=differences(runs),
-        data=_embedded(
-            {
-                "runs": [_drawn(name, run) for name, run in zip(names, runs, strict=True)],
-                "charts": [
-                    {"section": key, **asdict(chart)}
-                    for key, _, charts in parts
-                    for chart in charts
-                    if _any(chart, runs)
-                ],
-                "others": sorted({name for run in runs for name in run.curves} - known),
-            }
-        ),
+        data=_embedded(_drawings(names, runs, parts)),
         style=(PAGE / "report.css").read_text(encoding="utf-8"),
         script=(PAGE / "report.js").read_text(encoding="utf-8"),
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,
     )
+
+
+def _described(name: str, run: RunData) -> dict[str, Any]:
+    """What the page says of a run in words."""
+    return {
+        "name": name,
+        "folder": str(run.folder),
+        "status": _status(run),
+        "findings": [asdict(finding) for finding in diagnose(run)],
+        "yaml": run.yaml,
+        "environment": json.dumps(run.environment, indent=1, ensure_ascii=False),
+        "stages": [asdict(stage) for stage in run.stages],
+    }
+
+
+def _drawings(names: list[str], runs: Sequence[RunData], parts: list[tuple[str, str, list[Chart]]]) -> dict[str, Any]:
+    """What the page's script draws: the charts, and the curves that are in none."""
+    known = {name for _, _, charts in parts for chart in charts for name, _ in chart.series}
+    return {
+        "runs": [_drawn(name, run) for name, run in zip(names, runs, strict=True)],
+        "charts": [{"section": key, **asdict(chart)} for key, _, charts in parts for chart in charts],
+        "others": sorted({name for run in runs for name in run.curves} - known),
+    }
 
 
 def unique_names(runs: Sequence[RunData]) -> list[str]:
@@ -95,10 +98,6 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [(prefix.rstrip("."), tree)]
 
 
-def _any(chart: Chart, runs: Sequence[RunData]) -> bool:
-    return any(name in run.curves for run in runs for name, _ in chart.series)
-
-
 def _status(run: RunData) -> str:
     status = str(run.status.get("status", "unknown"))
     total = run.status.get("total_steps")
@@ -118,37 +117,34 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Rows of the table of last figures; the best run of each is marked where there are several."""
-    rows = []
-    watched = watched_names({name for run in runs for name in run.last})
-    kept = [
-        row
-        for name in watched
-        for row in (
-            (f"Words right: {name}, not trained on", f"watch/{name}/accuracy", "percent", True),
-            ("… the base model's", f"watch/{name}/base_accuracy", "percent", None),
-        )
-    ]
-    for label, name, kind, more in (*GLANCE, *kept):
+    """Rows of the table of last metrics; the best run of each is marked where there are several."""
+    rows: list[tuple[str, str, str, bool | None]] = [*GLANCE]
+    for name in watched_names({name for run in runs for name in run.last}):
+        rows.append((f"Words right: {name}, not trained on", f"watch/{name}/accuracy", "percent", True))
+        rows.append(("… the base model's", f"watch/{name}/base_accuracy", "percent", None))
+    found = []
+    for label, name, kind, more in rows:
         values = [run.last.get(name) for run in runs]
-        there = [value for value in values if value is not None]
-        if not there:
-            continue
-        best = None if more is None or len(there) < 2 or len(set(there)) == 1 else (max if more else min)(there)
-        rows.append(
-            {
-                "label": label,
-                "values": [
-                    {"text": "–" if value is None else _text(value, kind), "best": best is not None and value == best}
-                    for value in values
-                ],
-            }
-        )
-    return rows
+        if any(value is not None for value in values):
+            best = _best(values, more)
+            cells = [
+                {"text": "–" if value is None else _text(value, kind), "best": best is not None and value == best}
+                for value in values
+            ]
+            found.append({"label": label, "values": cells})
+    return found
+
+
+def _best(values: list[float | None], more: bool | None) -> float | None:
+    """The best of several different values; None where there is none. more: the largest is best; None: neither is."""
+    known = [value for value in values if value is not None]
+    if more is None or len(set(known)) < 2:
+        return None
+    return max(known) if more else min(known)
 
 
 def _tiles(run: RunData) -> list[dict[str, str]]:
-    """The figures that matter most of a single run, each beside what it has to be compared with."""
+    """The metrics that matter most of a single run, each with the one it has to be compared with."""
     tiles = []
     for label, name, kind, other, other_label in TILES:
         if name in run.last:
@@ -169,8 +165,8 @@ def _drawn(name: str, run: RunData) -> dict[str, Any]:
         "name": name,
         "stages": [asdict(stage) for stage in run.stages],
         "curves": {
-            figure: {key: value for key, value in asdict(curve).items() if value is not None}
-            for figure, curve in run.curves.items()
+            metric: {key: value for key, value in asdict(curve).items() if value is not None}
+            for metric, curve in run.curves.items()
         },
         "evaluations": run.evaluations,
         "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],

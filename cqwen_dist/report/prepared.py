@@ -50,7 +50,7 @@ def prepare(
     tokenizer = tokenizer_of(checked)
     data = checked.data if workers is None else checked.data.model_copy(update={"workers": workers})
     began = time.monotonic()
-    with _Said() as said:
+    with _ProgressLine() as said:
         folder = make(data, tokenizer, said)
     datasets = open_prepared(folder, data, tokenizer)
     found = summary(datasets, data.sequence_length)
@@ -194,7 +194,7 @@ def _bars(counts: list[tuple[str, int]]) -> RenderableType:
     return table
 
 
-class _Said:
+class _ProgressLine:
     """Progress on stderr: a live line on a terminal, a line every half minute elsewhere."""
 
     def __init__(self) -> None:
@@ -202,9 +202,9 @@ class _Said:
 
         self._live = Progress(TextColumn("{task.description}"), TimeElapsedColumn(), disable=not sys.stderr.isatty())
         self._task = self._live.add_task("preparing")
-        self._began = self._said = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
-    def __enter__(self) -> _Said:
+    def __enter__(self) -> _ProgressLine:
         self._live.start()
         return self
 
@@ -213,8 +213,8 @@ class _Said:
 
     def __call__(self, texts: int, tokens: int) -> None:
         now = time.monotonic()
-        said = f"preparing: {texts:,} texts, {tokens:,} tokens, {tokens / max(now - self._began, 1e-9):,.0f} a second"
-        self._live.update(self._task, description=said)
-        if self._live.disable and now - self._said > 30:
-            self._said = now
-            typer.echo(said, err=True)
+        line = f"preparing: {texts:,} texts, {tokens:,} tokens, {tokens / max(now - self._began, 1e-9):,.0f} a second"
+        self._live.update(self._task, description=line)
+        if self._live.disable and now - self._printed > 30:
+            self._printed = now
+            typer.echo(line, err=True)

@@ -1,4 +1,4 @@
-"""The quickstart from nothing to a generated number: launch, read the figures, export, generate, compare."""
+"""The quickstart from nothing to a generated number: launch, read the metrics, export, generate, compare."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def baselines() -> Baselines:
 
 
 def learned(run_dir: Path) -> dict[str, Any]:
-    """The figures of the last evaluation."""
+    """The metrics of the last evaluation."""
     folder = latest_checkpoint(run_dir)
     if folder is None:
         return {}
@@ -54,10 +54,10 @@ def learned(run_dir: Path) -> dict[str, Any]:
 
 
 def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
-    """After training: export, generate from held-out patients, print what was learned; returns the figures."""
+    """After training: export, generate from held-out patients, print what was learned; returns the metrics."""
     config = load_config(config_path, list(overrides))
     run = Path(config.run.dir)
-    figures, base = learned(run), baselines()
+    metrics, base = learned(run), baselines()
     out = run / "export"
     shutil.rmtree(out, ignore_errors=True)
     export(run, out)
@@ -67,16 +67,16 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
     for column in ("", "this model", "compared with"):
         table.add_column(column)
     table.add_row(
-        "next-word accuracy", f"{figures['eval/accuracy']:.1%}", f"{figures['eval/base_accuracy']:.1%} base model's own"
+        "next-word accuracy", f"{metrics['eval/accuracy']:.1%}", f"{metrics['eval/base_accuracy']:.1%} base model's own"
     )
-    table.add_row("<NUM> F1", f"{figures['eval/num_f1']:.3f}", "")
+    table.add_row("<NUM> F1", f"{metrics['eval/num_f1']:.3f}", "")
     table.add_row(
         "median absolute error of the progression",
-        f"{figures['eval/reg_mdae']:.1f}",
+        f"{metrics['eval/reg_mdae']:.1f}",
         f"{base.median:.1f} always the median; {base.ridge:.1f} ridge regression",
     )
-    if "eval/coverage_90_conformal" in figures:
-        recalibrated, raw = figures["eval/coverage_90_conformal"], figures["eval/coverage_90"]
+    if "eval/coverage_90_conformal" in metrics:
+        recalibrated, raw = metrics["eval/coverage_90_conformal"], metrics["eval/coverage_90"]
         table.add_row("90 % interval holds the truth", f"{recalibrated:.0%}", f"{raw:.0%} the raw Cauchy interval")
     console.print(table)
 
@@ -90,4 +90,4 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
         shown.add_row("..." + prompt[-32:] + " was", written.text.strip(), interval, truth)
     console.print(shown)
     console.print(f"run: {run}   exported model: {out}")
-    return {**figures, "ridge_mdae": base.ridge, "median_mdae": base.median}
+    return {**metrics, "ridge_mdae": base.ridge, "median_mdae": base.median}

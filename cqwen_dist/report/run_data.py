@@ -1,4 +1,4 @@
-"""What a report reads of a run's folder: figures thinned to what a screen shows, and the files beside. No torch."""
+"""What a report reads of a run's folder: metrics thinned to what a screen shows, and the files beside. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POINTS = 400  # of a curve; a longer one is drawn as medians of as many stretche
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure over steps. low, high: of the steps that a point stands for, where it stands for several."""
+    """One metric over steps. low, high: of the steps that a point stands for, where it stands for several."""
 
     x: list[float]
     y: list[float]
@@ -59,11 +59,11 @@ class RunData:
     start: dict[str, Any]
     stages: list[Stretch]
     curves: dict[str, Curve]
-    last: dict[str, float]  # the newest value of every figure
+    last: dict[str, float]  # the newest value of every metric
     evaluations: list[dict[str, Any]]  # oldest first
     alarms: list[dict[str, Any]]
     steps: int
-    raw: dict[str, list[float]] = field(repr=False)  # every value of every figure, for diagnoses
+    raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
 
 
 def read_run(folder: Path) -> RunData:
@@ -75,17 +75,7 @@ def read_run(folder: Path) -> RunData:
     values: dict[str, tuple[list[float], list[float]]] = {}
     for name, value in (start.get("eval") or {}).items():
         _add(values, name, 0, value)
-    stages: list[Stretch] = []
-    step = 0
-    for record in _lines(folder / METRICS):
-        step = record.get("step", 0)
-        stage = str(record.get("stage", ""))
-        if not stages or stages[-1].name != stage:
-            stages.append(Stretch(stage, step - 1, step))
-        stages[-1] = Stretch(stage, stages[-1].start, step)
-        for name, value in record.items():
-            if "/" in name:
-                _add(values, name, step, value)
+    stages, steps = _read_metrics(folder / METRICS, values)
     found = (read_object(path) for path in sorted((folder / EVALUATIONS).glob("step-*.json")))
     return RunData(
         name=config.run.name or folder.resolve().name,
@@ -100,9 +90,25 @@ def read_run(folder: Path) -> RunData:
         last={name: y[-1] for name, (_, y) in values.items()},
         evaluations=[evaluation for evaluation in found if "step" in evaluation],
         alarms=list(_lines(folder / ALARMS)),
-        steps=step,
+        steps=steps,
         raw={name: y for name, (_, y) in values.items()},
     )
+
+
+def _read_metrics(path: Path, values: dict[str, tuple[list[float], list[float]]]) -> tuple[list[Stretch], int]:
+    """Adds every metric to `values`; returns the stages and the last step."""
+    stages: list[Stretch] = []
+    step = 0
+    for record in _lines(path):
+        step = record.get("step", 0)
+        stage = str(record.get("stage", ""))
+        if not stages or stages[-1].name != stage:
+            stages.append(Stretch(stage, step - 1, step))
+        stages[-1] = Stretch(stage, stages[-1].start, step)
+        for name, value in record.items():
+            if "/" in name:
+                _add(values, name, step, value)
+    return stages, step
 
 
 def _add(values: dict[str, tuple[list[float], list[float]]], name: str, step: int, value: Any) -> None:

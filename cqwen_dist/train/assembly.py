@@ -31,10 +31,10 @@ from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.constraint import Constraint
+from cqwen_dist.train.evaluation.evaluation_folder import EvaluationFolder
 from cqwen_dist.train.evaluation.evaluator import Evaluator
-from cqwen_dist.train.evaluation.retention import Watch, read_watched
 from cqwen_dist.train.evaluation.run_evaluation import Evaluations
-from cqwen_dist.train.evaluation.store import EvaluationFolder
+from cqwen_dist.train.evaluation.watched_texts import WatchedEvaluators, read_watched
 from cqwen_dist.train.features.cache import FeatureCache
 from cqwen_dist.train.frequency import ThresholdBands
 from cqwen_dist.train.session import run_saver, to_go_on_from
@@ -43,7 +43,7 @@ from cqwen_dist.train.stages import Schedule, StagePlan
 from cqwen_dist.train.step import Stepper
 from cqwen_dist.train.telemetry.progress import Progress
 from cqwen_dist.train.zero.engine import Engine
-from cqwen_dist.train.zero.load import load_partitioned_base
+from cqwen_dist.train.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.train.zero.settings import deepspeed_config
 
 
@@ -250,7 +250,7 @@ def _evaluations(
     action = training.model.action
     return Evaluations(
         None if held_out is None else evaluator(held_out),
-        Watch(read_watched(config.data, tokenizer), evaluator),
+        WatchedEvaluators(read_watched(config.data, tokenizer), evaluator),
         ThresholdBands(words.counts, action.vocab_start, action.rows, groups),
         EvaluationFolder(Path(config.run.dir), tokenizer) if runtime.is_main else None,
     )

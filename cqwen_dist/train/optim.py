@@ -54,30 +54,29 @@ class HeadOptimizer:
 
     def reduce_gradients(self) -> Tensor:
         """Make every gradient the global one (collective); returns their squared norm, [] fp32, equal everywhere."""
-        world = self.groups.world_size
-        replicated = [m.parameter for m in self.members if m.spread == "replicated" and m.parameter.requires_grad]
-        rows = [m.parameter for m in self.members if m.spread == "rows" and m.parameter.requires_grad]
+        trained = [m for m in self.members if m.parameter.requires_grad]
+        replicated = [m.parameter for m in trained if m.spread == "replicated"]
+        rows = [m.parameter for m in trained if m.spread == "rows"]
         for parameter in (*replicated, *rows):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if world > 1:
-            if replicated:
-                flat = torch.cat([_grad(p).flatten() for p in replicated])
-                sum_over(flat, self.groups.world)
-                flat.div_(world)
-                for p, part in zip(replicated, flat.split([p.numel() for p in replicated]), strict=True):
-                    _grad(p).copy_(part.view_as(p))
-            for p in rows:
-                sum_over(_grad(p), self.groups.replica).div_(world)
+        if self.groups.world_size > 1:
+            self._sum_over_ranks(replicated, rows)
         self._noise = next((_grad(m.parameter).abs().amax() for m in self._awake("noise")), None)
         device = self.members[0].parameter.device
-        norm_sq = torch.zeros(2, device=device)
-        for i, parameters in enumerate((replicated, rows)):
-            for p in parameters:
-                # by blocks: torch's own norm of 1e8 fp32 numbers is 1.5 % off on a CPU, and a square of all is a copy
-                for block in [_grad(p)] if p.is_cuda else _grad(p).flatten().split(NORM_BLOCK):
-                    norm_sq[i] += torch.linalg.vector_norm(block).square() if p.is_cuda else block.square().sum()
+        norm_sq = torch.stack([_norm_sq(replicated, device), _norm_sq(rows, device)])
         return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
+
+    def _sum_over_ranks(self, replicated: list[torch.nn.Parameter], rows: list[torch.nn.Parameter]) -> None:
+        """The module's convention, in place: replicated ones in one all-reduce, rows each in its own."""
+        world = self.groups.world_size
+        if replicated:
+            flat = torch.cat([_grad(p).flatten() for p in replicated])
+            sum_over(flat, self.groups.world).div_(world)
+            for p, part in zip(replicated, flat.split([p.numel() for p in replicated]), strict=True):
+                _grad(p).copy_(part.view_as(p))
+        for p in rows:
+            sum_over(_grad(p), self.groups.replica).div_(world)
 
     def _awake(self, group: str) -> list[Member]:
         return [m for m in self.members if m.group == group and m.parameter.requires_grad]
@@ -121,3 +120,15 @@ class HeadOptimizer:
 def _grad(parameter: torch.nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _norm_sq(parameters: list[torch.nn.Parameter], device: torch.device) -> Tensor:
+    """Of all their gradients, [] fp32.
+
+    By blocks: torch's own norm of 1e8 fp32 numbers is 1.5 % off on a CPU, and a square of all is a copy.
+    """
+    total = torch.zeros((), device=device)
+    for p in parameters:
+        for block in [_grad(p)] if p.is_cuda else _grad(p).flatten().split(NORM_BLOCK):
+            total += torch.linalg.vector_norm(block).square() if p.is_cuda else block.square().sum()
+    return total

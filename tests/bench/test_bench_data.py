@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 
 from cqwen_dist.bench import data
-from cqwen_dist.bench.memory_watch import Watch
+from cqwen_dist.bench.memory_watch import MemoryWatch
 from cqwen_dist.config import DataConfig
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
@@ -29,7 +29,7 @@ def test_both_tables_in_one_run() -> None:
 
 def test_the_watch_sees_what_a_process_that_was_started_holds() -> None:
     hold = "import sys; held = bytearray(150 << 20); print(len(held), flush=True); sys.stdin.read()"
-    with Watch(os.getpid()) as watch:
+    with MemoryWatch(os.getpid()) as watch:
         child = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdout is not None
         child.stdout.readline()

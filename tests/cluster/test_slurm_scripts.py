@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.cluster.slurm import Job, Place, Resources, _quoted, read_stage_option, render, render_shipped
+from cqwen_dist.cluster.slurm import Job, PythonSetup, Resources, _quoted, read_stage_option, render, render_shipped
 from cqwen_dist.config import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ PLAIN = Job(
     config="/scratch/me/runs/gsm8k/slurm/submit-1/config.yaml",
     overrides=(),
     resources=Resources(nodes=2, gpus_per_node=8, partition="gpu", time="12:00:00"),
-    place=Place(python="/home/me/project/.venv/bin/python"),
+    place=PythonSetup(python="/home/me/project/.venv/bin/python"),
 )
 FULL = Job(
     name=f"{HOSTILE} 数",
@@ -41,7 +41,7 @@ FULL = Job(
         time="2-00:00:00",
         options=("--mem=0", "--comment=two words", "--mail-type=END"),
     ),
-    place=Place(
+    place=PythonSetup(
         container=f"/images/{HOSTILE}.sif",
         container_command="apptainer exec --nv --bind '/data dir'",
         setup=("module purge", "module load apptainer"),
@@ -120,7 +120,7 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         (lambda: Resources(time="soon"), "--time: found 'soon'"),
         (lambda: Resources(partition="a\nb"), "printable"),
         (lambda: Resources(options=("mem=0",)), "--sbatch: found 'mem=0'"),
-        (lambda: Place(setup=("a\n#SBATCH --nodes=9",)), "printable"),
+        (lambda: PythonSetup(setup=("a\n#SBATCH --nodes=9",)), "printable"),
         (lambda: Job("a\nb", Path("/"), Path("/r"), "c", (), Resources()), "printable"),
         (lambda: Job("a", Path("/"), Path("/r\\s"), "c", (), Resources()), "without backslashes"),
         (lambda: Job("a", Path("/"), Path("/r"), "c", (), Resources(), warn_s=5), "--warn-s: found 5"),

@@ -10,7 +10,8 @@ from support.corpora import policies, texts
 
 from cqwen_dist.config import NumberPolicy
 from cqwen_dist.data import numbers
-from cqwen_dist.data.numbers import find_left, find_numbers, format_value, write_numbers
+from cqwen_dist.data.numbers import find_left, find_numbers
+from cqwen_dist.data.write_numbers import write_numbers
 
 NUMBERS = {
     "价格是99.9元": [99.9],
@@ -122,12 +123,12 @@ FORMATS = {
 
 @pytest.mark.parametrize("value", FORMATS)
 def test_format(value: float) -> None:
-    assert format_value(value) == FORMATS[value]
+    assert write_numbers([value]) == FORMATS[value]
 
 
 def test_what_is_no_number_is_written_but_not_read() -> None:
     for value, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
-        assert format_value(value) == text
+        assert write_numbers([value]) == text
         assert find_numbers(text) == []
 
 
@@ -136,7 +137,7 @@ def test_what_is_no_number_is_written_but_not_read() -> None:
 def test_every_number_is_read_back_as_the_same_float64(text: str, policy: NumberPolicy) -> None:
     for span in find_numbers(text, policy):
         if math.isfinite(span.value):
-            form = format_value(span.value, policy)
+            form = write_numbers([span.value], policy)
             assert [(0, len(form), repr(span.value))] == [(s, e, repr(v)) for s, e, v in find_numbers(form, policy)]
 
 

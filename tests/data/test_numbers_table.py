@@ -12,8 +12,9 @@ from support.corpora import policies, texts
 from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, NumberPolicy
-from cqwen_dist.data.numbers import find_left, find_numbers, write_numbers
+from cqwen_dist.data.numbers import find_left, find_numbers
 from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.write_numbers import write_numbers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers.md"
 ROWS = re.findall(r"^\| `(.+?)` \| ([^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

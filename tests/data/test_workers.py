@@ -22,7 +22,7 @@ from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.prepare import prepare, read_manifest
 from cqwen_dist.data.records import BadLine
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.data.workers import Work, worked
+from cqwen_dist.data.workers import BlockWork, worked
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeyp
     monkeypatch.setattr("cqwen_dist.data.workers._WORTH", 1)
     config = DataConfig(train="a")
     tokeniser = Tokeniser(tokenizer, config)
-    work = Work(config, Chat(), tokeniser.encoder, tokeniser.recipe)
+    work = BlockWork(config, Chat(), tokeniser.encoder, tokeniser.recipe)
     with pytest.raises(UserError, match=r"data\.workers: found no living process: one was killed"):
         list(worked(iter([_killed]), work, 2))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.train.stages import Schedule
-from cqwen_dist.train.zero import state as zero_state
+from cqwen_dist.train.zero import zero_state
 from cqwen_dist.train.zero.engine import Engine
 
 WORLD = 3

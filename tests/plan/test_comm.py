@@ -6,9 +6,18 @@ import pytest
 
 from cqwen_dist.config import Config
 from cqwen_dist.plan import plan
-from cqwen_dist.plan.comm import Message, head_messages, transfer_share
+from cqwen_dist.plan.comm import Message, head_messages
 
 SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "replicated": 50}
+
+
+def transfer_share(vocab: int, group: int, *, flops: float, bytes_per_s: float, gemm_bytes: int = 2) -> float:
+    """Time of the token transfers over time of the loss's products, whatever N and C are.
+
+    A rank receives 2 N C (g-1) numbers and sends as many gradients back; its six products are 12 (g N) C (V/g) flops.
+    flops, bytes_per_s: what a rank sustains.
+    """
+    return (4 * (group - 1) * gemm_bytes / bytes_per_s) / (12 * vocab / flops)
 
 
 def test_a_group_of_one_rank_alone_says_nothing() -> None:

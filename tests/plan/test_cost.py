@@ -17,7 +17,7 @@ from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.known import known_architecture
 from cqwen_dist.plan.machine import MACHINES, machine
 from cqwen_dist.plan.scaling import scaling
-from cqwen_dist.plan.search import crossover_tokens, layouts, search, with_layout
+from cqwen_dist.plan.search import layouts, search, with_layout
 from cqwen_dist.plan.show import render
 from cqwen_dist.plan.sizes import Sizes, stage_sizes
 
@@ -45,6 +45,18 @@ def sizes(settings: Config, world: int = 1, architecture: dict[str, Any] | None 
 def options(settings: Config, nodes: int = 1, gpus: int = 8, gib: float = 80.0) -> dict[str, Any]:
     found = known_architecture(str(settings.model.name_or_path))
     return {"nodes": nodes, "gpus_per_node": gpus, "gpu_memory_gib": gib, "architecture": found}
+
+
+def crossover_tokens(hidden: int, vocab: int, *, ranks: int, replicas: int, gemm_bytes: int = 2) -> float:
+    """Tokens a rank and step from which a replicated word head says less than one over `ranks` of a group.
+
+    A group of g says 4 N C (g-1) numbers of `gemm_bytes` a rank (gather loc and scale, scatter their gradients) and
+    sums its V C / g rows over the replicas; without it the V C rows are summed over all g x replicas ranks.
+    """
+    world = ranks * replicas
+    whole = 2 * (world - 1) / world * vocab * hidden * 4
+    rows = 2 * (replicas - 1) / replicas * vocab / ranks * hidden * 4
+    return (whole - rows) / (4 * hidden * (ranks - 1) * gemm_bytes)
 
 
 def test_operations_of_the_heads_by_hand():

@@ -21,7 +21,7 @@ from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.evaluation.command import base_figures
+from cqwen_dist.train.evaluation.evaluate_checkpoint import base_figures
 from cqwen_dist.train.evaluation.evaluator import Evaluator
 
 

@@ -18,7 +18,7 @@ from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.train.evaluation.command import evaluate_checkpoint
+from cqwen_dist.train.evaluation.evaluate_checkpoint import evaluate_checkpoint
 from cqwen_dist.train.parameter_groups import Member, feature_members, head_members
 from cqwen_dist.train.stages import Schedule, StagePlan
 

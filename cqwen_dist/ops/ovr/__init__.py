@@ -9,10 +9,9 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import OvrOptions, OvrOutput, ovr_loss
-from cqwen_dist.ops.ovr.sampling import NegativeSampling
 from cqwen_dist.ops.ovr.topk import RankBy, prob_at, topk
 
-__all__ = ["NegativeSampling", "OvrOptions", "OvrOutput", "WordHead", "linear_ovr", "ovr_prob_at", "ovr_topk"]
+__all__ = ["OvrOptions", "OvrOutput", "WordHead", "linear_ovr", "ovr_prob_at", "ovr_topk"]
 
 
 def linear_ovr(
@@ -32,7 +31,6 @@ def linear_ovr(
     vocab_reduction: Literal["sum", "mean"] = "sum",
     vocab_size: int | None = None,
     used_rows: int | None = None,
-    sampling: NegativeSampling | None = None,
 ) -> OvrOutput:
     """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
 
@@ -50,14 +48,13 @@ def linear_ovr(
     impl: "chunked" (torch, any device), "triton" (CUDA: one kernel between the products), "reference"
         (materialises [N, v]); "auto" is "triton" for an fp32 or bf16 weight on CUDA, else "chunked".
     want_prob_sum: also return sum_k P_ik over the slice's words in use, from the same pass.
-    sampling: draw the negatives; loss, per_token and gradients become unbiased estimates (`NegativeSampling`).
 
     Gradients go to loc_u, scale_u, weight, bias, threshold where required, in each one's dtype.
     Raises ValueError for shapes that do not fit, labels out of range (checked on CPU only) and unknown names,
     TypeError for dtypes.
     """
     head = WordHead.of(weight, bias, threshold, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, want_prob_sum, sampling)
+    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, want_prob_sum)
     return ovr_loss(Cauchy(loc_u, scale_u), head, labels, token_weights, options)
 
 

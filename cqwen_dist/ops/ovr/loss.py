@@ -20,7 +20,6 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
 from cqwen_dist.ops.ovr.one_pass import ovr_chunked
 from cqwen_dist.ops.ovr.reference import ovr_reference
-from cqwen_dist.ops.ovr.sampling import NegativeSampling, sample_negatives
 
 
 def _triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
@@ -45,7 +44,6 @@ class OvrOptions:
     impl: str = "auto"
     ignore_index: int = -100
     want_prob_sum: bool = False
-    sampling: NegativeSampling | None = None
 
 
 PLAIN = OvrOptions()
@@ -81,8 +79,6 @@ def ovr_loss(
         options.want_prob_sum,
     )
     part = head._replace(start=0, used_rows=rows)
-    if options.sampling is not None:
-        part, targets = sample_negatives(part, targets, options.sampling, head.start)
     impl = _fastest(head) if options.impl == "auto" else options.impl
     with torch.autocast(u.loc.device.type, enabled=False):
         loss, per_token, prob_sum = IMPLEMENTATIONS[impl](u, part, targets)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cqwen_dist.train.evaluation.conformal import CALIBRATION, IntervalFactors
+from cqwen_dist.train.evaluation.evaluation_folder import EvaluationFolder
 from cqwen_dist.train.evaluation.evaluator import Evaluator
-from cqwen_dist.train.evaluation.retention import Watch
-from cqwen_dist.train.evaluation.store import EvaluationFolder
+from cqwen_dist.train.evaluation.watched_texts import WatchedEvaluators
 from cqwen_dist.train.frequency import ThresholdBands
 
 
@@ -15,7 +15,11 @@ class Evaluations:
     """Evaluates a run at its start and as it goes. Collective over the world."""
 
     def __init__(
-        self, held_out: Evaluator | None, watch: Watch, bands: ThresholdBands, store: EvaluationFolder | None
+        self,
+        held_out: Evaluator | None,
+        watch: WatchedEvaluators,
+        bands: ThresholdBands,
+        store: EvaluationFolder | None,
     ) -> None:
         """held_out: None without such texts. store: None on all ranks but the main one."""
         self.held_out, self.watch, self.bands, self.store = held_out, watch, bands, store

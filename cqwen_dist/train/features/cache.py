@@ -43,7 +43,7 @@ from cqwen_dist.train.features.shards import (
 )
 from cqwen_dist.train.stages import StagePlan
 from cqwen_dist.train.zero.engine import Engine
-from cqwen_dist.train.zero.load import base_folder_of
+from cqwen_dist.train.zero.partitioned_base import base_folder_of
 
 _TELL_S = 10.0
 

@@ -18,7 +18,7 @@ import torch
 from cqwen_dist.batch import Batch
 from cqwen_dist.plan.flops import Work
 from cqwen_dist.plan.machine import peak_tflops
-from cqwen_dist.train.zero.state import whole_shape
+from cqwen_dist.train.zero.zero_state import whole_shape
 
 
 def device_peak(device: torch.device) -> float | None:

@@ -27,8 +27,8 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.train.optim import HeadOptimizer
 from cqwen_dist.train.parameter_groups import feature_members, head_members
 from cqwen_dist.train.stages import StagePlan
-from cqwen_dist.train.zero import state as zero_state
-from cqwen_dist.train.zero.load import join_deepspeed
+from cqwen_dist.train.zero import zero_state
+from cqwen_dist.train.zero.partitioned_base import join_deepspeed
 from cqwen_dist.train.zero.patches import patch_clip, patch_tensor_loops, skip_frozen_groups
 from cqwen_dist.train.zero.settings import deepspeed_config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.cluster.watch import lines, look
+from cqwen_dist.cluster.run_status import lines, look
 from cqwen_dist.config import UserError
 from cqwen_dist.run.status import write_status
 

@@ -30,7 +30,7 @@ def read_watched(config: DataConfig, tokenizer: NumericalAwareTokenizer) -> dict
     return found
 
 
-class Watch:
+class WatchedEvaluators:
     """Evaluates what is watched. Collective over the world."""
 
     def __init__(self, texts: dict[str, TextDataset], evaluator: Callable[[TextDataset], Evaluator]) -> None:

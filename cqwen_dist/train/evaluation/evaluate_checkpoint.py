@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.dataset import tokenise
+from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.intervals import FILE as INTERVALS
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
@@ -41,42 +43,15 @@ def evaluate_checkpoint(
 ) -> dict[str, float]:
     """The metrics of `train.evaluation.evaluator` on `data` (default: the run's own held-out texts).
 
-    Beside them the base model's own on the same texts: of the run's base, or of `base`. An exported folder has no run
-    beside it: then `data` is needed, its field is `text`, there is no baseline, and no base unless it is given.
+    With them come the base model's own on the same texts: of the run's base, or of `base`. An exported folder has no
+    run beside it: then `data` is needed, its field is `text`, there is no baseline, and no base unless it is given.
     On other data than the run's own the interval factors that were saved with the model are tried too. Raises
     `UserError`.
     """
-    baseline: float | None = None
-    known: IntervalFactors | None = None
-    only_used, dtype, remote_code, spelt = False, torch.float32, False, False
-    if is_exported(path):
-        if data is None:
-            raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
-        config = DataConfig(train=data)
-        known = _factors(_json(path / INTERVALS))
-    else:
-        run, folder = run_of(path)
-        config = run.data
-        base = base or run.base_folder
-        only_used = run.loss.negatives == "used"
-        dtype = dtype_of(run.train.precision)
-        remote_code = run.model.trust_remote_code
-        spelt = run.num_row_init == "digits"
-        start = _json(Path(run.run.dir) / START)
-        if start is None:
-            raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
-        baseline = start["statistics"]["median"] if start["statistics"]["count"] else None
-        if data is not None:
-            known = _factors(((_json(folder / STATE) or {}).get("figures") or {}).get(CALIBRATION))
+    source = _exported(path, data) if is_exported(path) else _of_run(path, data)
+    base = base or source.base
     model, tokenizer = load_trained(path)
-    if data is None:
-        dataset = load_datasets(config, tokenizer).eval
-    else:
-        dataset = tokenise(
-            read_texts(data, config, ReadReport(), "--data", Chat(tokenizer.tokenizer)), tokenizer, config
-        )
-    if dataset is None or not len(dataset):
-        raise UserError("--data", "no texts", "held-out texts (the run held none out)")
+    dataset = _dataset(source.config, data, tokenizer)
     with distributed() as runtime:
         inner = model.model.to(runtime.device)
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
@@ -85,22 +60,72 @@ def evaluate_checkpoint(
             inner.kept_features,
             batches,
             build_groups(1),
-            baseline_value=baseline,
-            used_rows=inner.config.used_rows if only_used else None,
-            gemm_dtype=dtype,
+            baseline_value=source.baseline,
+            used_rows=inner.config.used_rows if source.only_used else None,
+            gemm_dtype=source.dtype,
             decisions=decisions,
-            known_factors=known,
+            known_factors=source.known,
         )
         if base is not None:
             rows = inner.config.vocab_size
             own = rows - inner.config.added_rows
             model_of_base: Any = load_base(
-                base, dtype, remote_code, rows_for=lambda found: rows if found == own else found
+                base, source.dtype, source.remote_code, rows_for=lambda found: rows if found == own else found
             )
-            numerals = tokenizer.numeral_ids if spelt or inner.config.added_rows else []
+            numerals = tokenizer.numeral_ids if source.spelt or inner.config.added_rows else []
             found = base_figures(model_of_base.to(runtime.device), batches, base, tokenizer.num_token_id, numerals)
             evaluator.base = found
         return evaluator()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a run, or an exported folder, knows of how its model is evaluated."""
+
+    config: DataConfig
+    base: str | None = None
+    only_used: bool = False  # of the vocabulary's rows
+    dtype: torch.dtype = torch.float32
+    remote_code: bool = False
+    spelt: bool = False  # <NUM>'s rows began as the mean of the digits'
+    baseline: float | None = None  # the training median
+    known: IntervalFactors | None = None
+
+
+def _exported(path: Path, data: str | None) -> _Source:
+    if data is None:
+        raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
+    return _Source(DataConfig(train=data), known=_factors(_json(path / INTERVALS)))
+
+
+def _of_run(path: Path, data: str | None) -> _Source:
+    run, folder = run_of(path)
+    start = _json(Path(run.run.dir) / START)
+    if start is None:
+        raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
+    saved = (_json(folder / STATE) or {}).get("figures") or {}
+    return _Source(
+        run.data,
+        base=run.base_folder,
+        only_used=run.loss.negatives == "used",
+        dtype=dtype_of(run.train.precision),
+        remote_code=run.model.trust_remote_code,
+        spelt=run.num_row_init == "digits",
+        baseline=start["statistics"]["median"] if start["statistics"]["count"] else None,
+        known=None if data is None else _factors(saved.get(CALIBRATION)),
+    )
+
+
+def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
+    """`data`, or the run's held-out texts. Raises `UserError` where there are none."""
+    if data is None:
+        dataset = load_datasets(config, tokenizer).eval
+    else:
+        texts = read_texts(data, config, ReadReport(), "--data", Chat(tokenizer.tokenizer))
+        dataset = tokenise(texts, tokenizer, config)
+    if dataset is None or not len(dataset):
+        raise UserError("--data", "no texts", "held-out texts (the run held none out)")
+    return dataset
 
 
 @torch.no_grad()

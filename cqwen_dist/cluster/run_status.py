@@ -1,0 +1,120 @@
+"""`cqwen status`: what a run or a job is doing, from the run's folder and scontrol; no accounting is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from cqwen_dist.cluster.batch import read_history
+from cqwen_dist.config import UserError
+from cqwen_dist.run.files import CONFIG, HISTORY, SLURM
+from cqwen_dist.run.status import read_status
+
+# What of scontrol's answer is shown.
+_KEYS = (
+    *("JobId", "JobName", "JobState", "Reason", "RunTime"),
+    *("TimeLimit", "StartTime", "NodeList", "Restarts", "StdOut"),
+)
+STALE_S = 60.0  # a run that says nothing for so long is not at work: it writes every ten seconds
+
+
+def look(run_or_job: str) -> dict[str, Any]:
+    """The status file, and beside it `run`, `job` (of scontrol), `history` (starts and ends), `stale_s`.
+
+    Raises `UserError` where there is neither such a folder nor such a job.
+    """
+    folder, job = Path(run_or_job), None
+    if not folder.is_dir():
+        job = _known_job(run_or_job)
+        found = _run_of(job)
+        if found is None:
+            return {"status": "not started", "run": None, "job": _of_interest(job), "history": []}
+        folder = found
+    history = read_history(folder)
+    starts = [entry for entry in history if entry["event"] == "start"]
+    if job is None and starts:
+        job = job_of(starts[-1]["job"])
+    status = read_status(folder)
+    if status["status"] == "unknown":
+        if not history and not (folder / CONFIG).is_file():
+            raise UserError("RUN", run_or_job, f"a run's folder (it holds {CONFIG}), or the id of a job")
+        status = {"status": "starting"} if starts else status
+    document: dict[str, Any] = {**status, "run": str(folder), "job": _of_interest(job), "history": history}
+    if document["status"] == "running" and "updated" in document:
+        document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
+    return document
+
+
+def _known_job(name: str) -> dict[str, str]:
+    """What SLURM says of a job. Raises `UserError` where it knows none."""
+    if not name.replace("_", "").isdecimal():
+        raise UserError("RUN", name, "a run's folder, or the id of a job")
+    job = job_of(name)
+    if job is None:
+        raise UserError("JOB", name, "a job that SLURM still knows (or the run's folder)")
+    return job
+
+
+def _run_of(job: dict[str, str]) -> Path | None:
+    """The run's folder, where the job has begun: its comment, or RUN of its output RUN/slurm/JOB.out."""
+    named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)
+    return next((run for run in named if run.name and (run / SLURM / HISTORY).is_file()), None)
+
+
+def job_of(job: str) -> dict[str, str] | None:
+    """What `scontrol show job` says, by key; None where there is no scontrol, or no such job any more."""
+    if which("scontrol") is None:
+        return None
+    done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
+    if done.returncode:
+        return None
+    found: dict[str, str] = {}
+    for line in done.stdout.split("\n\n")[0].splitlines():
+        to_the_end = line.lstrip().startswith(("Comment=", "StdOut=", "WorkDir=", "Command="))
+        words = [line.strip()] if to_the_end else line.split()
+        for word in words:
+            key, _, value = word.partition("=")
+            found[key] = value
+    return found
+
+
+def lines(document: dict[str, Any]) -> list[str]:
+    """The document for people, a line a fact."""
+    step, total, stage = document.get("step"), document.get("total_steps"), document.get("stage")
+    where = "" if step is None else f", step {step}{f' of {total}' if total else ''}"
+    found = [f"{document['status']}{where}{f', stage {stage}' if stage else ''}"]
+    found += [f"why: {document['reason']}"] if document.get("reason") else []
+    if document.get("stale_s", 0) > STALE_S:
+        found.append(f"silent for {document['stale_s']:.0f} s: it was killed, or hangs")
+    if document.get("seconds"):
+        eta = document.get("eta_s")
+        found.append(f"{_time(document['seconds'])} at work{f', {_time(eta)} to go' if eta else ''}")
+    found += [f"last checkpoint: {document['checkpoint']}"] if document.get("checkpoint") else []
+    found += [f"gone on with {document['restarts']} times"] if document.get("restarts") else []
+    found += [_history_line(entry) for entry in document["history"]]
+    if document["job"]:
+        found.append("job: " + ", ".join(f"{key} {value}" for key, value in document["job"].items()))
+    if document["history"]:
+        found.append(f"logs: {Path(document['run']) / SLURM / 'latest'}")
+    return found
+
+
+def _history_line(entry: dict[str, Any]) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
+    if entry["event"] == "start":
+        return f"  {at}  job {entry['job']} start {entry['start']} on {entry['nodes']} from step {entry['step']}"
+    why = f": {entry['reason']}" if entry["reason"] else ""
+    return f"  {at}  {entry['how']} at step {entry['step']}{why}"
+
+
+def _of_interest(job: dict[str, str] | None) -> dict[str, str] | None:
+    return None if job is None else {key: job[key] for key in _KEYS if job.get(key, "None") not in ("None", "(null)")}
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

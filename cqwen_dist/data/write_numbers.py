@@ -1,0 +1,108 @@
+"""Numbers written into text, so that `data.numbers.find_numbers` reads the same float64 at the same places."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from decimal import Decimal
+
+from cqwen_dist.config import NumberPolicy
+from cqwen_dist.data.numbers import DEFAULT_POLICY, NumberSpan, find_numbers
+
+
+def _forms(value: float, policy: NumberPolicy) -> list[str]:
+    """Ways to write a finite value, the plainest first; all read back as exactly this float64."""
+    digits = repr(value)
+    exact = Decimal(digits)
+    mantissa, exponent = f"{exact:e}".split("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    scientific = f"{mantissa}e{int(exponent)}"
+    forms = [digits.removesuffix(".0")]
+    if "e" in digits:
+        forms = [scientific] if policy.scientific else [f"{exact:f}"]
+    if forms[0].lstrip("-").isdecimal():
+        forms.append(f"{forms[0]}.0")
+    if policy.scientific:
+        forms.append(scientific)
+        whole, places = mantissa.replace(".", ""), len(mantissa.partition(".")[2])
+        forms.append(f"{whole}e{int(exponent) - places}")  # a row of digits, as a phone number in front may need
+    if policy.accounting and policy.thousands and value < 0:  # where a minus would be none
+        forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
+    return forms
+
+
+class _Writing:
+    """Pieces that become one text: the forms that each may take, and which of them is chosen.
+
+    plain: the form of a number that no form makes readable; it is written so and not tried again (`given_up`).
+    """
+
+    def __init__(self, pieces: Sequence[str | float], policy: NumberPolicy) -> None:
+        self.forms: list[list[str]] = []
+        self.numbers = [not isinstance(piece, str) and math.isfinite(piece) for piece in pieces]  # to be read back
+        for i, piece in enumerate(pieces):
+            forms = _forms(float(piece), policy) if self.numbers[i] else [str(piece)]
+            follows = i > 0 and not isinstance(piece, str) and not isinstance(pieces[i - 1], str)
+            self.forms.append([f" {form}" for form in forms] if follows else forms)
+        self.texts = [isinstance(piece, str) for piece in pieces]
+        self.chosen = [0] * len(pieces)
+        self.given_up: set[int] = set()
+        self.plain: dict[int, int] = {}
+
+    def written(self) -> list[str]:
+        """Each piece in its chosen form."""
+        return [forms[k] for forms, k in zip(self.forms, self.chosen, strict=True)]
+
+    def misread(self, spans: list[NumberSpan]) -> int | None:
+        """The first number that is not read at its own place. spans: what is read of all pieces joined."""
+        ends = {span.start: span.end for span in spans}
+        end = 0
+        for i, form in enumerate(self.written()):
+            start, end = end + form.startswith(" "), end + len(form)
+            if self.numbers[i] and i not in self.given_up and ends.get(start) != end:
+                return i
+        return None
+
+    def behind_misread_text(self, spans: list[NumberSpan]) -> int | None:
+        """The first number behind a text that is read as a number: in another form it may leave that a text."""
+        starts = [span.start for span in spans if math.isfinite(span.value)]
+        end, extra = 0, False
+        for i, form in enumerate(self.written()):
+            start, end = end, end + len(form)
+            if self.texts[i]:
+                extra = extra or bisect_left(starts, start) < bisect_left(starts, end)
+            elif extra and self.numbers[i] and i not in self.given_up:
+                self.plain.setdefault(i, self.chosen[i])
+                return i
+            else:
+                extra = False
+        return None
+
+    def try_next_form(self, i: int) -> None:
+        """Of number i; where all were tried, the plain one stays."""
+        self.chosen[i] += 1
+        if self.chosen[i] == len(self.forms[i]):
+            self.chosen[i] = self.plain.get(i, 0)
+            self.given_up.add(i)
+
+
+def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
+    """Texts and numbers joined to one text from which `find_numbers` reads the same numbers at the same places.
+
+    Numbers are written plainly, save where that would be misread: 100 in front of ",456" becomes 100.0, 13812345678
+    (it looks like a phone number) gets ".0" or an exponent, and two numbers in a row get a space between. NaN and the
+    infinities become "nan", "inf" and "-inf", which are no numbers to `find_numbers`. Pieces that no reading gives
+    (text that is itself a numeral, beside a number) are written plainly.
+    """
+    writing = _Writing(pieces, policy)
+    while True:
+        text = "".join(writing.written())
+        spans = find_numbers(text, policy)
+        wrong = writing.misread(spans)
+        if wrong is None:
+            wrong = writing.behind_misread_text(spans)
+        if wrong is None:
+            return text
+        writing.try_next_form(wrong)

@@ -1,0 +1,136 @@
+"""What one call of `generate` may be told, and the checks of its settings and of its prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.modes import Mode, find_mode
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keywords of `generate.generator.generate` beside the prompt.
+
+    mode: a name of `generate.modes.MODES`.
+    max_new_tokens: at most so many; the end of the model's context also ends it.
+    eos_token_id: one or several ids that end a row (default: the base's own; [] for none); a row that has ended is
+        filled with pad_token_id (default: the base's own, else the first eos, else 0).
+    temperature: in `compatible` divides the logits (0: greedy); in the modes that draw an individual or the noise
+        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all).
+    do_sample, top_k (0: all), top_p, logits_processor ((ids, logits [B,V]) -> logits): of `compatible`. do_sample
+        defaults to True where one of temperature, top_k, top_p, seed and generator is given, and else to False, as
+        Hugging Face's.
+    decode_rule: how the other modes rank words, by P ("ovr") or by loc_S ("loc"); default: the mode's own.
+    eps_truncation: drawn uniforms stay at least this far from 0 and 1, which cuts off a Cauchy's far tails (0: not).
+    generator, seed: of every draw (one of the two; default torch's global state). Each row draws for itself.
+    used_rows: words from here on are never written, except in `compatible` (default: the config's; rows from there on
+        are spare ones that the tokenizer does not use).
+
+    Raises `UserError` for an unknown mode and values out of range.
+    """
+
+    mode: str = "standard"
+    max_new_tokens: int = 64
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
+    decode_rule: Literal["ovr", "loc"] | None = None
+    eps_truncation: float = 0.0
+    generator: torch.Generator | None = None
+    seed: int | None = None
+    use_cache: bool = True
+    used_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        find_mode(self.mode)
+        if not 0.0 <= self.eps_truncation < 0.5:
+            raise UserError("eps_truncation", self.eps_truncation, "0 or more, below 0.5")
+        if self.max_new_tokens < 0:
+            raise UserError("max_new_tokens", self.max_new_tokens, "0 or more")
+        check_sampling(self.temperature, self.top_k, self.top_p)
+        if self.decode_rule not in (None, "ovr", "loc"):
+            raise UserError("decode_rule", self.decode_rule, "ovr, loc")
+        if self.used_rows is not None and self.used_rows < 1:
+            raise UserError("used_rows", self.used_rows, "1 or more")
+        if self.seed is not None and self.generator is not None:
+            raise UserError("seed", self.seed, "a seed or a generator, not both")
+
+    @property
+    def chosen(self) -> Mode:
+        """The mode itself."""
+        return find_mode(self.mode)
+
+    @property
+    def samples(self) -> bool:
+        """Whether `compatible` draws its words."""
+        implied = (self.temperature, self.top_k, self.top_p, self.seed, self.generator)
+        wanted = any(option is not None for option in implied) if self.do_sample is None else self.do_sample
+        return wanted and self.temperature != 0.0
+
+    def generator_on(self, device: torch.device) -> torch.Generator | None:
+        """Where draws come from; None: torch's global state."""
+        return self.generator if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+
+    def ends(self, base: Any) -> list[int]:
+        """The ids that end a row. base: the base model's config."""
+        ids = base.eos_token_id if self.eos_token_id is None else self.eos_token_id
+        if ids is None:
+            return []
+        return [ids] if isinstance(ids, int) else list(ids)
+
+    def padding(self, base: Any) -> int:
+        """The id behind a row's end."""
+        candidates = (self.pad_token_id, base.pad_token_id, *self.ends(base))
+        return next((int(token) for token in candidates if token is not None), 0)
+
+
+def check_sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> None:
+    """Raises `UserError` for values out of range; None is always fine."""
+    if temperature is not None and not 0.0 <= temperature < math.inf:
+        raise UserError("temperature", temperature, "a number >= 0 (0: greedy)")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise UserError("top_p", top_p, "above 0, at most 1")
+    if top_k is not None and top_k < 0:
+        raise UserError("top_k", top_k, "0 (all words) or more")
+
+
+def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
+    """Raises as `generate` says. model: a `generate.generator.Model`."""
+    v, context = model.action.vocab_size, model.config.base_config.max_position_embeddings
+    if model.action.cls_weight.shape[0] != v:
+        raise ValueError(f"the head holds {model.action.cls_weight.shape[0]} of {v} words here: gather it first")
+    if ids.ndim != 2 or ids.dtype != torch.int64:
+        raise UserError("prompt", f"{ids.dtype} of shape {tuple(ids.shape)}", "token ids [B,T], int64")
+    if ids.numel() == 0:
+        raise UserError("prompt", "no tokens", "at least one token in every row")
+    if ids.shape[1] > context:
+        raise UserError("prompt", f"{ids.shape[1]} tokens", f"at most {context}, the model's context")
+    if int(ids.min()) < 0 or int(ids.max()) >= v:
+        bad = int(ids[(ids < 0) | (ids >= v)][0])
+        raise UserError("prompt", f"token id {bad}", f"ids in [0, {v})")
+    for name, tensor in (("numeric_values", values), ("attention_mask", mask)):
+        if tensor is not None and tensor.shape != ids.shape:
+            raise UserError(name, f"shape {tuple(tensor.shape)}", f"the prompt's shape, {tuple(ids.shape)}")
+    if values is not None and not bool(values.isfinite().all()):
+        raise UserError("numeric_values", float(values[~values.isfinite()][0]), "finite numbers")
+    if mask is not None:
+        _check_padding(mask.bool())
+
+
+def _check_padding(real: Tensor) -> None:
+    """real [B,T] bool: every row has a token, and its padding is on the left."""
+    if not bool(real.any(1).all()):
+        raise UserError("prompt", "no tokens", "at least one token in every row")
+    if bool((real[:, 1:] < real[:, :-1]).any()):
+        raise UserError("attention_mask", "padding after a token", "padding on the left only")
