@@ -197,7 +197,7 @@ def measure(case: Case, runtime: Runtime, groups: Groups | None = None) -> dict[
     measured = peak_of(work, device)
     base = Architecture.of(case.architecture)
     sizes = stage_sizes(config, base, world=runtime.world_size, kind="cuda" if kind == "cuda" else "cpu")
-    s, moment, parts = worst(sizes)
+    s, phase, parts = worst(sizes)
     predicted = tensor_bytes(parts) + (WORKSPACE if kind == "cuda" else 0)
     return {
         "name": case.name,
@@ -205,7 +205,7 @@ def measure(case: Case, runtime: Runtime, groups: Groups | None = None) -> dict[
         "predicted_mib": predicted / MIB,
         "ratio": predicted / measured,
         "stage": s.stage.name,
-        "moment": moment.name,
+        "moment": phase.name,
     }
 
 

@@ -34,7 +34,7 @@ from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.machine import MACHINES, Machine, machine
 from cqwen_dist.plan.make import tensor_bytes
-from cqwen_dist.plan.memory import GIB, WORKSPACE, kept, moments
+from cqwen_dist.plan.memory import GIB, WORKSPACE, kept, phases
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 from cqwen_dist.train.stages import StagePlan
 
@@ -91,7 +91,7 @@ def run(
         batches = rig.batches(rig.schedule.plans[-1])
     del rig
     _empty(runtime.device)
-    last = next((row for row in reversed(rows) if "lora" in row["awake"]), None)
+    last = next((row for row in reversed(rows) if "lora" in row["trainable"]), None)
     if peers and runtime.world_size == 1 and last is not None:
         rows += _peers(config, architecture, runtime.device, batches, rounds, last, sizes, machine)
     return {
@@ -126,7 +126,7 @@ def _stage(
     parts: dict[str, list[float]] = {}
     marks = Marks(device)
     traffic.on = True
-    talk = 0.0
+    communication = 0.0
     messages: list[Transfer] = []
     with marked(rig, marks):
         for _ in range(rounds):
@@ -136,21 +136,21 @@ def _stage(
             for name, seconds in marks.seconds().items():
                 parts.setdefault(name, []).append(seconds)
             messages, pairs = traffic.take()  # marks.seconds() waited for the device
-            talk += sum(between(*pair) for pair in pairs) / rounds
+            communication += sum(between(*pair) for pair in pairs) / rounds
     traffic.on = False
     by_part = {name: statistics.median(values) for name, values in parts.items()}
     tensors = tuple(kept(s))
-    planned = tensor_bytes(tensors) + max(moment.bytes for moment in moments(s))
+    planned = tensor_bytes(tensors) + max(phase.bytes for phase in phases(s))
     planned += WORKSPACE * (device.type == "cuda")
     row = _row(s.stage.name, times, s, machine)
     row |= {
         "parts_s": by_part,
-        "communication_s": talk,
-        "bytes_said": sum(message.bytes for message in messages),
+        "communication_s": communication,
+        "bytes_sent": sum(message.bytes for message in messages),
         "collectives": len(messages),
         "peak_gib": None if peak is None else peak / GIB,
         "planned_peak_gib": planned / GIB,
-        "awake": sorted(s.awake),
+        "trainable": sorted(s.trainable),
     }
     return row
 
@@ -179,7 +179,7 @@ def _cached(
     useful = row["flops_per_token"] - flops(s).backbone_forward
     row["flops_per_token"] = useful
     row["mfu"] = useful * row["tokens_per_s"] / (machine.peak(s.width) * s.world)
-    row["awake"] = sorted(s.awake)
+    row["trainable"] = sorted(s.trainable)
     row["ratio"] = {
         "against": f"{s.stage.name}, z computed",
         "measured": computed["step_s"]["median"] / row["step_s"]["median"],
@@ -199,11 +199,11 @@ def _peers(
     machine: Machine,
 ) -> list[dict[str, Any]]:
     """Plain HF + PEFT, and with Liger; each beside our last stage that trains adapters."""
-    s = next(s for s in reversed(sizes) if "lora" in s.awake)
+    s = next(s for s in reversed(sizes) if "lora" in s.trainable)
     rows = []
     for name, liger in PEERS.items():
         if liger and device.type != "cuda":
-            rows.append({"name": name, "skipped": "needs CUDA", "awake": []})
+            rows.append({"name": name, "skipped": "needs CUDA", "trainable": []})
             continue
         before = _allocated(device)
         try:
@@ -211,7 +211,7 @@ def _peers(
             for _ in range(WARM_UP):
                 step(batches)
         except Exception as error:  # a peer that cannot run here is told, and ours stands
-            rows.append({"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "awake": []})
+            rows.append({"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "trainable": []})
             continue
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -219,7 +219,7 @@ def _peers(
         row = _row(name, times, s, machine)
         row["mfu"] = None
         row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if device.type == "cuda" else None
-        row["awake"] = []
+        row["trainable"] = []
         row["ratio"] = {
             "against": f"{ours['name']} over {name}, tokens/s",
             "measured": row["step_s"]["median"] / ours["step_s"]["median"],
@@ -260,7 +260,7 @@ def _times(step: Callable[[], object], device: torch.device, rounds: int) -> lis
 
 def _factors(rows: list[dict[str, Any]], sizes: list[Sizes], machine: Machine, world: int) -> dict[str, float]:
     """Measured seconds over those the stated rates give, by part, of the stage in which most trains."""
-    index = max(range(len(sizes)), key=lambda i: (sizes[i].graph, len(sizes[i].awake)))
+    index = max(range(len(sizes)), key=lambda i: (sizes[i].graph, len(sizes[i].trainable)))
     s = sizes[index]
     row = next(row for row in rows if row["name"] == s.stage.name)
     said = asdict(stage_cost(s, machine, world).time)
@@ -285,7 +285,19 @@ def table(result: dict[str, Any]) -> Group:
     """``run``'s result for a terminal."""
     shape = f"{result['micro_batch_size']} x {result['sequence_length']} tokens a micro-batch, {result['precision']}"
     out = Table(title=f"Training step, {shape}, {result['world']} x {result['device']}", title_justify="left")
-    columns = ("", "s (min-max)", "tokens/s", "MFU", "data", "forward", "heads", "backward", "optimizer", "talk", "GiB")
+    columns = (
+        "",
+        "s (min-max)",
+        "tokens/s",
+        "MFU",
+        "data",
+        "forward",
+        "heads",
+        "backward",
+        "optimizer",
+        "communication",
+        "GiB",
+    )
     for column in columns:
         out.add_column(column, justify="left" if column == "" else "right")
     ratios = []

@@ -19,7 +19,7 @@ def layer_saved(s: Sizes) -> int:
     """Kept of one layer between forward and backward, with trainable or frozen adapters."""
     a, w, n = s.base, s.width, s.tokens
     h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    trained = "lora" in s.awake
+    trained = "lora" in s.trainable
     compiled = s.config.model.compile_layers
     # both norms: their input in fp32 (compiled: as it came), and 1 / rms
     each = 2 * ((w if compiled else FP32) * h + FP32)
@@ -82,7 +82,7 @@ def batch(s: Sizes) -> int:
 def layer_backward(s: Sizes) -> int:
     """Beside what is kept, at most, while the last layer is differentiated (gradients of its widest part)."""
     a, w, n = s.base, s.width, s.tokens
-    wide = 2 if "down_proj" in s.adapters and "lora" in s.awake else 3
+    wide = 2 if "down_proj" in s.adapters and "lora" in s.trainable else 3
     recomputed = layer_saved(s) if s.checkpointing else 0
     return recomputed + n * (wide * w * a.intermediate + (w + FP32) * a.hidden)
 

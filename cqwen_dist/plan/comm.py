@@ -107,8 +107,8 @@ def stage_head_messages(s: Sizes, group: int) -> list[Message]:
         world=s.world,
         columns=s.words,
         gemm_bytes=s.width,
-        row_tensors=[size // s.rows * rows for size in s.row_tensors(s.awake)],
-        replicated=s.whole_head(s.awake),
+        row_tensors=[size // s.rows * rows for size in s.row_tensors(s.trainable)],
+        replicated=s.whole_head(s.trainable),
         full_gate_grad=s.config.loss.gate_grad == "full",
     )
 

@@ -162,7 +162,7 @@ def layer_bytes(s: Sizes) -> float:
 
 def optimizer_time(s: Sizes, m: Machine) -> float:
     """AdamW of the heads and of this rank's share of the features, the norm and the clip among it."""
-    heads = sum(s.row_tensors(s.awake)) + s.whole_head(s.awake)
+    heads = sum(s.row_tensors(s.trainable)) + s.whole_head(s.trainable)
     features = s.trained_features * s.graph / s.over(1)
     tensors = 2 * s.base.layers * len(s.adapters) * s.graph * TENSOR * (s.kind == "cuda")
     if s.config.parallel.offload == "optimizer":

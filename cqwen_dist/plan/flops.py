@@ -103,7 +103,7 @@ def of_stage(s: Sizes) -> Work:
 
 def flops(s: Sizes) -> Flops:
     """Of one token in this stage."""
-    return of_stage(s).flops(s.length, s.awake, cached=s.cached, checkpointing=s.checkpointing)
+    return of_stage(s).flops(s.length, s.trainable, cached=s.cached, checkpointing=s.checkpointing)
 
 
 def softmax_head_ratio(s: Sizes) -> float:

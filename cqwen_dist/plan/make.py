@@ -12,7 +12,7 @@ from cqwen_dist.plan.architecture import Architecture
 from cqwen_dist.plan.comm import bytes_sent, stage_head_messages
 from cqwen_dist.plan.cost import StageCost, stage_cost
 from cqwen_dist.plan.machine import MACHINES, Machine, describe
-from cqwen_dist.plan.memory import ADAM_MOMENTS, FP32, GIB, Moment, Part
+from cqwen_dist.plan.memory import ADAM_MOMENTS, FP32, GIB, Part, Phase
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 
 BESIDE = ("process", "CUDA context", "communication buffers", "fragmentation")
@@ -106,13 +106,13 @@ class Plan:
         }
 
 
-def worst(sizes: list[Sizes]) -> tuple[Sizes, Moment, tuple[Part, ...]]:
+def worst(sizes: list[Sizes]) -> tuple[Sizes, Phase, tuple[Part, ...]]:
     """(stage, moment, all parts held then) where a rank's tensors are most."""
     found = []
     for s in sizes:
         always = tuple(part for part in memory.kept(s) if part.bytes)
-        for moment in memory.moments(s):
-            found.append((s, moment, always + moment.parts))
+        for phase in memory.phases(s):
+            found.append((s, phase, always + phase.parts))
     return max(found, key=lambda item: tensor_bytes(item[2]))
 
 
@@ -147,7 +147,7 @@ def plan(
     base = Architecture.of(architecture)
     kind: Kind = "cuda" if gpus_per_node else "cpu"
     sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences)
-    s, moment, parts = worst(sizes)
+    s, phase, parts = worst(sizes)
     parts = (*parts, *memory.beside_tensors(s, tensor_bytes(parts)))
     return Plan(
         nodes=nodes,
@@ -160,7 +160,7 @@ def plan(
         head_bytes_sent=bytes_sent(stage_head_messages(s, s.group)),
         head_bytes_sent_unsharded=bytes_sent(stage_head_messages(s, 1)),
         stage=s.stage.name,
-        moment=moment.name,
+        moment=phase.name,
         parts=parts,
         advice=_advice(s, parts),
         checkpoint_bytes=checkpoint_bytes(sizes[-1]),

@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Phase:
     """A point in time of a stage's step: what is held then in addition to what is always held."""
 
     stage: str
@@ -65,7 +65,7 @@ def kept(s: Sizes) -> Iterator[Part]:
     yield from _heads(s)
 
 
-def moments(s: Sizes) -> list[Moment]:
+def phases(s: Sizes) -> list[Phase]:
     """The points of a step that may need most."""
     found = [("the loss", _loss(s)), ("backward of the heads", _heads_backward(s)), ("optimizer step", _step(s))]
     found.append(("a look at the accuracy", _accuracy(s)))
@@ -75,7 +75,7 @@ def moments(s: Sizes) -> list[Moment]:
         found.append(("backward of the last layer", _backbone_backward(s)))
     else:  # also where z is cached: the cache is made by it
         found.append(("forward", _forward(s)))
-    return [Moment(s.stage.name, name, tuple(part for part in parts if part.bytes)) for name, parts in found]
+    return [Phase(s.stage.name, name, tuple(part for part in parts if part.bytes)) for name, parts in found]
 
 
 def beside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
@@ -169,7 +169,7 @@ def _activations(s: Sizes) -> Part:
 
 def _head_gradients(s: Sizes) -> int:
     """Gradients of the heads' parameters once a micro-batch is through."""
-    return FP32 * (sum(s.row_tensors(s.awake)) + s.whole_head(s.awake))
+    return FP32 * (sum(s.row_tensors(s.trainable)) + s.whole_head(s.trainable))
 
 
 def _feature_gradients(s: Sizes) -> int:
@@ -190,7 +190,7 @@ def _standing(s: Sizes) -> Iterator[Part]:
 def _features_and_u(s: Sizes, forward: bool) -> int:
     """z, U, U' and what their backward needs; `forward`: while the loss is computed, U's own scale is still there."""
     n, c, w = s.tokens, s.causal, s.width
-    differentiated = s.graph or "abduction" in s.awake
+    differentiated = s.graph or "abduction" in s.trainable
     tensors = 2 + differentiated + forward  # loc, scale with noise; before softplus; scale
     size = n * w * s.base.hidden + tensors * n * c * FP32
     if w < FP32:
@@ -208,9 +208,9 @@ def _loss(s: Sizes) -> Iterator[Part]:
     yield from _standing(s)
     yield Part("features and U", _features_and_u(s, True), "z, and four [N, C] in fp32")
     n, c = s.group * s.tokens, s.words
-    need_u = s.graph or bool(s.awake & {"abduction", "noise"})
-    rows = FP32 * sum(s.row_tensors(s.awake))
-    gap = FP32 * s.rows * (1 + bool(s.awake & {"thresholds"} or s.config.train.train_class_bias))
+    need_u = s.graph or bool(s.trainable & {"abduction", "noise"})
+    rows = FP32 * sum(s.row_tensors(s.trainable))
+    gap = FP32 * s.rows * (1 + bool(s.trainable & {"thresholds"} or s.config.train.train_class_bias))
     yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
     yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
     impl = s.config.loss.impl if s.config.loss.impl != "auto" else FASTEST[s.kind]
@@ -220,7 +220,7 @@ def _loss(s: Sizes) -> Iterator[Part]:
     t, words = tile_shape(n, s.rows, c, s.kind)
     low = s.width < FP32 and s.kind == "cuda"
     tiles = t * words * FP32 * (2 + WORK_BUFFERS[impl]) + low * 2 * t * words * s.width
-    blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.awake))
+    blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))
     copies = 2 * n * c * FP32 if s.width < FP32 and s.kind == "cpu" else 0
     yield Part("loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({impl})")
 
@@ -272,7 +272,7 @@ def _forward(s: Sizes) -> Iterator[Part]:
 
 
 def _step(s: Sizes) -> Iterator[Part]:
-    flat = FP32 * s.whole_head(s.awake) if s.world > 1 else 0
+    flat = FP32 * s.whole_head(s.trainable) if s.world > 1 else 0
     features = 0 if not s.graph else s.trained_features * s.width + _share(s.trained_features * FP32, s.over(1))
     yield Part(
         "gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece"

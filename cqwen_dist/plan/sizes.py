@@ -67,7 +67,7 @@ class Sizes:
         return self.batch[0] * self.length
 
     @cached_property
-    def awake(self) -> frozenset[str]:
+    def trainable(self) -> frozenset[str]:
         """The groups that train in this stage."""
         return self.stage.groups
 
@@ -79,7 +79,7 @@ class Sizes:
     @cached_property
     def graph(self) -> bool:
         """Whether gradients run through the backbone."""
-        return bool(self.awake & {"embedding", "lora"})
+        return bool(self.trainable & {"embedding", "lora"})
 
     @cached_property
     def cached(self) -> bool:

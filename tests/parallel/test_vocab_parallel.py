@@ -138,18 +138,18 @@ def spare_rows_left_out(groups: Groups) -> None:
 
 
 def frozen_inputs(groups: Groups) -> None:
-    """Only thresholds awake, or only tokens: every rank enters the same collectives in backward."""
+    """Only thresholds trainable, or only tokens: every rank enters the same collectives in backward."""
     problem = Problem(13, COUNTS[dist.get_world_size()][0])
     own = problem.tokens([dist.get_rank()])
     v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
     tensors = [problem.loc[own], problem.scale[own], problem.weight[v0:v1], problem.bias[v0:v1]]
     tensors.append(problem.threshold[v0:v1])
-    for awake in range(5):
-        mine = [t.clone().requires_grad_(i == awake) for i, t in enumerate(tensors)]
+    for trainable in range(5):
+        mine = [t.clone().requires_grad_(i == trainable) for i, t in enumerate(tensors)]
         out = vocab_parallel_ovr(*mine, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
         (out.loss + out.p_num.sum()).backward()
-        assert [t.grad is not None for t in mine] == [i == awake for i in range(5)]
-        assert bool(mine[awake].grad.isfinite().all())
+        assert [t.grad is not None for t in mine] == [i == trainable for i in range(5)]
+        assert bool(mine[trainable].grad.isfinite().all())
     with torch.no_grad():
         out = vocab_parallel_ovr(*tensors, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
         assert not out.loss.requires_grad

@@ -32,8 +32,8 @@ def test_the_backbones_flops_are_torchs_count(gradients: bool) -> None:
             z.sum().backward()
     work = of_model(model)
     square = replace(work, attention=2 * work.attention)
-    awake = frozenset(["embedding"] if gradients else [])
-    each = square.flops(24, awake, cached=False)
+    trainable = frozenset(["embedding"] if gradients else [])
+    each = square.flops(24, trainable, cached=False)
     assert keep.numel() * each.backbone == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 

@@ -84,7 +84,9 @@ def test_sleeping_groups_are_unchanged_to_the_bit_and_wake_anew(tmp_path: Path) 
     for group in ("embedding", "abduction", "classifier", "thresholds", "regression"):
         assert same_bits(tensors_of(before, group), tensors_of(slept, group)), f"{group} moved in its sleep"
     for group in ("lora", "noise"):
-        assert not same_bits(tensors_of(before, group), tensors_of(slept, group)), f"{group} was awake and did not move"
+        assert not same_bits(tensors_of(before, group), tensors_of(slept, group)), (
+            f"{group} was trainable and did not move"
+        )
     for group in ("classifier", "thresholds", "regression", "noise"):
         assert same_bits(tensors_of(slept, group), tensors_of(last, group)), f"{group} moved in its sleep"
     assert woken.state["feature_steps"] == {"embedding": 1, "lora": 3}

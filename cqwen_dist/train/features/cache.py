@@ -123,10 +123,10 @@ class FeatureCache:
                 self.folder.rmdir()
 
     def _refuse_invalid(self, plan: StagePlan) -> None:
-        awake = sorted(plan.stage.groups & {"embedding", "lora"})
-        if awake:
-            verb = "trains" if len(awake) == 1 else "train"
-            raise CacheRefused(f"{' and '.join(awake)} {verb} in this stage, so z is another at every step")
+        trained = sorted(plan.stage.groups & {"embedding", "lora"})
+        if trained:
+            verb = "trains" if len(trained) == 1 else "train"
+            raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
 
     def _open_or_build(self, loader: Loader) -> FeatureShards:
         dataset = loader.dataset
