@@ -7,6 +7,7 @@ Imports inside functions and under TYPE_CHECKING count: what they hide is a depe
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -310,6 +311,18 @@ def test_the_size_and_name_checks_see_it():
 )
 def test_the_circle_check_sees_it(files, circle):
     assert list(circles(files)) == ([circle] if circle else [])
+
+
+def test_pages_name_files_that_exist():
+    """A file moves more often than a page is read."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    missing = [
+        f"{page.name}: {found}"
+        for page in pages
+        for found in re.findall(r"(?:[\w.]+/)+\w+\.py\b", page.read_text(encoding="utf-8"))
+        if not any((root / found).is_file() for root in (ROOT, ROOT / PACKAGE))
+    ]
+    assert not missing, "\n".join(missing)
 
 
 def test_there_is_no_drawer():
