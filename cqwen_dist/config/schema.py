@@ -256,6 +256,12 @@ class Config(Section):
         return None if limit == "usual" else limit
 
     @property
+    def slope_limit(self) -> float:
+        """Where the slope of a word's loss is cut, resolved; 0: nowhere."""
+        limit = self.loss.slope_limit
+        return limit if limit is not None else 1.0 if self.start == "calibrated" else 0.0
+
+    @property
     def target_transform(self) -> str:
         """The regression's unit, resolved (raw in the seed presets unless asked for)."""
         return self.loss.target_transform or ("standardise" if self.start == "calibrated" else "none")

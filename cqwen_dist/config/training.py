@@ -109,6 +109,11 @@ class LossConfig(Section):
         "W_cls's gradients fall below AdamW's eps of 1e-8.",
     )
     negatives: Literal["full", "used"] = Field("full", description="All V_full rows, or only the used ones and <NUM>.")
+    slope_limit: NonNegative | None = Field(
+        None,
+        description="Cut of the gradient of a word's loss with respect to its loc_S, 1/nat; 0: none; default: 1 when "
+        "start is calibrated, 0 in the seed presets.",
+    )
     impl: Literal["auto", "reference", "chunked", "triton"] = Field("auto", description="OvR implementation.")
     constraint: ConstraintConfig = Field(
         ConstraintConfig(), description="The bound on how far U may move from where it began."

@@ -62,6 +62,7 @@ def vocab_parallel_ovr(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     used_rows: int | None = None,
+    slope_limit: float = 0.0,
 ) -> VocabParallelOutput:
     """`linear_ovr` over the vocabulary of a group.
 
@@ -72,7 +73,7 @@ def vocab_parallel_ovr(
     process. Collective over it; autograd's backward too, on every rank or none.
     """
     head = WordHead(weight_shard, bias_shard, threshold_shard, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index)
+    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, slope_limit=slope_limit)
     u = Cauchy(loc_u, scale_u)
     return vocab_parallel_loss(u, head, labels, token_weights, options, group, num_token_id, token_counts)
 

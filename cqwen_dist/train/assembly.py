@@ -176,6 +176,7 @@ def build_training(
         seed=config.train.seed,
         gemm_dtype=dtype_of(config.train.precision),
         used_rows=words.used_rows if config.loss.negatives == "used" else None,
+        slope_limit=config.slope_limit,
         word_counts=words.counts,
     )
     schedule = Schedule(config.stages, steps_per_epoch)

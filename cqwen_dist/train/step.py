@@ -48,6 +48,7 @@ class Stepper:
         seed: int,
         gemm_dtype: torch.dtype,
         used_rows: int | None,
+        slope_limit: float,
         word_counts: np.ndarray,
     ) -> None:
         """seed: of dropout. gemm_dtype: of the word head's products. used_rows: the loss leaves out words from here on.
@@ -56,7 +57,7 @@ class Stepper:
         """
         self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
         self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
-        self.gemm_dtype, self.used_rows = gemm_dtype, used_rows
+        self.gemm_dtype, self.used_rows, self.slope_limit = gemm_dtype, used_rows, slope_limit
         action = self.model.action
         self.class_weights = class_weights(
             loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
@@ -154,7 +155,7 @@ class Stepper:
                 gate_grad=loss.gate_grad,
                 gemm_dtype=self.gemm_dtype,
                 used_rows=self.used_rows,
-                ovr=OvrOptions(self.class_weights, loss.vocab_reduction, loss.impl),
+                ovr=OvrOptions(self.class_weights, loss.vocab_reduction, loss.impl, slope_limit=self.slope_limit),
             ),
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),

@@ -78,6 +78,30 @@ def test_error_against_float64(impl, threshold, gamma):
 
 
 @pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("limit", [0.05, 1.0])
+@pytest.mark.parametrize("gamma", [1e-6, 1e-3, 1.0])
+def test_a_limited_slope_against_float64(impl, limit, gamma):
+    leaves, labels = problem(9, 33, 700, gamma=gamma, threshold=0.0)
+    options = {"class_weights": torch.rand(700), "token_weights": torch.rand(9)}
+    assert_as_exact_as_the_materialised(leaves, labels, impl, slope_limit=limit, **options)
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+def test_a_limited_slope_leaves_the_loss_and_what_is_below_the_limit(impl):
+    leaves, labels = problem(1, 33, 700, gamma=1e-3, ignored=False)
+    free = gradients(leaves, labels, impl=impl)
+    steepest = free[1][4].abs().max()  # of one token: each word's slope
+    assert steepest > 1, "a score stands near its threshold"
+    for limit in (0.1, 1.0):
+        found = gradients(leaves, labels, impl=impl, slope_limit=limit)
+        assert torch.equal(found[0], free[0])
+        torch.testing.assert_close(found[1][4], free[1][4].clamp(-limit, limit), rtol=1e-5, atol=1e-8)
+    above = gradients(leaves, labels, impl=impl, slope_limit=2 * float(steepest))
+    for one, other in zip(above[1], free[1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_odd_shapes_and_dtypes(impl, shape, dtype):

@@ -53,6 +53,7 @@ def whole_losses() -> None:
     leaves, labels = problem(40, 8, 300, gamma=0.1)
     options = {"class_weights": torch.rand(300), "token_weights": torch.rand(40), "want_prob_sum": True}
     assert_as_exact_as_the_materialised(leaves, labels, "triton", **options)
+    assert_as_exact_as_the_materialised(leaves, labels, "triton", slope_limit=0.3, **options)
     leaves, labels = problem(40, 8, 300, gamma=0.1, dtype=torch.bfloat16)
     assert_as_exact_as_the_materialised(leaves, labels, "triton", **options)
     with torch.no_grad():

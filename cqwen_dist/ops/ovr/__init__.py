@@ -31,6 +31,7 @@ def linear_ovr(
     vocab_reduction: Literal["sum", "mean"] = "sum",
     vocab_size: int | None = None,
     used_rows: int | None = None,
+    slope_limit: float = 0.0,
 ) -> OvrOutput:
     """OvR loss of the slice: sum_i token_weights_i sum_k w_k BCE_ik (S0 5.1 formulas 3-5, S4 3.4.3).
 
@@ -49,12 +50,15 @@ def linear_ovr(
         (materialises [N, v]); "auto" is "triton" for an fp32 or bf16 weight on CUDA, else "chunked".
     want_prob_sum: also return sum_k P_ik over the slice's words in use, from the same pass.
 
+    slope_limit: the gradient of a word's BCE with respect to its loc_S (and so to C) is cut to this, in 1/nat, before
+        the weights; 0: not at all. The loss is the same (docs/decisions.md, D-slope).
+
     Gradients go to loc_u, scale_u, weight, bias, threshold where required, in each one's dtype.
     Raises ValueError for shapes that do not fit, labels out of range (checked on CPU only) and unknown names,
     TypeError for dtypes.
     """
     head = WordHead.of(weight, bias, threshold, vocab_start, vocab_size, used_rows)
-    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, want_prob_sum)
+    options = OvrOptions(class_weights, vocab_reduction, impl, ignore_index, want_prob_sum, slope_limit)
     return ovr_loss(Cauchy(loc_u, scale_u), head, labels, token_weights, options)
 
 

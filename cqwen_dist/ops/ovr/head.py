@@ -86,6 +86,7 @@ class Targets(NamedTuple):
     token_weights: Tensor  # [N]: factor of each token in the loss, 0 for one that takes no part
     class_weights: Tensor | None  # [v]: factor of both terms of a word
     want_prob_sum: bool
+    slope_limit: float = 0.0  # of |dBCE_ik / dloc_S_ik|, 1/nat, before the two weights; 0: none
 
 
 class OvrSums(NamedTuple):

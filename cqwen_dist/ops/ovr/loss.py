@@ -44,6 +44,7 @@ class OvrOptions:
     impl: str = "auto"
     ignore_index: int = -100
     want_prob_sum: bool = False
+    slope_limit: float = 0.0
 
 
 PLAIN = OvrOptions()
@@ -77,6 +78,7 @@ def ovr_loss(
         torch.where(valid, weights * factor, 0.0),
         None if options.class_weights is None else options.class_weights.detach(),
         options.want_prob_sum,
+        options.slope_limit,
     )
     part = head._replace(start=0, used_rows=rows)
     impl = _fastest(head) if options.impl == "auto" else options.impl

@@ -153,6 +153,7 @@ class _Visit:
             None if self.class_weights is None else self.class_weights[words],
             self.per_token[some],
             None if self.prob_sum is None else self.prob_sum[some],
+            self.targets.slope_limit,
         )
         d_loc, d_scale = self.maths(tile, any(self.need))
         if self.d_gap is not None:

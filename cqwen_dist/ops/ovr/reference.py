@@ -6,6 +6,7 @@ Materialises [N, v] several times and leaves every gradient to autograd. For tes
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
 from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
@@ -22,6 +23,8 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
     scale = (u.scale @ weight.abs().T).to(real)
     gap = used.threshold.to(real) - loc
 
+    if targets.slope_limit and gap.requires_grad:
+        gap = _limited(gap, scale, targets)
     is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
     bce = -log_prob_above(scale, torch.where(is_label, gap, -gap))  # -log P of the label, -log(1-P) of the others
     if targets.class_weights is not None:
@@ -31,3 +34,14 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
     loss = (weights.to(real) * torch.where(weights != 0, per_token, 0.0)).sum()
     prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
     return OvrSums(loss, per_token.detach(), prob_sum)
+
+
+def _limited(gap: Tensor, scale: Tensor, targets: Targets) -> Tensor:
+    """The same gaps [N, rows]; what flows back through them is cut so that no |dBCE/dgap| exceeds the limit."""
+    is_label = torch.arange(gap.shape[1], device=gap.device) == targets.row[:, None]
+    at = gap.detach().requires_grad_()
+    with torch.enable_grad():
+        bce = -log_prob_above(scale.detach(), torch.where(is_label, at, -at))
+    (slope,) = torch.autograd.grad(bce.sum(), at)
+    share = (targets.slope_limit / slope.abs()).clamp(max=1.0)
+    return gap.detach() + (gap - gap.detach()) * share

@@ -15,6 +15,9 @@ selects cost more here than arithmetic) it is split into two factors, one of whi
 logarithm 0, not a rounding error times V). Gradients in closed form, q = s^2 + d^2:
 
     dloss/dloc = s / (pi q (1-P))        dloss/dscale = d / (pi q (1-P))
+
+Where a score is within s of its threshold, dloss/dloc is about 1/s: with s = 1e-3 a single word of a single token
+outweighs all others of a step. `slope_limit` cuts it, as softmax's gradient is at most 1.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Tile(NamedTuple):
     class_weights: Tensor | None  # [n] in
     per_token: Tensor  # [t] fp64, added to: sum_k w_k loss_ik
     prob_sum: Tensor | None  # [t] fp64, added to: sum_k P_ik
+    slope_limit: float = 0.0  # of |dloss/dloc| before the weights; 0: none
 
 
 class TileMaths(Protocol):
@@ -82,6 +86,10 @@ class TorchTile:
         if tile.class_weights is not None:
             b.mul_(tile.class_weights)
         d_loc, d_scale = scale.mul_(b), gap.mul_(b)
+        if tile.slope_limit:
+            most = tile.slope_limit * tile.token_weights.abs()[:, None]
+            most = most if tile.class_weights is None else most * tile.class_weights.abs()
+            torch.clamp(d_loc, -most, most, out=d_loc)
         d_loc.view(-1)[at] *= sign
         return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if tile.low else (d_loc, d_scale)
 

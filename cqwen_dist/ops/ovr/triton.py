@@ -65,6 +65,21 @@ def _log1m(x):
 
 
 @triton.jit
+def _limited(slope, weights, MOST: tl.constexpr):
+    """A slope [BM, BN] with the token's weight [BM] (over pi) in it, cut to MOST before that weight; 0: as it is."""
+    if MOST > 0:
+        most = tl.abs(weights)[:, None] * (MOST * 3.141592653589793)
+        slope = tl.minimum(tl.maximum(slope, -most), most)
+    return slope
+
+
+@triton.jit
+def _add(at, value, mask):
+    """Add fp32 values to fp64 ones in memory."""
+    tl.store(at, tl.load(at, mask=mask, other=0.0) + value.to(tl.float64), mask=mask)
+
+
+@triton.jit
 def _tile_kernel(
     loc_ptr,  # [t, n] fp32 in
     scale_ptr,  # [t, n] fp32 in
@@ -81,6 +96,7 @@ def _tile_kernel(
     WITH_GRAD: tl.constexpr,
     HAS_CLASS_WEIGHTS: tl.constexpr,
     WANT_PROB_SUM: tl.constexpr,
+    SLOPE_LIMIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -115,16 +131,15 @@ def _tile_kernel(
         if WITH_GRAD:
             rest = tl.where(rare, 1.0 - small, small)
             f = token_weights[:, None] / ((d * d + s * s) * rest + _MIN_DENOMINATOR)
+            slope = _limited(s * f, token_weights, SLOPE_LIMIT)
             if HAS_CLASS_WEIGHTS:
-                f = f * w[None, :]
-            d_loc = tl.where(is_label, -(s * f), s * f)
+                f, slope = f * w[None, :], slope * w[None, :]
+            d_loc = tl.where(is_label, -slope, slope)
             tl.store(d_loc_ptr + at, d_loc.to(d_loc_ptr.dtype.element_ty), mask=inside)
             tl.store(d_scale_ptr + at, (d * f).to(d_scale_ptr.dtype.element_ty), mask=inside)
-    before = tl.load(per_token_ptr + rows, mask=in_rows, other=0.0)
-    tl.store(per_token_ptr + rows, before + loss.to(tl.float64), mask=in_rows)
+    _add(per_token_ptr + rows, loss, in_rows)
     if WANT_PROB_SUM:
-        before = tl.load(prob_sum_ptr + rows, mask=in_rows, other=0.0)
-        tl.store(prob_sum_ptr + rows, before + prob.to(tl.float64), mask=in_rows)
+        _add(prob_sum_ptr + rows, prob, in_rows)
 
 
 class TritonTile:
@@ -152,6 +167,7 @@ class TritonTile:
                 WITH_GRAD=with_grad,
                 HAS_CLASS_WEIGHTS=tile.class_weights is not None,
                 WANT_PROB_SUM=tile.prob_sum is not None,
+                SLOPE_LIMIT=tile.slope_limit,
                 BM=BLOCK_TOKENS,
                 BN=BLOCK_WORDS,
             )

@@ -32,20 +32,20 @@ class _Late:
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._names = [name for name, value in metrics.items() if isinstance(value, Tensor)]
-        self._packed: Tensor | None = None
+        self._on_host: Tensor | None = None
         self._arrived: Any = None
         if self._names:
             packed = torch.stack([metrics[name].detach().float() for name in self._names])
-            self._there = packed
+            self._on_host = packed
             if packed.is_cuda:
-                self._there = torch.empty(packed.shape, pin_memory=True).copy_(packed, non_blocking=True)
+                self._on_host = torch.empty(packed.shape, pin_memory=True).copy_(packed, non_blocking=True)
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
 
     def read(self) -> dict[str, float]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return {} if self._there is None else dict(zip(self._names, self._there.tolist(), strict=True))
+        return {} if self._on_host is None else dict(zip(self._names, self._on_host.tolist(), strict=True))
 
 
 class MetricsLog:
