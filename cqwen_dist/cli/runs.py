@@ -169,12 +169,19 @@ def _open_enough_files() -> None:
 
 
 def _leave_report(run: Path) -> None:
-    """report.html in the run's folder, by rank 0. What goes wrong here does not make a failure of a finished run."""
+    """report.html in the run's folder, by rank 0. What goes wrong here does not make a failure of a finished run.
+
+    A run that was stopped before its first step has nothing to report, and ends at once.
+    """
+    from cqwen_dist.run.files import METRICS, REPORT
+    from cqwen_dist.run.status import read_status
+
     if os.environ.get("RANK", "0") != "0":
         return
+    if not (run / METRICS).is_file():
+        typer.echo(f"{read_status(run)['status']}: {run}")
+        return
     from cqwen_dist.report.html import write_report
-    from cqwen_dist.run.files import REPORT
-    from cqwen_dist.run.status import read_status
 
     try:
         page = write_report([run], run / REPORT)
