@@ -114,10 +114,12 @@ def loader_of(config: Config, rank: int = 0, world: int = 1, micro_batch_size: i
 
 
 def plain_loss(model: CausalQwenModel, batch: Batch) -> Tensor:
-    """L_cls + L_reg as the seeds' formulas read, [B,T,V] and all (calibrated defaults: alpha 0, stop)."""
+    """L_cls + L_reg as the seeds' formulas read, [B,T,V] and all (calibrated: alpha 0, stop, slopes up to 1)."""
     loc_s, scale_s, loc_y, scale_y = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
     keep = batch.labels >= 0
-    p = 0.5 + torch.atan((loc_s - model.action.threshold) / scale_s) / math.pi
+    gap = loc_s - model.action.threshold
+    gap.register_hook(lambda slope: slope.clamp(-1 / keep.sum(), 1 / keep.sum()))
+    p = 0.5 + torch.atan(gap / scale_s) / math.pi
     target = torch.nn.functional.one_hot(batch.labels.clamp(min=0), VOCAB).float()
     words = torch.nn.functional.binary_cross_entropy(p[keep], target[keep], reduction="sum") / keep.sum()
     number = batch.numeric_mask
