@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.runs import train_run
 from support.shared import real_base, shared_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cqwen_dist.checkpoint.export import export, load_trained
-from cqwen_dist.config import Config, load_config
+from cqwen_dist.config import Config
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.plan import Architecture, read_architecture
-from cqwen_dist.train.trainer import train
 
 TEXTS = [
     "Tom has 1234 apples in 3 bags, and sells them at $0.5 each.\n\n  12 o'clock, don't be late!",
@@ -78,7 +78,7 @@ def test_it_trains_and_the_plain_export_has_its_vocabulary(tmp_path: Path) -> No
         f"train: {{global_batch_size: 2, micro_batch_size: 2}}\nrun: {{dir: {tmp_path / 'run'}}}\n",
         encoding="utf-8",
     )
-    train(load_config(path))
+    train_run(path, timeout=900.0)
     model, tokenizer = load_trained(tmp_path / "run")
     assert (model.config.added_rows, tokenizer.num_token_id) == (64, 49_152)
     out = export(tmp_path / "run", tmp_path / "plain", as_base=True)
@@ -104,7 +104,7 @@ def test_its_start_knows_what_a_numeral_is(tmp_path: Path) -> None:
         f"train: {{global_batch_size: 8, micro_batch_size: 8}}\nrun: {{dir: {tmp_path / 'run'}}}\n",
         encoding="utf-8",
     )
-    train(load_config(path))
+    train_run(path, timeout=900.0)
     start = json.loads((tmp_path / "run" / "start.json").read_text(encoding="utf-8"))
     figures = start["eval"]
     assert figures["eval/num_f1"] > 0.95
