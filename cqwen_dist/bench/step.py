@@ -26,6 +26,7 @@ from cqwen_dist.bench.peer import peer_step
 from cqwen_dist.bench.profile import profile_steps
 from cqwen_dist.bench.rig import Rig, build_rig
 from cqwen_dist.config import Config
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.traffic import Traffic, Transfer
@@ -165,7 +166,7 @@ def _cached(
 ) -> dict[str, Any]:
     """The same stage with z given, as the feature cache gives it (on the host, in the backbone's precision)."""
     batches, device = rig.batches(at), rig.runtime.device
-    dtype = torch.bfloat16 if s.width == 2 else torch.float32
+    dtype = dtype_of(rig.config.train.precision)
     z = [torch.randn(int(batch.label_mask.sum()), s.base.hidden).to(dtype) for batch in batches]
     if device.type == "cuda":
         z = [part.pin_memory() for part in z]

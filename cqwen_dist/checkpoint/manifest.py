@@ -13,7 +13,7 @@ from typing import Any
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import CHECKPOINTS, LATEST, MANIFEST, file_record, read_small, sync_folder
+from cqwen_dist.run.files import CHECKPOINTS, LATEST, MANIFEST, file_record, read_small, sync
 
 FORMAT = 2
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
@@ -153,7 +153,7 @@ def finish_renames(run_dir: Path) -> None:
         elif left.suffix == ".replaced":
             shutil.rmtree(left, ignore_errors=True)
     if folder.is_dir():
-        sync_folder(folder)
+        sync(folder)
 
 
 def refuse_pickles(folder: Path) -> None:

@@ -11,7 +11,6 @@ runs at a time. A SIGKILL at any moment leaves the checkpoint before, or this on
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 import time
@@ -44,7 +43,7 @@ from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import Groups, side_group
 from cqwen_dist.run.environment import git_commit, versions
-from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync_folder, write_atomically
+from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync, write_atomically
 
 SAMPLES = 8  # tensors of a file that are read back after it was written
 
@@ -262,8 +261,7 @@ def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
 
 
 def _synced(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return file_record(path)
 
 
@@ -298,12 +296,12 @@ def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], s
         "commit": git_commit(),
     }
     for folder in (path for path in (beside / adapter.FOLDER, beside) if path.is_dir()):
-        sync_folder(folder)
+        sync(folder)
     write_atomically(beside / MANIFEST, json.dumps(manifest, indent=1))
     # The same step may have been saved before a resume. `finish_renames` repairs a kill here.
     replaced = put_aside(final) if final.exists() else None
     beside.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)  # the next save deletes the rest

@@ -38,6 +38,7 @@ from cqwen_dist.data.sources import Seen, as_list, held_out, read_texts, train_b
 from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.data.workers import BlockWork, worked
+from cqwen_dist.run.files import file_record, key_digest, sync, write_atomically
 
 FORMAT = 2  # another one where the code reads numbers or writes rows in another way
 MANIFEST = "manifest.json"
@@ -66,7 +67,7 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
     try:
         root.mkdir(parents=True, exist_ok=True)
         key = data_key(config, tokenizer, root)
-        folder = root / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+        folder = root / key_digest(key)
         if (folder / MANIFEST).is_file():
             return folder
         with FileLock(root / f".{folder.name}.lock"):
@@ -81,7 +82,7 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
                 beside.rename(folder)
             finally:
                 shutil.rmtree(beside, ignore_errors=True)
-            _sync(root)
+            sync(root)
     except OSError as error:
         raise UserError("data.cache_dir", str(root), f"a folder to write to ({error.strerror or error})") from None
     return folder
@@ -160,7 +161,7 @@ class _Build:
         }
         (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
         for path in self.folder.iterdir():
-            _sync(path)
+            sync(path)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.arrow"
@@ -251,22 +252,8 @@ def _file_digest(path: Path, root: Path) -> str:
         known = memo.read_text(encoding="ascii")
         if len(known) == 64:
             return known
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
+    found = str(file_record(path)["sha256"])
     if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # a file that is still written may keep its time
         memo.parent.mkdir(parents=True, exist_ok=True)
-        beside = memo.with_name(f".{memo.name}.{os.getpid()}")
-        beside.write_text(found.hexdigest(), encoding="ascii")
-        beside.replace(memo)
-    return found.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Bytes, or a folder's names, onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        write_atomically(memo, found)
+    return found

@@ -131,33 +131,13 @@ def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
     return torch.zeros(len(u.loc), device=u.loc.device, requires_grad=needs_grad)
 
 
-def vocab_parallel_topk(
-    loc_u: Tensor,
-    scale_u: Tensor,
-    weight_shard: Tensor,
-    bias_shard: Tensor | None,
-    threshold_shard: Tensor,
-    k: int,
-    *,
-    group: ProcessGroup | None,
-    vocab_start: int,
-    used_rows: int | None = None,
-    rank_by: RankBy = "ovr",
-) -> tuple[Tensor, Tensor]:
-    """`ovr_topk` of this rank's own tokens over the vocabulary of a group: (scores [N_r,k], ids [N_r,k]).
-
-    Tensors as `vocab_parallel_ovr`'s; options, scores and what is raised as `ovr_topk`'s. Collective over `group`.
-    """
-    head = WordHead(weight_shard, bias_shard, threshold_shard, vocab_start, used_rows=used_rows)
-    return vocab_parallel_best(Cauchy(loc_u, scale_u), head, k, group, rank_by)
-
-
 @torch.no_grad()
 def vocab_parallel_best(
     u: Cauchy, head: WordHead, k: int, group: ProcessGroup | None, rank_by: RankBy = "ovr"
 ) -> tuple[Tensor, Tensor]:
-    """`vocab_parallel_topk` of U' [N_r,C] and this rank's rows of the head. Collective over `group`.
+    """The k best words of this rank's own tokens over the vocabulary of a group: (scores [N_r,k], ids [N_r,k]).
 
+    u: U' [N_r,C]; head: this rank's rows. Scores and what is raised: as `ops.ovr.ovr_topk`'s. Collective over `group`.
     Every rank finds the k best of its rows for all tokens; the group's candidates are gathered and merged, equal
     scores told apart by loc_S as in one process.
     """

@@ -45,13 +45,12 @@ def written_whole(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(beside)
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -99,6 +98,11 @@ def file_record(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
+def key_digest(key: dict[str, Any]) -> str:
+    """The name of a folder that holds what a key of plain values describes."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+
+
 def let_read(path: Path) -> None:
     """Give a file, or a folder's files, the folder's read rights: safetensors writes for its owner alone."""
     files = path.rglob("*") if path.is_dir() else [path]
@@ -107,8 +111,8 @@ def let_read(path: Path) -> None:
             file.chmod(file.parent.stat().st_mode & 0o666)
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames inside a folder durable."""
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -22,10 +22,10 @@ from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at, ovr_topk
+from cqwen_dist.ops.ovr import WordHead, linear_ovr, ovr_prob_at, ovr_topk
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_parallel_topk, vocab_range
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best, vocab_parallel_ovr, vocab_range
 
 C = 6
 COUNTS = {2: [(3, 4), (5, 0), (0, 0)], 4: [(4, 0, 7, 1), (0, 0, 2, 0), (3, 3, 3, 3)]}  # tokens by rank
@@ -200,18 +200,10 @@ def best_words(groups: Groups) -> None:
                         problem.loc, scale, problem.weight, problem.bias, problem.threshold, k, used_rows=used,
                         rank_by=rank_by,
                     )  # fmt: skip
-                    found = vocab_parallel_topk(
-                        problem.loc[own],
-                        scale[own],
-                        problem.weight[v0:v1],
-                        problem.bias[v0:v1],
-                        problem.threshold[v0:v1],
-                        k,
-                        group=groups.vocab,
-                        vocab_start=v0,
-                        used_rows=used,
-                        rank_by=rank_by,
-                    )
+                    rows = (t[v0:v1] for t in (problem.weight, problem.bias, problem.threshold))
+                    mine = WordHead(*rows, start=v0, used_rows=used)
+                    u = Cauchy(problem.loc[own], scale[own])
+                    found = vocab_parallel_best(u, mine, k, groups.vocab, rank_by)
                     assert torch.equal(found[1], expected[1][own]), (v, k, used, rank_by, found, expected)
                     finite = expected[0][own].isfinite()
                     assert_close(found[0][finite], expected[0][own][finite], 1e-5, "scores")

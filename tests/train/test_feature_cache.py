@@ -12,9 +12,9 @@ from support.runs import cqwen_forked, losses, metrics, set_back, train_run, wri
 
 from cqwen_dist.config import FeatureCacheConfig
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.run.files import file_record
+from cqwen_dist.run.files import file_record, key_digest
 from cqwen_dist.train.features.cache import FeatureCache
-from cqwen_dist.train.features.shards import FeatureShards, key_digest
+from cqwen_dist.train.features.shards import FeatureShards
 
 CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
 EPOCHS_OF_HEADS = [

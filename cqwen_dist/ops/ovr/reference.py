@@ -23,9 +23,9 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
     scale = (u.scale @ weight.abs().T).to(real)
     gap = used.threshold.to(real) - loc
 
-    if targets.slope_limit and gap.requires_grad:
-        gap = _limited(gap, scale, targets)
     is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
+    if targets.slope_limit and gap.requires_grad:
+        gap = _limited(gap, scale, is_label, targets.slope_limit)
     bce = -log_prob_above(scale, torch.where(is_label, gap, -gap))  # -log P of the label, -log(1-P) of the others
     if targets.class_weights is not None:
         bce = bce * targets.class_weights[:rows].to(real)
@@ -36,12 +36,11 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
     return OvrSums(loss, per_token.detach(), prob_sum)
 
 
-def _limited(gap: Tensor, scale: Tensor, targets: Targets) -> Tensor:
+def _limited(gap: Tensor, scale: Tensor, is_label: Tensor, limit: float) -> Tensor:
     """The same gaps [N, rows]; what flows back through them is cut so that no |dBCE/dgap| exceeds the limit."""
-    is_label = torch.arange(gap.shape[1], device=gap.device) == targets.row[:, None]
     at = gap.detach().requires_grad_()
     with torch.enable_grad():
         bce = -log_prob_above(scale.detach(), torch.where(is_label, at, -at))
     (slope,) = torch.autograd.grad(bce.sum(), at)
-    share = (targets.slope_limit / slope.abs()).clamp(max=1.0)
+    share = (limit / slope.abs()).clamp(max=1.0)
     return gap.detach() + (gap - gap.detach()) * share

@@ -30,7 +30,7 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import gather_objects, main_rank_says
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
-from cqwen_dist.run.files import FEATURE_CACHE, file_record
+from cqwen_dist.run.files import FEATURE_CACHE, file_record, key_digest
 from cqwen_dist.train.features.shards import (
     ROOM,
     CacheRefused,
@@ -38,7 +38,6 @@ from cqwen_dist.train.features.shards import (
     build_shards,
     free_bytes,
     is_cache,
-    key_digest,
     open_shards,
 )
 from cqwen_dist.train.stages import StagePlan

@@ -10,7 +10,6 @@ it, so files are memory-mapped and read by sample. A folder without a manifest i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from torch import Tensor
 from cqwen_dist.batch import Batch
 from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.run.files import MANIFEST, file_record, sync_folder, write_atomically
+from cqwen_dist.run.files import MANIFEST, file_record, key_digest, sync, write_atomically
 
 SCHEMA = pa.schema([("z", pa.large_binary())])
 ROOM = 1.02  # of a cache's size that the disk must have free
@@ -36,11 +35,6 @@ ROOM = 1.02  # of a cache's size that the disk must have free
 
 class CacheRefused(Exception):
     """Why there is no cache: one sentence, the same on every rank."""
-
-
-def key_digest(key: dict[str, Any]) -> str:
-    """The folder's name of a key."""
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def is_cache(folder: Path) -> bool:
@@ -118,7 +112,7 @@ def build_shards(
             write_atomically(beside / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
             beside.rename(folder)
-            sync_folder(folder.parent)
+            sync(folder.parent)
         barrier()
     finally:
         if runtime.is_main:
@@ -168,8 +162,7 @@ def _write_shards(
             tell(done)
     try:
         writer.close()
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
     except OSError as error:
         trouble = trouble or str(error)
     _refuse_together(trouble)
