@@ -15,6 +15,7 @@ from cqwen_dist.checkpoint.export import export
 from cqwen_dist.checkpoint.manifest import latest_checkpoint, read_manifest
 from cqwen_dist.cli import runs
 from cqwen_dist.config import DataConfig, UserError, load_config
+from cqwen_dist.config.errors import DiskError
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.parallel.runtime import Runtime
@@ -37,11 +38,16 @@ from cqwen_dist.train.session import open_session
             "path: found No space left on device",
         ),
         (OSError(errno.EMFILE, "Too many open files"), 2, "ulimit -n: found Too many open files, allowed"),
+        (
+            DiskError("run.dir", "no file system", "one that is there", "/nfs/run", away=True),
+            74,
+            "error: /nfs/run: run.dir: found no file system",
+        ),
         (ConnectionResetError(errno.ECONNRESET, "reset"), 1, ""),
     ],
 )
 def test_what_the_system_refuses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, code: int, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
 ) -> None:
     def verb(**_: object) -> None:
         raise error

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
 from cqwen_dist.checkpoint.as_base import HELD, plain_model
+from cqwen_dist.checkpoint.identity import base_digest, refuse_exchanged
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
@@ -39,10 +40,10 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.intervals import FILE as CALIBRATION
 from cqwen_dist.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.backbone import base_folder_of, load_base
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.run.files import CONFIG, STATE, let_read
+from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, let_read
 
 ABOUT = "training.json"
 EMBEDDING = ("embedding.w_num", "embedding.num_row")  # what trains of it
@@ -80,11 +81,15 @@ def load_trained(
         return model.eval(), tokenizer
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), moments=False)
+    saved = state.state["model"]
+    tokenizer = NumericalAwareTokenizer.from_pretrained(
+        config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.data.numbers
+    )
+    base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
+    known = {"tokenizer": tokenizer.digest(), "base": base}
+    refuse_exchanged(state.state.get("inputs", {}), known, config.run.accept, folder)
     model = assemble(state, config, folder)
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
-    tokenizer = NumericalAwareTokenizer.from_pretrained(
-        config.tokenizer_source, model.config.num_token_id, model.config.vocab_size, config.data.numbers
-    )
     return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # as transformers wraps it
 
 

@@ -37,13 +37,12 @@ from cqwen_dist.checkpoint.manifest import (
 )
 from cqwen_dist.checkpoint.resume import Tensors, TrainState
 from cqwen_dist.checkpoint.retention import Retention
-from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import Groups, side_group
 from cqwen_dist.run.environment import git_commit, versions
-from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync, write_atomically
+from cqwen_dist.run.files import AWAY, LATEST, MANIFEST, STATE, file_record, let_read, sync, write_atomically
 
 SAMPLES = 8  # tensors of a file that are read back after it was written
 
@@ -201,23 +200,23 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
     if met:
         if side.rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)  # make room on a full disk
-        rank, (place, text) = met[0]
+        rank, (place, text, away) = met[0]
         if place:
             allowed = "a disk that takes a checkpoint; then the same command goes on from the one before"
-            raise UserError("run.dir", Said(text), allowed, place)
+            raise DiskError("run.dir", Said(text), allowed, place, away)
         if failure is not None:
             raise failure
         raise RuntimeError(f"rank {rank} could not save: {text}")
     return {name: record for _, part in everyone for name, record in part.items()}
 
 
-def _told(error: Exception, beside: Path) -> tuple[str, str]:
-    """(path if a disk error, else ""; message)."""
+def _told(error: Exception, beside: Path) -> tuple[str, str, bool]:
+    """(path if a disk error, else ""; message; whether the file system is away)."""
     if isinstance(error, OSError):
-        return str(error.filename or beside), error.strerror or str(error)
+        return str(error.filename or beside), error.strerror or str(error), error.errno in AWAY
     if isinstance(error, SafetensorError):  # how safetensors reports a disk error
-        return str(beside), str(error)
-    return "", f"{type(error).__name__}: {error}"
+        return str(beside), str(error), False
+    return "", f"{type(error).__name__}: {error}", False
 
 
 def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The command `cqwen`: one verb a function, a module a family of them, heavy imports inside the verb.
 
 Exit codes: 0 done (also when the run was done before), 2 the user's input is wrong (one line says what was found and
-what is allowed), 1 a failure, 75 stopped in order and can be resumed.
+what is allowed), 74 a file system that is away, 1 another failure, 75 stopped in order and can be resumed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cqwen_dist import __version__
 from cqwen_dist.cli import before, bench, look, runs, use
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.report import prepared
 
 OTHER_RANKS_WAIT_S = 5.0
@@ -96,7 +96,7 @@ def main() -> None:
             # wrong, it is still here to say so.
             time.sleep(OTHER_RANKS_WAIT_S)
         typer.echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
-        sys.exit(2)
+        sys.exit(74 if isinstance(error, DiskError) and error.away else 2)
     except USAGE_ERROR as error:
         if message := _usage(error):
             typer.echo(message, err=True)

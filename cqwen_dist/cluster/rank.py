@@ -65,13 +65,14 @@ def main() -> None:
         runpy.run_module("cqwen_dist", run_name="__main__", alter_sys=True)  # as `python -m cqwen_dist` does
         ending: dict[str, Any] = {"how": "ended"}
     except SystemExit as left:
-        how = "ended" if not left.code else "wrong input" if left.code == 2 else "failed"
+        code = left.code or 0
+        how = {0: "ended", 2: "wrong input", 74: "may pass"}.get(int(code) if str(code).isdigit() else 1, "failed")
         ending = {"how": how, "message": f"exit code {left.code}"}
         raise
     except BaseException as error:
-        from cqwen_dist.parallel.collectives import is_communication
+        from cqwen_dist.train.causes import cause_of
 
-        how = "lost the others" if is_communication(error) else "failed"
+        how = "may pass" if cause_of(error).passing else "failed"
         ending = {"how": how, "message": f"{type(error).__name__}: {error}"}
         raise
     finally:

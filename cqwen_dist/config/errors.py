@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Said(str):
     """A `found` that is already words, not a value to be quoted."""
@@ -18,8 +20,19 @@ class UserError(Exception):
         super().__init__(_one_line(f"{place}{key}: found {_short(found)}, allowed: {allowed}"))
         self.key, self.found, self.allowed, self.where = key, found, allowed, where
 
-    def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
+    def __reduce__(self) -> tuple[type[UserError], tuple[Any, ...]]:
         return type(self), (self.key, self.found, self.allowed, self.where)  # out of a worker process
+
+
+class DiskError(UserError):
+    """A disk that a run cannot go on with. away: its file system is not there, and may come back (exit 74)."""
+
+    def __init__(self, key: str, found: object, allowed: str, where: str = "", away: bool = False) -> None:
+        super().__init__(key, found, allowed, where)
+        self.away = away
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[Any, ...]]:
+        return type(self), (self.key, self.found, self.allowed, self.where, self.away)
 
 
 def _one_line(text: str) -> str:

@@ -34,10 +34,16 @@ RESUMABLE = (
     "train.best_metric",
     "train.background_save",
     "train.max_refused_steps",
+    "train.check_ranks_every",
     "train.feature_cache.",
     "data.cache_dir",
     "data.workers",
     "data.prefetch",
+    # Where they lie; their contents are compared (`checkpoint.identity`).
+    "data.train",
+    "data.eval",
+    "model.name_or_path",
+    "model.tokenizer",
 )
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 
@@ -164,8 +170,8 @@ def json_schema(basic_only: bool = False) -> str:
     return json.dumps(schema, indent=2, ensure_ascii=False)
 
 
-def changed_keys(old: Config, new: Config) -> list[tuple[str, object, object]]:
-    """The dotted keys in which two configs differ and that a resumed run may not change."""
+def changed_keys(old: Config, new: Config, begun: bool = True) -> list[tuple[str, object, object]]:
+    """The dotted keys in which two configs differ; begun: only those that a resumed run may not change."""
 
     def flat(value: Any, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
@@ -176,5 +182,5 @@ def changed_keys(old: Config, new: Config) -> list[tuple[str, object, object]]:
 
     a, b = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
     free = [k for k in {**a, **b} if k.startswith(RESUMABLE) or _RESUMABLE_OF_A_STAGE.fullmatch(k)]
-    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and k not in free]
+    keys = [k for k in {**a, **b} if a.get(k) != b.get(k) and not (begun and k in free)]
     return [(k, a.get(k), b.get(k)) for k in keys]

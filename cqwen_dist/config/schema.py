@@ -72,6 +72,11 @@ class TrainConfig(Section):
         description="Steps in a row that may be refused, because their loss or gradient is not finite, before the run "
         "stops; fewer are passed over, and named in alarms.jsonl.",
     )
+    check_ranks_every: Count = Field(
+        100,
+        description="Steps between comparisons of what ranks must hold alike (`train.replicas`), as every save "
+        "makes them; 0: never.",
+    )
     checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")
     eval_every: Positive = Field(200, description="Optimizer steps between evaluations (also at stage ends).")
     keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
@@ -100,6 +105,11 @@ class RunConfig(Section):
         "auto",
         description="Where the folder holds a checkpoint: auto goes on from it and refuses a damaged one, last-good "
         "takes the one before a damaged one, never refuses to go on.",
+    )
+    accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field(
+        [],
+        description="Inputs that may differ from those that the checkpoint was trained with (texts, held-out texts, "
+        "tokenizer, base); any other that does is refused.",
     )
     stop_after: str | None = Field(
         None,

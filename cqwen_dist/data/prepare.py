@@ -38,7 +38,7 @@ from cqwen_dist.data.sources import Seen, as_list, held_out, read_texts, train_b
 from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.data.workers import BlockWork, worked
-from cqwen_dist.run.files import file_record, key_digest, sync, write_atomically
+from cqwen_dist.run.files import key_digest, known_digest, sync
 
 FORMAT = 2  # another one where the code reads numbers or writes rows in another way
 MANIFEST = "manifest.json"
@@ -223,13 +223,13 @@ def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str,
     path = Path(name.removeprefix("hf:")).expanduser()
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        digests = [f"{file.relative_to(path)} {_file_digest(file, root)}" for file in files]
+        digests = [f"{file.relative_to(path)} {known_digest(file, root / 'contents')}" for file in files]
         return {"kind": f"folder#{split}", "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest()}
     if source.startswith("hf:"):
         return {"kind": source, "revision": _revision(source, name, key)}
     refuse_missing(source, key)
     path = Path(source).expanduser()
-    return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": _file_digest(path, root)}
+    return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": known_digest(path, root / "contents")}
 
 
 def _revision(source: str, name: str, key: str) -> str:
@@ -241,19 +241,3 @@ def _revision(source: str, name: str, key: str) -> str:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(key, source, f"a data set that the hub has ({reason})") from None
     return str(info.sha)
-
-
-def _file_digest(path: Path, root: Path) -> str:
-    """SHA-256 of a file, remembered for as long as its size and its time of change stay."""
-    stat = path.stat()
-    is_now = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
-    memo = root / "contents" / hashlib.sha256(is_now.encode()).hexdigest()[:24]
-    if memo.is_file():
-        known = memo.read_text(encoding="ascii")
-        if len(known) == 64:
-            return known
-    found = str(file_record(path)["sha256"])
-    if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # a file that is still written may keep its time
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(memo, found)
-    return found

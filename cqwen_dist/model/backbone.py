@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -74,8 +75,7 @@ def load_base(
             path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **loading
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})") from None
+        raise base_refusal(name_or_path, error) from None
     if loading:
         base.model.is_loaded_in_4bit = True  # where PEFT looks, and adapters go on the transformer alone
         del base.config.quantization_config  # of this run's memory, not of the model that is exported
@@ -171,3 +171,22 @@ def compile_layers(transformer: nn.Module, **options: Any) -> None:
     around the layers is not touched. options: torch.compile's."""
     for layer in transformer.get_submodule("layers").children():
         layer.compile(**options)
+
+
+def base_folder_of(name_or_path: str) -> Path:
+    """The folder of a base model's files, downloaded if it must be. Raises `UserError`."""
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if name_or_path.startswith((".", "/", "~")):
+        raise UserError("model.name_or_path", name_or_path, "a folder with a config.json, or a hub name")
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise base_refusal(name_or_path, error) from None
+
+
+def base_refusal(name_or_path: str, error: Exception) -> UserError:
+    """A base model that does not load, in one line."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})")

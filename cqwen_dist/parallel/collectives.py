@@ -118,7 +118,7 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
         try:
             result = action()
         except UserError as error:
-            outcome = [(error.key, error.found, error.allowed, error.where)]
+            outcome = [error]
         except Stopped as error:
             outcome, failure = [[str(error)]], error
         except BaseException as error:
@@ -127,8 +127,8 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
         dist.broadcast_object_list(outcome)
     if failure is not None:
         raise failure
-    if isinstance(outcome[0], tuple):
-        raise UserError(*outcome[0])
+    if isinstance(outcome[0], UserError):
+        raise outcome[0]
     if isinstance(outcome[0], list):
         raise Stopped(*outcome[0])
     if outcome[0] is not None:

@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,16 @@ LATEST = "latest"  # the path of the newest checkpoint, moved after it is whole
 MANIFEST = "manifest.json"  # of a checkpoint, and of a feature cache
 STATE = "state.json"  # of a checkpoint
 FEATURE_CACHE = "feature_cache"
+DIGESTS = "digests"  # of the base's files, remembered while they do not change
 STACKS = "stacks"  # of ranks that hung
 WANDB_ID = "wandb_id"
 TENSORBOARD = "tensorboard"
 SLURM = "slurm"  # scripts, logs, history
 HISTORY = "history.jsonl"  # in `slurm`: starts and ends
+
+# What a disk says that takes no more until someone mends it, and one whose file system is away.
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
+AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO)
 
 
 @contextmanager
@@ -96,6 +102,23 @@ def file_record(path: Path) -> dict[str, Any]:
         while block := file.read(1 << 20):
             digest.update(block)
     return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def known_digest(path: Path, memo: Path) -> str:
+    """SHA-256 of a file, remembered in the folder `memo` for as long as the file's size and time of change stay."""
+    stat = path.stat()
+    is_now = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    entry = memo / hashlib.sha256(is_now.encode()).hexdigest()[:24]
+    if entry.is_file():
+        known = entry.read_text(encoding="ascii")
+        if len(known) == 64:
+            return known
+    found = str(file_record(path)["sha256"])
+    if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # a file that is still written may keep its time
+        with suppress(OSError):
+            memo.mkdir(parents=True, exist_ok=True)
+            write_atomically(entry, found)
+    return found
 
 
 def key_digest(key: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ def open_run(config: Config, before_writing: Callable[[], object] = lambda: None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         before_writing()
-        changed = [key for key, _, _ in _changes(config)]  # none where training has begun
+        changed = [] if _begun(folder) else [key for key, _, _ in _changes(config, begun=False)]
         if config.model.architecture is not None and any(key.startswith(BUILDS_BASE) for key in changed):
             shutil.rmtree(config.base_folder, ignore_errors=True)
         write_atomically(folder / CONFIG, config.to_yaml())
@@ -37,17 +37,21 @@ def open_run(config: Config, before_writing: Callable[[], object] = lambda: None
 def refuse_changes(config: Config) -> None:
     """Raises `UserError` by key where the run in the folder began with another config; writes nothing."""
     folder = Path(config.run.dir)
-    if not any((folder / name).is_file() for name in (START, LATEST)):
+    if not _begun(folder):
         return
     for key, old, new in _changes(config):
         allowed = f"{old!r}, with which the run in {folder} began (or another run.dir)"
         raise UserError(key, new, allowed, str(folder / CONFIG))
 
 
-def _changes(config: Config) -> list[tuple[str, object, object]]:
+def _begun(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (START, LATEST))
+
+
+def _changes(config: Config, begun: bool = True) -> list[tuple[str, object, object]]:
     """(key, before, now) of what differs from the config in the run's folder; empty where it has none."""
     known = Path(config.run.dir) / CONFIG
-    return changed_keys(load_config(known), config) if known.is_file() else []
+    return changed_keys(load_config(known), config, begun) if known.is_file() else []
 
 
 def is_done(folder: Path) -> bool:

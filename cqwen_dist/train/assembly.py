@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.identity import base_digest
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.dataset import TextDataset
@@ -22,13 +23,14 @@ from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.backbone import compile_layers, load_base
+from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import gather_objects, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.run.files import DIGESTS
 from cqwen_dist.train.base import build_run_base, load_tokenizer
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.evaluation.evaluation_folder import EvaluationFolder
@@ -37,6 +39,7 @@ from cqwen_dist.train.evaluation.run_evaluation import Evaluations
 from cqwen_dist.train.evaluation.watched_texts import WatchedEvaluators, read_watched
 from cqwen_dist.train.features.cache import FeatureCache
 from cqwen_dist.train.frequency import ThresholdBands
+from cqwen_dist.train.replicas import Replicas
 from cqwen_dist.train.session import run_saver, to_go_on_from
 from cqwen_dist.train.stage_loaders import StageLoaders
 from cqwen_dist.train.stages import Schedule, StagePlan
@@ -75,6 +78,7 @@ class Training:
     engine: Engine
     constraint: Constraint
     stepper: Stepper
+    replicas: Replicas
     schedule: Schedule
     words: Words
 
@@ -98,6 +102,7 @@ class Run(Training):
     resume_from: Path | None  # the checkpoint to go on from
     datasets: Datasets
     statistics: NumericStatistics
+    inputs: dict[str, str]  # digests of what it learns from (`checkpoint.identity`)
     loaders: StageLoaders
     cache: FeatureCache
     evaluations: Evaluations
@@ -180,14 +185,15 @@ def build_training(
         word_counts=words.counts,
     )
     schedule = Schedule(config.stages, steps_per_epoch)
-    return Training(config, runtime, groups, model, engine, constraint, stepper, schedule, words)
+    replicas = Replicas(engine, groups, config.train.check_ranks_every)
+    return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
 
 
 def build_run(config: Config, runtime: Runtime) -> Run:
     """Read the data, load the model, assemble everything. Collective over the world. Raises `UserError`."""
     seed_everything(config.train.seed)
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
-    rank, world = runtime.rank, groups.world_size
+    rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
     resume_from = main_rank_says(lambda: to_go_on_from(config, progress.say))  # a damaged one is refused at once
 
@@ -207,17 +213,24 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         counts=datasets.train.word_counts(base.model.config.vocab_size),
         numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
     )
+    inputs = {
+        "data": datasets.train.digest(),
+        "eval": "" if datasets.eval is None else datasets.eval.digest(),
+        "tokenizer": tokenizer.digest(),
+        "base": main_rank_says(lambda: base_digest(base_folder_of(config.base_folder), folder / DIGESTS)),
+    }
     target = statistics.transform(config.target_transform).to_dict()
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
 
     return Run(
         **vars(training),
-        folder=Path(config.run.dir),
+        folder=folder,
         resume_from=resume_from,
         datasets=datasets,
         statistics=statistics,
         loaders=loaders,
-        cache=FeatureCache(config, runtime, training.engine, training.forward, tokenizer, progress.say),
+        inputs=inputs,
+        cache=FeatureCache(config, runtime, training.engine, training.forward, inputs, progress.say),
         evaluations=_evaluations(training, datasets.eval, tokenizer, statistics, progress),
         saver=run_saver(config, groups, runtime, progress.say),
         progress=progress,

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import JUDGED, Config, UserError, rises
-from cqwen_dist.config.errors import Said
-from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
+from cqwen_dist.parallel.collectives import Stopped, main_rank_first
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
-
-# Disk errors that the user can fix.
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO)
+from cqwen_dist.train.causes import cause_of, of_disk
 
 
 @contextmanager
 def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
     """Open and lock the run's folder for as long as the context lasts. Collective over the world.
 
-    status.json says how it ends: `preempted` for `Stopped`, `fatal` for an error that another try would meet again. A
-    lost rank leaves `running`. A disk that is full, or may not be written, becomes a `UserError`.
+    status.json says how it ends: `preempted` for `Stopped`, else by the failure's cause (`train.causes`). A disk's
+    failure is raised as `DiskError`.
     """
     folder = Path(config.run.dir)
     with ExitStack() as held:
@@ -47,19 +41,12 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
             if runtime.is_main:
                 end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
-        except (OSError, SafetensorError) as error:  # safetensors reports disk errors as its own
-            if isinstance(error, OSError) and error.errno not in DISK:
-                _say_fatal(folder, runtime, error)
-                raise
-            refusal = disk_error(folder, error)
-            _say_fatal(folder, runtime, refusal)
-            raise refusal from None
         except Exception as error:
-            if not is_communication(error):
-                _say_fatal(folder, runtime, error)
-            elif runtime.is_main:
-                end_status(folder, "running", str(error))
-            raise
+            shown = of_disk(error, folder) or error
+            _end(folder, runtime, shown)
+            if shown is error:
+                raise
+            raise shown from None
 
 
 def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
@@ -105,14 +92,12 @@ def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[s
     )
 
 
-def disk_error(folder: Path, error: OSError | SafetensorError) -> UserError:
-    """A disk error in one line."""
-    allowed = "a disk that can be written; then the same command goes on"
-    place, said = getattr(error, "filename", None), getattr(error, "strerror", None)
-    return UserError("run.dir", Said(said or str(error)), allowed, str(place or folder))
-
-
-def _say_fatal(folder: Path, runtime: Runtime, error: Exception) -> None:
+def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
+    """status.json: `fatal` where something needs a fix first, `running` where another try may go on."""
+    cause = cause_of(error)
+    if cause.passing and not runtime.is_main:
+        return
     rank = "" if runtime.is_main else f"rank {runtime.rank}: "
     with suppress(OSError):  # the disk may be what failed; the error itself is on the console
-        end_status(folder, "fatal", f"{rank}{type(error).__name__}: {error}")
+        status = "running" if cause.passing else "fatal"
+        end_status(folder, status, f"{cause.name}: {rank}{type(error).__name__}: {error}")

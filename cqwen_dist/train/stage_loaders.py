@@ -73,7 +73,8 @@ class StageLoaders:
         """The position of the current stage's next step."""
         return {"stage": self._index, **self.current.state_dict()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore what `state_dict` returned."""
-        self._index = state["stage"]
-        self.current.load_state_dict({"epoch": state["epoch"], "step": state["step"]})
+    def load_state_dict(self, state: dict[str, int], other_texts: bool = False) -> None:
+        """Restore what `state_dict` returned. other_texts: it was a place in others, so a new epoch begins here."""
+        self._index, epoch, step = state["stage"], state["epoch"], state["step"]
+        begun = {"epoch": epoch + (step > 0), "step": 0}
+        self.current.load_state_dict(begun if other_texts else {"epoch": epoch, "step": step})

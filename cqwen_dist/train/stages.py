@@ -134,11 +134,13 @@ class Schedule:
         """What was decided and seen, for a checkpoint: where each stage ends, the best metric, evaluations since."""
         return {"stops": [plan.stop for plan in self.plans], "best": self._best, "waited": self._waited}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int = 0) -> None:
+        """Restore what `state_dict` returned at a step. What is over stays so, however long an epoch is now."""
         for index, stop in enumerate(state["stops"]):
-            if self.plans[index].stage.until is not None:
+            if self.plans[index].stage.until is not None or stop <= step:
                 self._end(index, stop)
+            elif self.plans[index].start <= step >= self.plans[index].stop:  # an epoch of other texts is shorter
+                self._end(index, step)
         self._best, self._waited = state["best"], state["waited"]
 
     def at(self, step: int) -> StagePlan:

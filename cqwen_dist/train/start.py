@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from cqwen_dist.checkpoint.identity import KEYS, refuse_exchanged
 from cqwen_dist.config import Config
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start
@@ -14,7 +15,7 @@ from cqwen_dist.run.files import START, START_TENSORS, write_atomically
 from cqwen_dist.train.assembly import Run
 from cqwen_dist.train.session import check_best_metric
 from cqwen_dist.train.state import Place, restore, row_range
-from cqwen_dist.train.telemetry.alarms import Alarms
+from cqwen_dist.train.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.train.telemetry.metrics import MetricsLog
 from cqwen_dist.train.warm_start import read_warm_start
 
@@ -37,7 +38,11 @@ def open_log(run: Run, place: Place) -> MetricsLog:
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
     everything = run.config.model_dump(mode="json")
-    return MetricsLog(run.folder, run.config.run, everything, logged, alarms, run.progress.say)
+    log = MetricsLog(run.folder, run.config.run, everything, logged, alarms, run.progress.say)
+    if place.exchanged:
+        names = ", ".join(KEYS[name] for name in place.exchanged)
+        log.alarm(Alarm(place.step, "exchanged-inputs", f"goes on with another {names}, as run.accept allows"))
+    return log
 
 
 def _make_start(run: Run) -> Place:
@@ -55,6 +60,8 @@ def _make_start(run: Run) -> Place:
     # The heads: of a warm start, or calibrated, or the seeds' constants
     warm = read_warm_start(config, row_range(run.model))
     if warm is not None:
+        known = {name: run.inputs[name] for name in ("tokenizer", "base")}
+        refuse_exchanged(warm.state.get("inputs", {}), known, config.run.accept, warm.source)
         warm.apply(run.engine, config)
         start["warm_start"] = str(warm.source)
         say(f"begins with the weights of {warm.source}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cqwen_dist.checkpoint.identity import refuse_exchanged
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.model.causal_qwen import CausalQwenModel
@@ -29,6 +30,7 @@ class Place:
     figures: dict[str, Any] = field(default_factory=dict)  # metrics of the last evaluation
     due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
     evaluated: bool = False  # whether the metrics are of `step`
+    exchanged: list[str] = field(default_factory=list)  # inputs that are not those of the step before (`run.accept`)
 
     def to_dict(self) -> dict[str, Any]:
         """For state.json."""
@@ -45,6 +47,7 @@ def save(run: Run, place: Place) -> None:
         "schedule": run.schedule.state_dict(),
         "constraint": run.constraint.state_dict(),
         "norms": run.engine.usual.seen,
+        "inputs": run.inputs,
         **run.evaluations.state_dict(),
         "figures": {**place.figures, **run.evaluations.factors()},
     }
@@ -56,15 +59,17 @@ def save(run: Run, place: Place) -> None:
 def restore(run: Run, folder: Path) -> Place:
     """Put back what `save` saved, on whatever ranks; returns where the run goes on."""
     found = load_checkpoint(folder, row_range(run.model))
-    restore_state(run.engine, found, folder)
     state = found.state
-    place = Place(**{key: state[key] for key in Place().to_dict()})
+    exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
+    restore_state(run.engine, found, folder)
+    place = Place(**{key: state[key] for key in Place().to_dict() if key in state})
+    place.exchanged = exchanged
     factors = place.figures.pop(CALIBRATION, None)
-    run.schedule.load_state_dict(state["schedule"])
+    run.schedule.load_state_dict(state["schedule"], place.step)
     if run.config.loss.constraint.mode != "off":
         run.constraint.load(run.folder / START_TENSORS, state["constraint"])
     run.engine.usual.seen = list(state.get("norms", []))
-    run.loaders.load_state_dict(state["loader"])
+    run.loaders.load_state_dict(state["loader"], "data" in exchanged)
     run.evaluations.load_state_dict(state, factors)
     return place
 

@@ -6,19 +6,23 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+from torch import Tensor
+
 from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import Config
-from cqwen_dist.parallel.collectives import Stopped
+from cqwen_dist.parallel.collectives import Stopped, main_rank_says
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import METRICS
 from cqwen_dist.run.status import RunStatus, read_status
 from cqwen_dist.train.assembly import Run, build_run
+from cqwen_dist.train.replicas import RanksDiffer
 from cqwen_dist.train.session import open_session
 from cqwen_dist.train.stages import StagePlan
 from cqwen_dist.train.start import begin, open_log
-from cqwen_dist.train.state import Place, save
-from cqwen_dist.train.telemetry.alarms import Refusals
+from cqwen_dist.train.state import Place, restore, save
+from cqwen_dist.train.telemetry.alarms import Alarm, Refusals
 from cqwen_dist.train.telemetry.metrics import MetricsLog
 from cqwen_dist.train.telemetry.perf import Clock, of_model
 from cqwen_dist.train.telemetry.writers import MetricsFile
@@ -52,6 +56,7 @@ class Trainer:
         self.place = Place()
         self.saved_step = 0
         self.log: MetricsLog | None = None  # of rank 0
+        self._suspect: RanksDiffer | None = None  # steps are taken again because of it
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
 
@@ -70,7 +75,8 @@ class Trainer:
         self._tell_status()
         self.status.write(status="running")
         try:
-            self._take_steps()
+            while not self._take_steps():
+                pass
         except Stopped:
             self._save_on_stop()
             raise
@@ -85,7 +91,16 @@ class Trainer:
         self.status.write(status=ended, eta_s=0, checkpoint=run.saver.newest)
         return self.place.figures
 
-    def _take_steps(self) -> None:
+    def _take_steps(self) -> bool:
+        """`_loop`, or as much of it as the ranks agree on: False where they went back, to take steps again."""
+        try:
+            self._loop()
+        except RanksDiffer as found:
+            self._go_back(found)
+            return False
+        return True
+
+    def _loop(self) -> None:
         """The loop: every step to the end, or to the last stage of this command."""
         run, step = self.run, self.place.step
         if (due := self.place.due) is not None:  # the evaluation that the last command was stopped in
@@ -157,16 +172,54 @@ class Trainer:
         at_end = step == run.schedule.at(step - 1).stop
         self.status.at(step, run.schedule.total_steps, run.schedule.at(step - 1).stage.name, run.saver.newest)
         self._move_to(step)
+        saves = at_end or step % train.checkpoint_every == 0
+        again = self._suspect is not None and step == self._suspect.step
+        self._judge(step, run.replicas.check(step, due=saves or again))
         if at_end or step % train.eval_every == 0:
             self._move_to(step, due=record)
             metrics = self._evaluate(step)
             self._move_to(step, figures=metrics, evaluated=True)
             at_end = run.schedule.observe(step, metrics) or at_end
             run.progress.total = run.schedule.total_steps
-        if at_end or step % train.checkpoint_every == 0:
+        if saves or at_end:
             if self.log is not None:
                 self.log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
             self._save()
+
+    def _go_back(self, found: RanksDiffer) -> None:
+        """Copies differ: go back to the last checkpoint, once, to learn whether it happens again.
+
+        Raises `found` where it did, or where there is no checkpoint.
+        """
+        run = self.run
+        run.loaders.close()
+        run.saver.wait()
+        folder = main_rank_says(lambda: latest_checkpoint(run.folder))
+        found.again = self._suspect is not None
+        if folder is None or found.again:
+            raise found
+        self._suspect = found
+        if self.log is not None:
+            self.log.close()
+        self.place = restore(run, folder)
+        self.saved_step = self.place.step
+        if run.runtime.is_main:
+            self.log = open_log(run, self.place)
+        self._tell(f"after step {found.step}: {found}; the steps after {self.place.step} are taken again")
+
+    def _judge(self, step: int, hashes: Tensor | None) -> None:
+        """Where steps were taken again and ranks agree: the copies that are not what they were were the faulty ones."""
+        found = self._suspect
+        if found is None or hashes is None or step != found.step:
+            return
+        self._suspect = None
+        faulty = (hashes != found.hashes).any(1).nonzero().flatten().tolist()
+        machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
+        self._tell(f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}")
+
+    def _tell(self, text: str) -> None:
+        if self.log is not None:
+            self.log.alarm(Alarm(self.place.step, "ranks-differ", text))
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         evaluations = self.run.evaluations

@@ -1,5 +1,6 @@
 """What a command checks and writes around a run."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,15 @@ import torch
 from support.runs import write_config
 
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config.errors import DiskError
+from cqwen_dist.parallel.collectives import CollectiveError
+from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
-from cqwen_dist.train.session import check_best_metric
+from cqwen_dist.train import session
+from cqwen_dist.train.causes import cause_of
+from cqwen_dist.train.replicas import RanksDiffer
+from cqwen_dist.train.session import check_best_metric, open_session
 from cqwen_dist.train.state import Place
 
 FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}
@@ -71,3 +78,46 @@ def test_a_finished_run_keeps_its_status_and_other_ranks_write_none(tmp_path: Pa
     before = read_status(tmp_path)
     RunStatus(tmp_path, main=True)
     assert read_status(tmp_path) == before
+
+
+def differing(again: bool) -> RanksDiffer:
+    error = RanksDiffer("x is not equal", 3, torch.zeros(2, 1, dtype=torch.int64))
+    error.again = again
+    return error
+
+
+ENDS = [  # the error, its cause, whether another try may go on
+    (UserError("stages.0.lr", -1, "more"), "input", False),
+    (OSError(errno.ENOSPC, "No space left on device", "/full/x"), "a disk that takes no more", False),
+    (PermissionError(errno.EACCES, "Permission denied", "/locked"), "a disk that takes no more", False),
+    (OSError(errno.ESTALE, "Stale file handle", "/nfs/run"), "a file system that is away", True),
+    (OSError(errno.EIO, "Input/output error"), "a file system that is away", True),
+    (DiskError("run.dir", "no room", "room", away=True), "a file system that is away", True),
+    (CollectiveError("all-reduce in the world group failed"), "a lost rank", True),
+    (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "a device", True),
+    (RuntimeError("CUDA error: device-side assert triggered"), "the program", False),
+    (torch.OutOfMemoryError("CUDA out of memory"), "memory", False),
+    (MemoryError(), "memory", False),
+    (differing(False), "ranks that differ", True),
+    (differing(True), "ranks that differ again", False),
+    (ZeroDivisionError("division by zero"), "the program", False),
+    (FileNotFoundError(errno.ENOENT, "No such file", "/a"), "the program", False),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "passing"), ENDS, ids=[f"{n}-{type(e).__name__}" for e, n, _ in ENDS])
+def test_a_failure_is_fatal_only_where_another_try_would_meet_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str, passing: bool
+) -> None:
+    monkeypatch.setattr(session, "main_rank_first", lambda action: action())
+    config = load_config(write_config(tmp_path))
+    folder = tmp_path / "run"
+    runtime = Runtime(0, 1, 0, torch.device("cpu"), 60.0)
+    with pytest.raises(Exception) as met, open_session(config, runtime):
+        raise error
+    assert (cause_of(met.value).name, cause_of(met.value).passing) == (name, passing)
+    status = read_status(folder)
+    assert status["status"] == ("running" if passing else "fatal")
+    assert str(status["reason"]).startswith(f"{name}: {type(met.value).__name__}: ")
+    if isinstance(error, OSError) and "disk" in name:
+        assert isinstance(met.value, DiskError), "one line, not a traceback"

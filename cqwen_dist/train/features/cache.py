@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.loader import EvalLoader, Loader, share
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.parallel.collectives import gather_objects, main_rank_says
+from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
-from cqwen_dist.run.files import FEATURE_CACHE, file_record, key_digest
+from cqwen_dist.run.files import FEATURE_CACHE, key_digest
 from cqwen_dist.train.features.shards import (
     ROOM,
     CacheRefused,
@@ -42,7 +41,6 @@ from cqwen_dist.train.features.shards import (
 )
 from cqwen_dist.train.stages import StagePlan
 from cqwen_dist.train.zero.engine import Engine
-from cqwen_dist.train.zero.partitioned_base import base_folder_of
 
 _TELL_S = 10.0
 
@@ -56,11 +54,11 @@ class FeatureCache:
         runtime: Runtime,
         engine: Engine,
         features: Callable[[Batch, Tensor], Tensor],
-        tokenizer: NumericalAwareTokenizer,
+        inputs: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        """features: z of a batch's label positions, outside of steps."""
-        self.config, self.runtime, self.engine, self.tokenizer = config, runtime, engine, tokenizer
+        """features: z of a batch's label positions, outside of steps. inputs: digests (`checkpoint.identity`)."""
+        self.config, self.runtime, self.engine, self.inputs = config, runtime, engine, inputs
         self.features, self.say = features, say
         self.settings = config.train.feature_cache
         self.dtype = dtype_of(config.train.precision)
@@ -68,7 +66,6 @@ class FeatureCache:
         self.folder = Path(config.run.dir) / FEATURE_CACHE if named is None else Path(named).expanduser()
         self._loader: Loader | None = None
         self._shards: FeatureShards | None = None
-        self._base: str | None = None  # digest of the base model's files
 
     def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
         """Begin a stage or go on with one, with a cache where possible. Collective over the world.
@@ -172,8 +169,6 @@ class FeatureCache:
 
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """Everything that z depends on. Collective over the world."""
-        if self._base is None:
-            self._base = main_rank_says(lambda: _digest_of_base(base_folder_of(self.config.base_folder)))
         trained, _, _ = self.engine.feature_state()
         found = hashlib.sha256()
         for name, value in sorted(trained.items()):
@@ -182,18 +177,12 @@ class FeatureCache:
         packages = versions()
         return {
             "format": 2,
-            "base": self._base,
+            "base": self.inputs["base"],
             "trained": found.hexdigest(),
             "data": dataset.digest(),
-            "tokenizer": self.tokenizer.digest(),
+            "tokenizer": self.inputs["tokenizer"],
             "dtype": str(self.dtype),
             "device": self.runtime.device.type,
             "quantize": self.config.model.quantize,
             "versions": {name: packages[name] for name in ("torch", "transformers", "peft")},
         }
-
-
-def _digest_of_base(folder: Path) -> str:
-    """Of config.json and every safetensors file of a model's folder."""
-    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
-    return hashlib.sha256("".join(file_record(file)["sha256"] for file in files).encode()).hexdigest()

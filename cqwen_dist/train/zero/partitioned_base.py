@@ -16,14 +16,13 @@ import deepspeed
 import deepspeed.ops
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import check_model_type
-from cqwen_dist.model.backbone import mean_row, say_added
+from cqwen_dist.model.backbone import base_folder_of, base_refusal, mean_row, say_added
 from cqwen_dist.parallel.collectives import main_rank_first, naming
 from cqwen_dist.parallel.runtime import Runtime
 
@@ -107,7 +106,7 @@ def load_partitioned_base(
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _refusal(name_or_path, error) from None
+        raise base_refusal(name_or_path, error) from None
     check_model_type(config.model_type, "model_type", name_or_path)
     rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
     files = WeightFiles(folder)
@@ -130,24 +129,6 @@ def load_partitioned_base(
             with naming("DeepSpeed's partitioning"):
                 deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config, dtype=dtype)
     return base, head, table
-
-
-def base_folder_of(name_or_path: str) -> Path:
-    """The folder of a base model's files, downloaded if it must be. Raises `UserError`."""
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return folder
-    if name_or_path.startswith((".", "/", "~")):
-        raise UserError("model.name_or_path", name_or_path, "a folder with a config.json, or a hub name")
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        raise _refusal(name_or_path, error) from None
-
-
-def _refusal(name_or_path: str, error: Exception) -> UserError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})")
 
 
 def _whole(files: WeightFiles, name: str, shape: torch.Size, table: Any) -> Tensor:
