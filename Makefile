@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart test test-all test-rounding test-matrix crash test-gpu test-cluster conformance \
+.PHONY: help setup base quickstart test test-all test-rounding test-matrix soak test-gpu test-cluster conformance \
   lint format clean
 
 help: ## what there is
@@ -44,7 +44,7 @@ test-rounding: setup ## numerical tests under another code path and another roun
 test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 	$(BIN)/pytest tests/matrix -m 'slow or not slow'
 
-crash: setup ## runs killed at drawn moments and gone on with (CRASHES=36 CRASH_SEED=...)
+soak: setup ## runs struck at drawn moments and gone on with (SOAK=200 SOAK_SEED=...)
 	$(BIN)/pytest tests/crash -m slow -s
 
 test-gpu: setup ## the tests that need a CUDA device

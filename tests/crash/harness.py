@@ -26,6 +26,7 @@ WORLD = 2
 ALL = -1  # every rank
 HANG = 0  # instead of a signal: the rank stays where it is
 STOPPED = 75
+SEEN, STRUCK = "seen.jsonl", "struck"
 SURVIVE_S = 20.0  # how long the other rank may take to find out
 # Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
 POINTS: dict[str, tuple[str, str, int, float]] = {
@@ -40,6 +41,8 @@ ELSEWHERE = {
     "figures": ("cqwen_dist.train.trainer:Trainer", "_evaluate", 4, 20.0),
     "setup": ("cqwen_dist.train.stage_loaders:StageLoaders", "__init__", 1, 0.0),
     "start": ("cqwen_dist.train.assembly:Run", "at", 9, 20.0),
+    "prune": ("cqwen_dist.checkpoint.saving:Saver", "_prune", 4, 10.0),
+    "prepare": ("cqwen_dist.data.prepare:_Build", "_write", 1, 30.0),
 }
 
 
@@ -56,9 +59,14 @@ class Blow:
     @staticmethod
     def drawn(draw: random.Random, number: int) -> Blow:
         """The n-th blow: kinds of points in turn, the rest by chance."""
-        point = list(POINTS)[number % len(POINTS)]
-        _, _, calls, most_ms = POINTS[point]
-        return Blow(draw.randrange(WORLD), point, draw.randint(1, calls), round(draw.uniform(0, most_ms), 1))
+        return Blow.drawn_at(draw, list(POINTS)[number % len(POINTS)])
+
+    @staticmethod
+    def drawn_at(draw: random.Random, point: str, world: int = WORLD, number: int = signal.SIGKILL) -> Blow:
+        """A blow at a point, the rest by chance."""
+        _, _, calls, most_ms = {**POINTS, **ELSEWHERE}[point]
+        rank = 0 if point in ("prune", "prepare") else draw.randrange(world)  # where only rank 0 comes
+        return Blow(rank, point, draw.randint(1, calls), round(draw.uniform(0, most_ms), 1), number)
 
 
 @dataclass
@@ -69,6 +77,7 @@ class Ended:
     seconds: float
     survived_s: float | None = None
     said: list[str] = field(default_factory=list)
+    struck: bool = False  # whether the blow's signal was sent
 
     @property
     def killed(self) -> bool:
@@ -109,6 +118,8 @@ def command(config: Path, *overrides: str, blow: Blow | None = None, world: int 
     try:
         while any(process.is_alive() for process in ranks):
             now = time.monotonic()
+            if blow is not None and blow.number == signal.SIGSTOP:
+                wake(ranks[blow.rank].pid)
             if died is None and any(process.exitcode for process in ranks):
                 died = now
             limit = died + SURVIVE_S if died is not None else began + 300
@@ -117,12 +128,18 @@ def command(config: Path, *overrides: str, blow: Blow | None = None, world: int 
     finally:
         for process in ranks:
             process.kill()
-    said = []
+    said, struck = [], False
     while not results.empty():
-        said.append(results.get())
+        word = results.get()
+        struck = struck or word == STRUCK
+        said += [] if word == STRUCK else [word]
     ended = time.monotonic()
     return Ended(
-        [int(process.exitcode or 0) for process in ranks], ended - began, None if died is None else ended - died, said
+        [int(process.exitcode or 0) for process in ranks],
+        ended - began,
+        None if died is None else ended - died,
+        said,
+        struck,
     )
 
 
@@ -151,7 +168,9 @@ def _rank(
     os.dup2(null, 1)
     os.dup2(null, 2)
     if blow is not None and blow.rank in (rank, ALL):
-        deal(blow)
+        deal(blow, results)
+    if SEEN in environment:
+        note_samples()
     try:
         train(load_config(config, list(overrides)))
     except Stopped:
@@ -161,7 +180,7 @@ def _rank(
         os._exit(1)
 
 
-def deal(blow: Blow) -> None:
+def deal(blow: Blow, results: Any) -> None:
     """Have this process struck at the blow's point; patches the function that is called there."""
     import importlib
 
@@ -171,13 +190,17 @@ def deal(blow: Blow) -> None:
     plain = getattr(cls, name)
     calls = 0
 
+    def strike() -> None:
+        results.put(STRUCK)
+        os.kill(os.getpid(), blow.number)
+
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == blow.call:
             if blow.number == HANG:
                 time.sleep(100)
-            timer = threading.Timer(blow.after_ms / 1000, os.kill, (os.getpid(), blow.number))
+            timer = threading.Timer(blow.after_ms / 1000, strike)
             timer.daemon = True
             timer.start()
             if blow.point == WAIT:
@@ -185,6 +208,36 @@ def deal(blow: Blow) -> None:
         return plain(*args, **kwargs)
 
     setattr(cls, name, watched)
+
+
+def note_samples() -> None:
+    """Have rank 0 write the samples of every step to SEEN in the run's folder."""
+    from cqwen_dist.train.telemetry.metrics import MetricsLog
+
+    plain, plain_push = MetricsLog.__init__, MetricsLog.push
+
+    def begin(self: Any, run_dir: Path, *args: Any, **kwargs: Any) -> None:
+        self.seen = run_dir / SEEN
+        plain(self, run_dir, *args, **kwargs)
+
+    def push(self: Any, record: dict[str, Any], samples: Any = ()) -> None:
+        if samples:
+            with self.seen.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": record["step"], "samples": list(samples)}) + "\n")
+        plain_push(self, record, samples)
+
+    MetricsLog.__init__, MetricsLog.push = begin, push  # type: ignore[method-assign]
+
+
+def wake(pid: int | None) -> None:
+    """Continue a process that is stopped, a second later."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return
+    if state == "T":
+        time.sleep(1.0)
+        os.kill(int(pid or 0), signal.SIGCONT)
 
 
 def result_of(run: Path) -> dict[str, Any]:

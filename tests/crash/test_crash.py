@@ -1,15 +1,13 @@
 """SIGKILL at any moment loses nothing but the steps since the last checkpoint.
 
-`make crash` deals 36 blows (CRASHES=100 for more, CRASH_SEED to draw others) and prints each with its seed.
+`make soak` deals hundreds of blows, of other kinds too (test_soak.py).
 """
 
-import os
 import random
 from collections.abc import Iterable
 from itertools import count, islice
 from pathlib import Path
 
-import pytest
 from crash.harness import Blow, Ended, command, crash_config, result_of
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
@@ -69,14 +67,3 @@ def kill_until(blows: int, tmp_path: Path, spread: tuple[str, ...], seed: int) -
 
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_left_alone(tmp_path: Path) -> None:
     kill_until(4, tmp_path, SPREADS["ZeRO-2, vocabulary over 2"], seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("spread", SPREADS)
-def test_dozens_of_blows(tmp_path: Path, spread: str) -> None:
-    each = -(-int(os.environ.get("CRASHES", "36")) // len(SPREADS))
-    seed = int(os.environ.get("CRASH_SEED", random.SystemRandom().randrange(10**6)))
-    print(f"\n{spread}: {each} blows, CRASH_SEED={seed}")
-    runs = kill_until(each, tmp_path, SPREADS[spread], seed)
-    print(f"  {each} blows over {runs} runs: weights, moments and figures equal to the bit")
