@@ -96,7 +96,7 @@ def launch(
     config = preflight(path, overrides)
     refuse_ranks(config.parallel.vocab_group_size, ranks if hosts is None else sum(hosts.values()))
     run_dir = Path(config.run.dir)
-    if is_done(run_dir):
+    if is_done(config):
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
     before, shared = read_status(run_dir), run_dir.absolute()

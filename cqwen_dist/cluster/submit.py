@@ -54,10 +54,10 @@ def plan_jobs(
     Raises `UserError` for what `cqwen launch` would refuse, and for ranks that the config does not fit.
     """
     config = preflight(path, overrides)
-    if is_done(Path(config.run.dir)):
+    if is_done(config):
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
-    if config.run.resume == "never":
-        raise UserError("run.resume", "never", "auto or last-good: a job that is queued again goes on")
+    if config.run.resume in ("never", "restart"):
+        raise UserError("run.resume", config.run.resume, "auto or last-good: a job that is queued again goes on")
     by_stage = dict(read_stage_option(text, resources) for text in stages)
     run_dir = Path(config.run.dir).absolute()
     folder = _free_folder(run_dir / SLURM)

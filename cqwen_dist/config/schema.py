@@ -101,10 +101,10 @@ class RunConfig(Section):
 
     dir: str = Field("runs/default", min_length=1, description="The run's folder; the same command on it goes on.")
     name: str | None = Field(None, description="Shown in W&B; default: the folder's name.")
-    resume: Literal["auto", "last-good", "never"] = Field(
+    resume: Literal["auto", "last-good", "never", "restart"] = Field(
         "auto",
         description="Where the folder holds a checkpoint: auto goes on from it and refuses a damaged one, last-good "
-        "takes the one before a damaged one, never refuses to go on.",
+        "takes the one before a damaged one, never refuses to go on, restart archives what is there and begins anew.",
     )
     accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field(
         [],

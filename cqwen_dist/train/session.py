@@ -18,6 +18,7 @@ from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
 from cqwen_dist.train.causes import cause_of, of_disk
+from cqwen_dist.train.telemetry.progress import Progress
 
 
 @contextmanager
@@ -31,7 +32,8 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
     with ExitStack() as held:
 
         def hold() -> None:
-            open_run(config, before_writing=lambda: held.enter_context(run_lock(folder)))
+            say = Progress(0, 0).say
+            open_run(config, lambda: held.enter_context(run_lock(folder)), say)
 
         main_rank_first(hold)
         held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s))

@@ -71,6 +71,11 @@ class StagePlan:
         return weight.start + (weight.end - weight.start) * way
 
 
+def _asked(stage: Stage) -> list[Any]:
+    """A stage's length as the config says it."""
+    return [stage.steps, stage.epochs, None if stage.until is None else stage.until.model_dump(mode="json")]
+
+
 class Schedule:
     """All stages of a run, one after the other. A stage with `until` covers its max_steps until it is ended."""
 
@@ -132,14 +137,21 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """What was decided and seen, for a checkpoint: where each stage ends, the best metric, evaluations since."""
-        return {"stops": [plan.stop for plan in self.plans], "best": self._best, "waited": self._waited}
+        stops, asked = [plan.stop for plan in self.plans], [_asked(plan.stage) for plan in self.plans]
+        return {"stops": stops, "asked": asked, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int = 0) -> None:
-        """Restore what `state_dict` returned at a step. What is over stays so, however long an epoch is now."""
-        for index, stop in enumerate(state["stops"]):
-            if self.plans[index].stage.until is not None or stop <= step:
+        """Restore what `state_dict` returned at a step. What is over stays so, however long an epoch is now.
+
+        A stage whose asked length has changed since is not over (`run.growth` lets only the last one that has begun).
+        """
+        asked = state.get("asked", [])
+        for index, stop in enumerate(state["stops"][: len(self.plans)]):
+            plan = self.plans[index]
+            same = index >= len(asked) or asked[index] == _asked(plan.stage)
+            if same and (plan.stage.until is not None or stop <= step):
                 self._end(index, stop)
-            elif self.plans[index].start <= step >= self.plans[index].stop:  # an epoch of other texts is shorter
+            elif plan.start <= step and plan.stop < step:  # it is shorter now than what was taken
                 self._end(index, step)
         self._best, self._waited = state["best"], state["waited"]
 

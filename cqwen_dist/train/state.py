@@ -13,6 +13,7 @@ from cqwen_dist.checkpoint.identity import refuse_exchanged
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.lora import is_lora
 from cqwen_dist.run.files import START_TENSORS
 from cqwen_dist.train.assembly import Run
 from cqwen_dist.train.evaluation.conformal import CALIBRATION
@@ -107,6 +108,10 @@ def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str
 def restore_state(engine: Engine, state: TrainState, source: object = "") -> None:
     """Put what `collect_state` gave, on whatever ranks, back into the engine. source: where it was read, for errors."""
     tensors, features = head_tensors(engine), engine.feature_shapes()
+    if state.state["model"]["lora"] is None:  # a stage that trains adapters was appended since: they begin now
+        parameters, moments, _ = engine.feature_state()
+        state.features = {**{name: value for name, value in parameters.items() if is_lora(name)}, **state.features}
+        state.feature_moments = {**{name: m for name, m in moments.items() if is_lora(name)}, **state.feature_moments}
     heads = {name: tensor.shape for name, tensor in tensors.items() if tensor.numel()}  # a rank may have no rows
     stepped = {name: shape for name, shape in heads.items() if name in state.state["head_steps"]}
     for found, wanted in (

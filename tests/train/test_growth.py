@@ -1,0 +1,93 @@
+"""A run that has begun may grow: longer, by further stages, with other rates for what lies ahead; the past stays."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
+
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.run.folder import is_done, refuse_changes
+
+
+def grown(config: Path, there: Path, *stages: dict[str, object]) -> Path:
+    """The config with further stages."""
+    tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+    tree["stages"] += stages
+    path = there / "grown.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def test_a_finished_run_goes_on_where_its_last_stage_has_more_steps(one_rank: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = set_back(one_rank, run, 6)
+    longer = [f"run.dir={run}", "stages.1.steps=5"]
+    assert is_done(load_config(config, longer[:1]))
+    assert not is_done(load_config(config, longer)), "cqwen launch does not call it done"
+    done = cqwen_forked("train", config, *longer)
+    assert done.returncode == 0, done.stderr
+    assert "changed: stages.1.steps: 3 -> 5" in done.stdout
+    assert [record["step"] for record in metrics(run)] == list(range(1, 9))
+    assert losses(run)[:6] == losses(one_rank)
+    (entry,) = (json.loads(line) for line in (run / "changes.jsonl").read_text().splitlines())
+    assert entry["changes"] == [["stages.1.steps", 3, 5]]
+    state = json.loads((run / "checkpoints" / "step-00000008" / "state.json").read_text())
+    assert state["head_steps"]["action.b_noise"] == 8, "Adam goes on, too"
+
+
+def test_adapters_begin_in_a_stage_that_is_appended(tmp_path: Path) -> None:
+    heads = {"name": "heads", "train": ["heads"], "steps": 2, "lr": 1e-2}
+    config = write_config(tmp_path, stages=[heads])
+    train_run(config)
+    before = losses(tmp_path / "run")
+    lora = {"name": "lora", "train": ["heads", "lora"], "steps": 2, "lr": 1e-2}
+    train_run(grown(config, tmp_path, lora), world=2)
+    records = metrics(tmp_path / "run")
+    assert [record["stage"] for record in records] == ["heads"] * 2 + ["lora"] * 2
+    assert losses(tmp_path / "run")[:2] == before
+    folder = tmp_path / "run" / "checkpoints" / "step-00000004"
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    assert json.loads((folder / "state.json").read_text())["feature_steps"]["lora"] == 2
+    train_run(tmp_path / "grown.yaml")  # a checkpoint of it loads
+
+
+def test_what_lies_ahead_is_free(one_rank: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = set_back(one_rank, run, 3)
+    ahead = ["stages.1.lr=1e-3", "stages.1.global_batch_size=6", "stages.1.name=later", "stages.1.steps=4"]
+    train_run(config, f"run.dir={run}", *ahead, "train.micro_batch_size=6")
+    assert [record["stage"] for record in metrics(run)] == ["heads"] * 3 + ["later"] * 4
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "said"),
+    [
+        (5, ["stages.0.lr=1"], r"stages\.0\.lr: found 1\.0, allowed: 0\.01, as stage heads is over"),
+        (5, ["stages.0.steps=9"], r"stages\.0\.steps: found 9, allowed: 3, as stage heads is over"),
+        (5, ["stages.1.lr=1"], r"stages\.1\.lr: .*stage lora has begun: only its steps, epochs or until may change"),
+        (5, ["stages.1.steps=1"], r"stages\.1\.steps: found 1, allowed: 2 or more, which stage lora has taken"),
+        (3, ["loss.reg_weight=7"], r"loss\.reg_weight: .*model\.warm_start=.*/run takes its weights along"),
+    ],
+)
+def test_what_lies_behind_is_not(one_rank: Path, tmp_path: Path, step: int, changes: list[str], said: str) -> None:
+    config = set_back(one_rank, tmp_path / "run", step)
+    with pytest.raises(UserError, match=said):
+        refuse_changes(load_config(config, [f"run.dir={tmp_path / 'run'}", *changes]))
+
+
+def test_starting_over_archives_what_was_there_once(
+    one_rank: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    config = set_back(one_rank, run, 3)
+    again = [f"run.dir={run}", "run.resume=restart", "loss.reg_weight=0.5"]
+    train_run(config, *again)
+    (archive,) = run.glob("archived-*")
+    assert (archive / "checkpoints" / "step-00000003").is_dir()
+    assert (archive / "metrics.jsonl").is_file()
+    assert [record["step"] for record in metrics(run)] == list(range(1, 7))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train_run(config, *again)
+    assert len(list(run.glob("archived-*"))) == 1, "a job that is queued again goes on"
