@@ -44,7 +44,10 @@ def train_on(config: Config, runtime: Runtime) -> dict[str, Any]:
     with open_session(config, runtime) as status:
         with runtime.stop.interruptible():  # nothing is lost yet
             run = build_run(config, runtime)
-        return Trainer(run, status).train()
+        try:
+            return Trainer(run, status).train()
+        finally:
+            run.progress.close()
 
 
 class Trainer:
@@ -150,10 +153,10 @@ class Trainer:
         if self.log is not None:
             record |= run.engine.heads.take_metrics() | run.saver.take()
             record |= self.clock.metrics(tokens, plan.stage.groups, cached is not None)
-            self.log.push(record, loader.handed_out())
+            before = self.log.push(record, loader.handed_out())
             at_end = step + 1 == plan.stop
-            loss = float(metrics["train/total_loss"]) if at_end and tokens else None
-            run.progress.step(step + 1, plan.stage.name, tokens, loss, force=at_end)
+            shown = {name: float(value) for name, value in record.items() if "/" in name} if at_end else before or {}
+            run.progress.step(step + 1, plan.stage.name, tokens, shown, force=at_end)
         return record
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:

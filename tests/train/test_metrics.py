@@ -1,8 +1,11 @@
 """Where figures go: metrics.jsonl, W&B, the console line."""
 
 import json
+import os
 import re
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -158,17 +161,47 @@ def test_without_tensorboards_package_the_option_is_refused_by_name(
 
 def test_the_console_line_tells_stage_step_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(total_steps=10, start_step=4, every_s=1000.0)
-    progress.step(5, "heads", 100, None)
+    progress.step(5, "heads", 100, {})
     assert capsys.readouterr().out == "", "not at every step"
-    rate = progress.step(6, "heads", 100, 1.25, force=True)
+    record = {"train/total_loss": 1.25, "train/lr": 1e-3, "train/grad_norm": 0.5, "perf/peak_memory_gib": 2.0}
+    rate = progress.step(6, "heads", 100, record, force=True)
     assert rate > 0
     said = capsys.readouterr().out
-    assert re.search(r"heads step 6/10  loss 1\.2500  [\d,]+ tokens/s  0m \d\ds left", " ".join(said.split("\n"))), said
+    assert re.search(
+        r"heads step 6/10  loss 1\.2500  lr 0\.001  gradient 0\.5  2\.0 GiB  [\d,]+ tokens/s  0m \d\ds left", said
+    ), said
+
+
+def test_on_a_terminal_there_is_one_live_bar_and_lines_stay_above_it(tmp_path: Path) -> None:
+    """The real command's way: rank 0 writes to a terminal that a person watches."""
+    script = """
+from cqwen_dist.train.telemetry.progress import Progress
+progress = Progress(4, 0)
+progress.part("calibration [x]", 1, 3)
+for step in range(1, 5):
+    progress.step(step, "heads [/x]", 100, {"train/total_loss": 2.0 / step}, force=step == 4)
+progress.say("alarm gradients: of [/embedding]")
+progress.close()
+"""
+    main, terminal = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140"}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    said = b""
+    with suppress(OSError):  # the terminal is gone with its last writer
+        while part := os.read(main, 4096):
+            said += part
+    assert process.wait(60) == 0, said
+    plain = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", said).decode()
+    assert plain.count("heads [/x] step") == 1, "a line at the stage's end, else the bar"
+    assert re.search(r"heads \[/x\] step 4/4  loss 0\.5000 .* left", plain)
+    assert re.search(r"heads \[/x\] .*4/4 +loss 0\.5000", plain), "the bar"
+    assert "alarm gradients: of [/embedding]" in plain
 
 
 def test_square_brackets_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     progress = Progress(total_steps=10, start_step=0)
-    progress.step(1, "[/x]", 100, None, force=True)
+    progress.step(1, "[/x]", 100, {}, force=True)
     progress.say("checkpoint: runs/a[bold]b[/c]/:tea: is damaged")
     log = MetricsLog(tmp_path, RunConfig(dir=str(tmp_path)), {}, 0, say=progress.say)
     log.alarm(Alarm(1, "gradients", "of [/embedding]"))

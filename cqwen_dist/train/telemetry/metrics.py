@@ -68,10 +68,11 @@ class MetricsLog:
         self._late = _Late({})
         self._samples: Sequence[int] = ()
 
-    def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> None:
-        """Queue one step's record; writes the one before it. samples: of the step, to be named in an alarm."""
-        self.flush()
+    def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> dict[str, Any] | None:
+        """Queue one step's record; writes and returns the one before it. samples: of the step, for an alarm."""
+        before = self.flush()
         self._pending, self._late, self._samples = record, _Late(record), samples
+        return before
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics that are plain numbers (an evaluation's) to the step last pushed."""

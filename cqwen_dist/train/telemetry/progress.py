@@ -1,23 +1,36 @@
-"""A run on the console of rank 0."""
+"""A run on the console of rank 0: on a terminal a live bar, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
 from rich.text import Text
 
 _STYLES = {r"^note:": "yellow", r"^alarm\b": "bold red", r"^.* step \d+/\d+": "bold"}
+_SHOWN = {  # of a step's record
+    "train/total_loss": "loss {:.4f}",
+    "train/lr": "lr {:.2g}",
+    "train/grad_norm": "gradient {:.2g}",
+    "perf/peak_memory_gib": "{:.1f} GiB",
+}
+SPARSER = 0.01  # lines are at least this share of the time so far apart: some hundreds in a run of any length
 
 
 class Progress:
     """Where the run is, how fast, how long still."""
 
     def __init__(self, total_steps: int, start_step: int, every_s: float = 5.0, silent: bool = False) -> None:
-        """silent: print nothing (the other ranks)."""
+        """every_s: least seconds between two lines. silent: print nothing (the other ranks)."""
         self.console = Console(highlight=False, markup=False, emoji=False, quiet=silent)
         self.every_s = every_s
         self._part, self._part_began = "", 0.0
+        self._bars: Bars | None = None
+        self._task = TaskID(0)
         self.begin(total_steps, start_step)
 
     def begin(self, total_steps: int, start_step: int) -> None:
@@ -26,28 +39,33 @@ class Progress:
         self._began = self._shown = time.monotonic()
         self._tokens = 0
 
-    def step(self, step: int, stage: str, tokens: int, loss: float | None, force: bool = False) -> float:
-        """Count a finished step; prints at most every few seconds. Returns tokens/s over the run so far."""
+    def step(self, step: int, stage: str, tokens: int, record: Mapping[str, Any], force: bool = False) -> float:
+        """Count a finished step. record: metrics on the host, this step's or those of the one before. force: a line.
+
+        Returns tokens/s over the run so far.
+        """
         now = time.monotonic()
         self._tokens += tokens
         elapsed = max(now - self._began, 1e-9)
         rate = self._tokens / elapsed
-        if force or now - self._shown >= self.every_s:
+        left = (self.total - step) * elapsed / max(step - self.start, 1)
+        told = [form.format(record[name]) for name, form in _SHOWN.items() if name in record]
+        text = "  ".join([*told, f"{rate:,.0f} tokens/s", f"{_duration(left)} left"])
+        self._bar(stage, step, self.total, text)
+        if force or (not self._live and now - self._shown >= max(self.every_s, SPARSER * elapsed)):
             self._shown = now
-            done = step - self.start
-            left = (self.total - step) * elapsed / max(done, 1)
-            shown = "" if loss is None else f"  loss {loss:.4f}"
-            self.say(f"{stage} step {step}/{self.total}{shown}  {rate:,.0f} tokens/s  {_duration(left)} left")
+            self.say(f"{stage} step {step}/{self.total}  {text}")
         return rate
 
     def part(self, what: str, done: int, of: int) -> None:
-        """How far one part of the work is, with the time left of it; printed at most every few seconds."""
+        """How far one part of the work before and between steps is, with the time left of it."""
         now = time.monotonic()
         if what != self._part or not done:  # the same part may come again
             self._part, self._part_began = what, now
-        if now - self._shown >= self.every_s:
+        left = f"  {_duration((of - done) * (now - self._part_began) / done)} left" if 0 < done < of else ""
+        self._bar(what, done, of, left)
+        if not self._live and now - self._shown >= self.every_s:
             self._shown = now
-            left = f"  {_duration((of - done) * (now - self._part_began) / done)} left" if 0 < done < of else ""
             self.say(f"  {what}" + (f" {done}/{of}" if of > 1 else "") + left)
 
     def say(self, text: str) -> None:
@@ -56,6 +74,31 @@ class Progress:
         for start, style in _STYLES.items():
             line.highlight_regex(start, style)
         self.console.print(line, soft_wrap=True)
+
+    def close(self) -> None:
+        """The bar goes."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    @property
+    def _live(self) -> bool:
+        return self.console.is_terminal and not self.console.quiet
+
+    def _bar(self, what: str, done: int, of: int, text: str) -> None:
+        if not self._live:
+            return
+        if self._bars is None:
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}", markup=False),
+            )
+            self._bars = Bars(*columns, console=self.console, refresh_per_second=2, transient=True)
+            self._task = self._bars.add_task(what, text="")
+            self._bars.start()
+        self._bars.update(self._task, description=what, completed=done, total=of, text=text)
 
 
 def _duration(seconds: float) -> str:
