@@ -15,6 +15,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 LEAST_FILES = 256
+SHIPPED = Path(__file__).parents[1] / "configs"  # also in a wheel
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
@@ -70,7 +71,7 @@ def launch(
 def quickstart(
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
-    config: Annotated[Path, typer.Option(help="The quickstart's config.")] = Path("configs/quickstart.yaml"),
+    config: Annotated[Path, typer.Option(help="The quickstart's config.")] = SHIPPED / "quickstart.yaml",
     as_json: AsJson = False,
 ) -> None:
     """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression.

@@ -112,6 +112,12 @@ class DataConfig(Section):
     on_bad_line: Literal["error", "skip"] = Field(
         "error", description="A broken line, an empty text, a missing field: stop, or count and skip."
     )
+    empty_cell: str | None = Field(
+        None,
+        min_length=1,
+        description="What stands in a template for an empty cell, a null or a NaN, but for target_field's; default: a "
+        "record with one is a bad line.",
+    )
     on_nonfinite: Literal["error", "skip"] = Field(
         "error", description="A number that overflows to infinity: stop, or leave it as text and count it."
     )

@@ -93,6 +93,9 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
     needed_fields(config)
     limit = int(config.max_text_mib * 2**20)
 
+    def filled(template: str, record: Mapping[str, Any]) -> str:
+        return _filled(template, record, config.empty_cell)
+
     def clean(text: str) -> str:
         return _MARKS.sub("", text) if config.calculator_marks == "strip" else text
 
@@ -109,17 +112,17 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
                 raise BadLine("wrong type", text, f"a string in the field {config.text_field!r}")
             text = clean(text)
         elif config.target_field is None:
-            text = clean(_filled(template, record))
+            text = clean(filled(template, record))
         else:
             head, tail = _around(template, config.target_field)
-            before = unicodedata.normalize("NFC", clean(_filled(head, record)))
+            before = unicodedata.normalize("NFC", clean(filled(head, record)))
             upto = unicodedata.normalize("NFC", before + _filled(f"{{{config.target_field}}}", record))
-            text, target = upto + clean(_filled(tail, record)), (len(before), len(upto))
+            text, target = upto + clean(filled(tail, record)), (len(before), len(upto))
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if prompt_template is None:
             return text, None, target
-        prompt = clean(_filled(prompt_template, record))
+        prompt = clean(filled(prompt_template, record))
         moved = None if target is None else (target[0] + len(prompt), target[1] + len(prompt))
         return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
 
@@ -157,18 +160,28 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
     return record[name]
 
 
-def _filled(template: str, record: Mapping[str, Any]) -> str:
+def _filled(template: str, record: Mapping[str, Any], empty: str | None = None) -> str:
+    """The template with a record's fields. empty: what stands for an empty cell; None: it is a bad line."""
     values = {}
     for _, name, _, _ in Formatter().parse(template):
         if name is None:
             continue
         value = _field(record, name)
+        if is_empty(value):
+            if empty is None:
+                raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")
+            value = empty
         usable = isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
         if not usable or isinstance(value, bool):
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
         # repr of a float is the shortest text that reads back as the same float64.
         values[name] = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
     return template.format(**values)
+
+
+def is_empty(value: object) -> bool:
+    """Whether a cell holds nothing: null, no characters, or NaN."""
+    return value is None or value == "" or value != value
 
 
 def _template_fields(key: str, template: str | None) -> list[str]:

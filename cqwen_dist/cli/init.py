@@ -1,0 +1,103 @@
+"""`cqwen init`: a commented config for somebody's data and base, checked before it is handed over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cqwen_dist.config import UserError
+
+PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
+HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, is 0.012 / H
+CONFIG = """\
+# Made by `cqwen init`: {name}.
+# Keys that are not here have defaults: cqwen config schema --basic
+model:
+  name_or_path: {base}  # a folder with safetensors, or a hub name
+  lora: {{r: 16, alpha: 32}}
+data:
+  train: {data}
+  eval_fraction: 0.1  # of the texts, never trained on
+  sequence_length: {length}  # tokens; longer texts are cut into pieces
+{keys}stages:
+  # First the heads alone (z is computed once and read from disk), then adapters in the backbone, too.
+  - name: heads
+    train: [heads]
+    epochs: 2
+    lr: {rate}
+    lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3}}
+    warmup_steps: 20
+  - name: lora
+    train: [heads, embedding, lora]
+    epochs: 2
+    lr: {rate}
+    lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3, embedding: 1.0e-4, lora: 2.0e-4}}
+    warmup_steps: 20
+train:
+  global_batch_size: 32  # texts an optimizer step, over all ranks
+  micro_batch_size: 4  # a rank and forward: less memory with less
+  precision: bf16  # on a CPU fp32 is faster
+  eval_every: 50
+  checkpoint_every: 100
+run:
+  dir: {run}
+"""
+
+
+def init(
+    data: Annotated[str, typer.Option(help="Texts, chats or a table: .jsonl, .csv, .parquet, .txt, a folder.")],
+    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "Qwen/Qwen2.5-0.5B",
+    target: Annotated[str | None, typer.Option(help="A table's column whose number is to be written.")] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
+) -> None:
+    """Look at your data, write a commented config for it, and check both."""
+    from cqwen_dist.config import load_config
+    from cqwen_dist.data.recipes import recognise
+    from cqwen_dist.data.records import ReadReport
+    from cqwen_dist.data.sources import read_texts
+
+    if out.exists():
+        raise UserError("--out", str(out), "a file that does not exist yet")
+    recipe = recognise(data, target)
+    text = _config(data, base, recipe, out)
+    beside = out.with_name(f".{out.name}.new")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        checked = load_config(beside)
+        shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
+        first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
+        beside.replace(out)
+    except OSError as error:
+        raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
+    finally:
+        beside.unlink(missing_ok=True)
+    typer.echo(f"{data}: {recipe.name}")
+    if first is not None:
+        typer.echo("the first text as it will be read:")
+        typer.echo("".join(f"    {line}\n" for line in first.text.splitlines()[:12]), nl=False)
+    typer.echo(f"wrote {out}\n  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
+
+
+def _config(data: str, base: str, recipe: Any, out: Path) -> str:
+    path, hidden = Path(base).expanduser(), HIDDEN
+    if path.is_dir():
+        try:
+            hidden = int(json.loads((path / "config.json").read_text(encoding="utf-8"))["hidden_size"])
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError("--base", base, f"a folder with a config.json of a model ({error})") from None
+    length = 64
+    while length * PER_TOKEN < recipe.length and length < 2048:
+        length *= 2
+    return CONFIG.format(
+        name=json.dumps(recipe.name)[1:-1],
+        base=json.dumps(base),
+        data=json.dumps(data, ensure_ascii=False),
+        length=length,
+        keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
+        rate=f"{0.012 / hidden:.1e}",
+        tenth=f"{0.0012 / hidden:.1e}",
+        run=json.dumps(f"runs/{out.stem}"),
+    )

@@ -1,0 +1,107 @@
+"""`cqwen init`: somebody's data in, a config that trains on it out; what lies in the wheel."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from support.runs import cqwen_forked, metrics, train_run
+
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.data.recipes import recognise
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
+
+ROOT = Path(__file__).parents[1]
+CHAT = [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": "5"}]
+RECORDS = {  # of a JSON lines file: what is recognised, the first text
+    "chats": ({"messages": CHAT}, {"messages_field": "messages"}, None),
+    "instructions": ({"instruction": "Add 2 and 3", "output": 5}, None, "Add 2 and 3\n5"),
+    "with input": ({"instruction": "Add", "input": "2 and 3", "output": "5"}, None, "Add\n2 and 3\n5"),
+    "questions": ({"question": "2 and 3?", "answer": "5", "id": 7}, None, "2 and 3?\n5"),
+    "texts": ({"text": "2 and 3 make 5", "source": "x"}, {}, "2 and 3 make 5"),
+    "another field": ({"body": "2 and 3 make 5", "x": "y"}, {"text_field": "body"}, "2 and 3 make 5"),
+    "a table": ({"city": "Rome", "age": 31, "score": 4.5}, None, "city: Rome\nage: 31\nscore: 4.5\n"),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_what_records_are_is_seen_and_a_config_reads_them(tmp_path: Path, kind: str) -> None:
+    record, keys, text = RECORDS[kind]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for _ in range(3)), encoding="utf-8")
+    if keys is not None:
+        assert recognise(str(data)).keys == keys
+    out = tmp_path / "run.yaml"
+    done = cqwen_forked("init", "--data", data, "--out", out)
+    assert done.returncode == 0, done.stderr
+    config = load_config(out)
+    if text is not None:
+        assert next(read_texts(str(data), config.data, ReadReport())).text == text
+        assert text.splitlines()[0] in done.stdout, "it is shown"
+    again = cqwen_forked("init", "--data", data, "--out", out)
+    assert again.returncode == 2
+    assert "--out: found" in again.stderr
+
+
+def test_a_table_with_empty_cells_trains_as_it_was_written(one_rank: Path, tmp_path: Path) -> None:
+    cities, scores = ["Rome", None, "Oslo", "Bern"] * 5, [4.5, 3.25, float("nan"), 2.0] * 5
+    table = pyarrow.table({"city": cities, "score": scores})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    out = tmp_path / "run.yaml"
+    done = cqwen_forked("init", "--data", tmp_path / "t.parquet", "--base", one_rank / "base", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "    city: Rome\n    score: 4.5\n" in done.stdout
+    config = load_config(out)
+    assert (config.data.target_field, config.data.empty_cell, config.data.on_bad_line) == ("score", "unknown", "skip")
+    texts = [text.text for text in read_texts(config.data.train, config.data, ReadReport())]
+    assert "city: unknown\nscore: 3.25\n" in texts
+    assert len(texts) == 15, "a row without the number to be learnt teaches nothing"
+    train_run(out, f"run.dir={tmp_path / 'run'}", "train.precision=fp32")
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("", (), "--data: found"),
+        ('{"a": [1]}\n', (), "--data: found 'a', allowed: chats, instruction and output"),
+        ('{"a": "x", "b": 1}\n', ("--target", "c"), "--target: found 'c', allowed: a column of"),
+        ('{"a": "x", "b": 1}\n', ("--target", "a"), "--target: found 'x', allowed: numbers in the column a"),
+        ('{"text": "x 1"}\n', ("--base", "."), "--base: found '.', allowed: a folder with a config.json"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    tmp_path: Path, text: str, options: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text(text, encoding="utf-8")
+    done = cqwen_forked("init", "--data", tmp_path / "data.jsonl", "--out", tmp_path / "run.yaml", *options)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
+
+
+def test_an_empty_cell_is_a_bad_line_unless_something_stands_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\nx,1\n,2\n", encoding="utf-8")
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{name_or_path: x}}\ndata: {{train: {path}, text_template: '{{a}} {{b}}'}}\n"
+    )
+    config = load_config(tmp_path / "c.yaml").data
+    with pytest.raises(UserError, match=r"t\.csv:3: empty cell: found '', allowed: something in the field 'a'"):
+        list(read_texts(str(path), config, ReadReport()))
+    filled = config.model_copy(update={"empty_cell": "none given"})
+    assert [text.text for text in read_texts(str(path), filled, ReadReport())] == ["x 1", "none given 2"]
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_configs(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT]
+    subprocess.run(build, check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {f"cqwen_dist/configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= set(names)
