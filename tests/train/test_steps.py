@@ -199,6 +199,24 @@ def test_accumulation_does_not_change_the_losses(one_rank: Path, tmp_path: Path)
     config = write_config(tmp_path, train__micro_batch_size=3)
     train_run(config)
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-5)
+    assert metrics(tmp_path / "run")[-1]["train/accuracy"] == metrics(one_rank)[-1]["train/accuracy"]
+
+
+@torch.no_grad()
+def test_train_accuracy_is_of_every_token_of_its_step(one_rank: Path, two_ranks: Path) -> None:
+    """S3 5.2. argmax P over the used rows, by the model as it was before the step."""
+    config, folder = run_of(checkpoint_folder(one_rank, 5))
+    state = load_checkpoint(folder, ALL)
+    model = assemble(state, config).model
+    loader = loader_of(config)
+    loader.load_state_dict(state.state["loader"])
+    (batch,) = next(iter(loader))
+    loc_s, scale_s, _, _ = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    strength = ((loc_s - model.action.threshold) / scale_s)[..., : model.config.used_rows]
+    expected = (strength.argmax(-1) == batch.labels)[batch.labels >= 0].double().mean()
+    assert expected > 0
+    for run in (one_rank, two_ranks):
+        assert metrics(run)[-1]["train/accuracy"] == pytest.approx(float(expected), rel=1e-6)
 
 
 OPTIONS = {
