@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
+
 from cqwen_dist.config import Config
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start
@@ -61,6 +63,9 @@ def _make_start(run: Run) -> Place:
     if warm is None or not warm.heads:
         if config.start == "calibrated":
             start["calibration"] = _calibrate(run)
+        else:
+            median = torch.tensor(run.statistics.median, dtype=torch.float64)
+            run.model.action.reg_bias.data.copy_(run.model.target.forward(median))  # S1 4.2
         override_start(run.model, config.model.threshold_init, config.model.gamma_init)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 

@@ -1,10 +1,14 @@
 """The literal presets set everything to the seeds' letter, and train."""
 
+import json
 import math
+import random
 
 import pytest
 from support.runs import metrics, train_run, write_config
 
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.checkpoint.resume import load_checkpoint
 from cqwen_dist.config import load_config
 
 
@@ -36,3 +40,16 @@ def test_a_preset_is_the_letter_in_every_key(start, tmp_path):
     literal = start != "calibrated"
     assert (config.number_dims == 0) == literal
     assert config.target_transform == ("none" if literal else "standardise")
+
+
+def test_a_preset_begins_at_the_median_of_the_numbers(tmp_path):
+    """S1 4.2: b_reg is the median, so the start is about as good as always saying it; here W_reg z is some 1 of 1,000."""
+    draw = random.Random(0)
+    texts = [json.dumps({"text": f"tea costs {draw.uniform(900, 1100):.2f}."}) for _ in range(40)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts) + "\n")
+    stages = [{"name": "words", "train": ["classifier"], "steps": 1, "lr": 1e-3}]
+    train_run(write_config(tmp_path, start="seed", stages=stages))
+    start = json.loads((tmp_path / "run" / "start.json").read_text())
+    saved = load_checkpoint(checkpoint_folder(tmp_path / "run", 1), (0, 2**62))
+    assert float(saved.heads["action.reg_bias"]) == pytest.approx(start["statistics"]["median"], rel=1e-6)
+    assert start["eval"]["eval/reg_mdae"] == pytest.approx(start["eval"]["eval/baseline_mdae"], rel=0.1)
