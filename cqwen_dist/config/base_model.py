@@ -63,7 +63,7 @@ class ModelConfig(Section):
     )
     threshold_init: Real | None = Field(None, description="Start of every C; default: what `start` says.")
     gamma_init: Above0 | None = Field(
-        None, description="Start of U's total scale for words; default: what `start` says."
+        None, description="Start of U's total scale for words, noise and all; default: what `start` says."
     )
     level_logits: bool = Field(
         True,
@@ -82,7 +82,9 @@ class ModelConfig(Section):
         "or where <NUM> inherits from digits 0.08 of their rows' norm; 1 in the seed presets (some five points).",
     )
     b_noise_init: NonNegative | None = Field(
-        None, description="Start of |b_noise|; default: half of the calibrated scale, or 0.1 in the seed presets."
+        None,
+        description="Start of |b_noise|; default: half of the calibrated scale or of gamma_init, or 0.1 in the seed "
+        "presets.",
     )
     num_row_init: Literal["digits", "inherit", "mean", "small"] | None = Field(
         None,
@@ -120,6 +122,9 @@ class ModelConfig(Section):
                 check_model_type(self.architecture.get("model_type"), "architecture.model_type")
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
+        if None not in (self.gamma_init, self.b_noise_init) and self.b_noise_init > self.gamma_init / 2:
+            allowed = f"at most {self.gamma_init / 2:g}, half of model.gamma_init (the total scale)"
+            raise refused("b_noise_init", self.b_noise_init, allowed)
         targets = self.lora.target_modules
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import Mode, find_mode
+from cqwen_dist.generate.modes import MODES, Mode, find_mode
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Settings:
     eos_token_id: one or several ids that end a row (default: the base's own; [] for none); a row that has ended is
         filled with pad_token_id (default: the base's own, else the first eos, else 0).
     temperature: in `compatible` divides the logits (0: greedy); in the modes that draw an individual or the noise
-        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all).
+        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all); refused in `standard` and `ovr`.
     do_sample, top_k (0: all), top_p, logits_processor ((ids, logits [B,V]) -> logits): of `compatible`. do_sample
         defaults to True where one of temperature, top_k, top_p, seed and generator is given, and else to False, as
         Hugging Face's.
@@ -33,7 +33,7 @@ class Settings:
     used_rows: words from here on are never written, except in `compatible` (default: the config's; rows from there on
         are spare ones that the tokenizer does not use).
 
-    Raises `UserError` for an unknown mode and values out of range.
+    Raises `UserError` for an unknown mode, values out of range, and sampling settings that the mode does not have.
     """
 
     mode: str = "standard"
@@ -59,6 +59,12 @@ class Settings:
         if self.max_new_tokens < 0:
             raise UserError("max_new_tokens", self.max_new_tokens, "0 or more")
         check_sampling(self.temperature, self.top_k, self.top_p)
+        if self.temperature not in (None, 1.0) and not self.chosen.has_temperature:
+            having = ", ".join(name for name, mode in MODES.items() if mode.has_temperature)
+            raise UserError("temperature", self.temperature, f"none in mode {self.mode}, or a mode out of {having}")
+        for name in ("top_k", "top_p"):
+            if getattr(self, name) is not None and not self.chosen.has_logits:
+                raise UserError(name, getattr(self, name), f"none in mode {self.mode}, or mode compatible")
         if self.decode_rule not in (None, "ovr", "loc"):
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.used_rows is not None and self.used_rows < 1:

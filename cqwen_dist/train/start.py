@@ -66,7 +66,8 @@ def _make_start(run: Run) -> Place:
         else:
             median = torch.tensor(run.statistics.median, dtype=torch.float64)
             run.model.action.reg_bias.data.copy_(run.model.target.forward(median))  # S1 4.2
-        override_start(run.model, config.model.threshold_init, config.model.gamma_init)
+        wanted = config.model
+        override_start(run.model, wanted.threshold_init, wanted.gamma_init, wanted.b_noise_init)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
     # The first evaluation, and whether the config's metrics are among its own

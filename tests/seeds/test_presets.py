@@ -42,14 +42,15 @@ def test_a_preset_is_the_letter_in_every_key(start, tmp_path):
     assert config.target_transform == ("none" if literal else "standardise")
 
 
-def test_a_preset_begins_at_the_median_of_the_numbers(tmp_path):
-    """S1 4.2: b_reg is the median, so the start is about as good as always saying it; here W_reg z is some 1 of 1,000."""
+def test_a_preset_begins_at_the_median_of_the_numbers_and_at_s1s_scale_where_asked(tmp_path):
+    """S1 4.2: b_reg is the median, so the start is about as good as it; here W_reg z is some 1 of 1,000."""
     draw = random.Random(0)
     texts = [json.dumps({"text": f"tea costs {draw.uniform(900, 1100):.2f}."}) for _ in range(40)]
     (tmp_path / "texts.jsonl").write_text("\n".join(texts) + "\n")
     stages = [{"name": "words", "train": ["classifier"], "steps": 1, "lr": 1e-3}]
-    train_run(write_config(tmp_path, start="seed", stages=stages))
+    train_run(write_config(tmp_path, start="seed", stages=stages, model__gamma_init=10.5, model__b_noise_init=0.5))
     start = json.loads((tmp_path / "run" / "start.json").read_text())
     saved = load_checkpoint(checkpoint_folder(tmp_path / "run", 1), (0, 2**62))
     assert float(saved.heads["action.reg_bias"]) == pytest.approx(start["statistics"]["median"], rel=1e-6)
+    assert start["eval"]["dist/U_scale_median"] == pytest.approx(10.0, rel=1e-4), "S1 3.1 asks for 10, of U itself"
     assert start["eval"]["eval/reg_mdae"] == pytest.approx(start["eval"]["eval/baseline_mdae"], rel=0.1)
