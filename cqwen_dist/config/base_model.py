@@ -122,9 +122,9 @@ class ModelConfig(Section):
                 check_model_type(self.architecture.get("model_type"), "architecture.model_type")
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
-        if None not in (self.gamma_init, self.b_noise_init) and self.b_noise_init > self.gamma_init / 2:
-            allowed = f"at most {self.gamma_init / 2:g}, half of model.gamma_init (the total scale)"
-            raise refused("b_noise_init", self.b_noise_init, allowed)
+        total, noise = self.gamma_init, self.b_noise_init
+        if total is not None and noise is not None and noise > total / 2:
+            raise refused("b_noise_init", noise, f"at most {total / 2:g}, half of model.gamma_init (the total scale)")
         targets = self.lora.target_modules
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:

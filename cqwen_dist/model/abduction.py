@@ -79,6 +79,8 @@ class TwoLayerAbductionNetwork(AbductionNetwork):
         super().__init__(hidden_size, *args, **options)
         self.up = nn.Linear(hidden_size, hidden_size)
         self.down = nn.Linear(hidden_size, hidden_size)
+        nn.init.xavier_uniform_(self.up.weight, gain=0.1)  # S1 5
+        nn.init.constant_(self.up.bias, 0.01)
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
