@@ -61,7 +61,11 @@ class ModelConfig(Section):
     abduction: Literal["linear", "two_layer"] = Field(
         "linear", description="The network from features to U; two_layer bends, and starts as the linear one."
     )
-    threshold_init: Real | None = Field(None, description="Start of every C; default: what `start` says.")
+    threshold_init: Real | str | None = Field(
+        None,
+        description="Start of C: a number for every word, or a .safetensors file that holds `threshold` [V]; default: "
+        "what `start` says.",
+    )
     gamma_init: Above0 | None = Field(
         None, description="Start of U's total scale for words, noise and all; default: what `start` says."
     )
@@ -130,6 +134,13 @@ class ModelConfig(Section):
             if name not in LINEARS:
                 raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
         return self
+
+    @field_validator("threshold_init")
+    @classmethod
+    def _number_or_file(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, str) and not value.endswith(".safetensors"):
+            raise ValueError("a number, or a .safetensors file that holds `threshold` [V]")
+        return value
 
     @field_validator("architecture")
     @classmethod

@@ -161,9 +161,14 @@ def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) ->
 
 
 @torch.no_grad()
-def override_start(heads: Heads, threshold: float | None, gamma: float | None, b_noise: float | None = None) -> None:
-    """Another C for every word, another total scale of U' on word dimensions, where given; its parts: `set_scales`."""
+def override_start(
+    heads: Heads, threshold: float | Tensor | None, gamma: float | None, b_noise: float | None = None
+) -> None:
+    """Another C, one or each word's [rows], and another total scale of U' on word dimensions, where given.
+
+    b_noise: the noise's part of that scale (`set_scales`).
+    """
     if threshold is not None:
-        heads.action.threshold.fill_(threshold)
+        heads.action.threshold.copy_(torch.as_tensor(threshold))
     if gamma is not None:
         set_scales(heads, gamma, b_noise)

@@ -23,12 +23,24 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss
 class OvrClassificationLoss(nn.Module):
     """Per-position OvR loss of materialised scores (S0 5.1, S2 4.1), in the stable form."""
 
-    def __init__(self, vocab_size: int, C_ovr: float | Tensor = 0.0, learnable_threshold: bool = False) -> None:
-        """C_ovr: a number, or a tensor [vocab_size]. Raises ValueError for another shape (S0 5.1's assert)."""
+    def __init__(
+        self,
+        vocab_size: int,
+        C_ovr: float | Tensor = 0.0,
+        learnable_threshold: bool = False,
+        *,
+        per_word: bool = False,
+    ) -> None:
+        """C_ovr: a number, or a tensor [vocab_size]. per_word: a number becomes one threshold a word, [vocab_size].
+
+        Raises ValueError for another shape (S0 5.1's assert).
+        """
         super().__init__()
         threshold = torch.as_tensor(C_ovr, dtype=torch.float32)
         if threshold.ndim and threshold.shape != (vocab_size,):
             raise ValueError(f"C_ovr must be a number or of shape ({vocab_size},), found {tuple(threshold.shape)}")
+        if per_word:
+            threshold = threshold.expand(vocab_size)
         self.vocab_size = vocab_size
         self.threshold = nn.Parameter(threshold.clone(), requires_grad=learnable_threshold)
 
@@ -76,15 +88,17 @@ class CausalQwenLoss(nn.Module):
         reg_weight: float = 1.0,
         learnable_threshold: bool = False,
         *,
+        per_word_threshold: bool = False,
         gate: str = "alpha",
         gate_grad: str = "stop",
         value_weights: Tensor | None = None,
     ) -> None:
+        """per_word_threshold: C is [vocab_size] where C_ovr is a number; with learnable_threshold each C_k learns."""
         super().__init__()
         self.value_weights = value_weights
         self.num_token_id, self.alpha, self.reg_weight = num_token_id, alpha, reg_weight
         self.gate, self.gate_grad = gate, gate_grad
-        self.ovr_loss = OvrClassificationLoss(vocab_size, C_ovr, learnable_threshold)
+        self.ovr_loss = OvrClassificationLoss(vocab_size, C_ovr, learnable_threshold, per_word=per_word_threshold)
         self.reg_loss = RegressionLoss()
 
     def forward(

@@ -121,6 +121,7 @@ VALUES = [
     ("data.text_template=abc", "data.text_template: found 'abc', allowed: named JSON fields in braces"),
     ("data.text_template={} {0}", "data.text_template: found '{} {0}', allowed: named JSON fields in braces"),
     ("model={name_or_path: x, gamma_init: 1, b_noise_init: 2}", "b_noise_init: found 2.0, allowed: at most 0.5, half"),
+    ("model.threshold_init=high", "model.threshold_init: found 'high', allowed: a number, or a .safetensors file"),
     ("model=3", "model: found 3, allowed: a section with name_or_path, architecture"),
     ("model.lora={r: 1, r: 2}", "model.lora.r: found it twice, allowed: each key once"),
     ("model.pretrain.steps=3", "model.pretrain: found it beside name_or_path, allowed: only beside architecture"),
