@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cqwen_dist.config.bases import check_model_type
+from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import (
     Above0,
@@ -58,8 +59,10 @@ class ModelConfig(Section):
     number_dims: Count | None = Field(
         None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
     )
-    abduction: Literal["linear", "two_layer"] = Field(
-        "linear", description="The network from features to U; two_layer bends, and starts as the linear one."
+    abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = Field(
+        "linear",
+        description="The network from features to U; two_layer bends, and starts as the linear one; or a class of "
+        "your own as package.module:Name (docs/training.md).",
     )
     threshold_init: Real | str | None = Field(
         None,

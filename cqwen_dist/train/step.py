@@ -14,6 +14,7 @@ from cqwen_dist.config import LossConfig
 from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import OvrOptions
+from cqwen_dist.ops.regression import Gate, counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.evaluation.evaluator import top1
@@ -46,17 +47,20 @@ class Stepper:
         *,
         seed: int,
         gemm_dtype: torch.dtype,
+        gate: Gate,
         used_rows: int | None,
         slope_limit: float,
         word_counts: np.ndarray,
     ) -> None:
-        """seed: of dropout. gemm_dtype: of the word head's products. used_rows: the loss leaves out words from here on.
+        """seed: of dropout. gemm_dtype: of the word head's products. gate: what `loss.gate` names. used_rows: the loss
+        leaves out words from here on.
 
         word_counts [V]: how often each word occurs in the training data.
         """
         self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
         self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
         self.gemm_dtype, self.used_rows, self.slope_limit = gemm_dtype, used_rows, slope_limit
+        self.gate = gate
         action = self.model.action
         self.class_weights = class_weights(
             loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
@@ -150,7 +154,7 @@ class Stepper:
             LossOptions(
                 num_token_id=self.model.config.num_token_id,
                 alpha=loss.alpha,
-                gate=loss.gate,
+                gate=self.gate,
                 gate_grad=loss.gate_grad,
                 gemm_dtype=self.gemm_dtype,
                 used_rows=self.used_rows,
@@ -164,11 +168,11 @@ class Stepper:
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
         """Counts over all ranks and micro-batches, from the CPU's copies: one small all-gather a step."""
-        soft = self.loss.gate == "soft"
+        every = counts_text(self.gate)
         attended = self.loss.cls_denominator == "attention"
         kept = [keep.numel() for keep in keeps]
         words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
-        numbers = sum(kept) if soft else sum(int(b.numeric_mask.sum()) for b in micro_batches)
+        numbers = sum(kept) if every else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
         table = self._gather([words, numbers, tokens], kept)
         totals = [sum(row[k] for row in table) for k in range(3)]
