@@ -18,7 +18,9 @@ from cqwen_dist.data.sources import read_texts
 
 ROOT = Path(__file__).parents[1]
 CHAT = [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": "5"}]
+SHAREGPT = [{"from": "human", "value": "2 and 3?"}, {"from": "gpt", "value": "5"}]
 RECORDS = {  # of a JSON lines file: what is recognised, the first text
+    "ShareGPT": ({"conversations": SHAREGPT, "id": "x"}, {"messages_field": "conversations"}, None),
     "chats": ({"messages": CHAT}, {"messages_field": "messages"}, None),
     "instructions": ({"instruction": "Add 2 and 3", "output": 5}, None, "Add 2 and 3\n5"),
     "with input": ({"instruction": "Add", "input": "2 and 3", "output": "5"}, None, "Add\n2 and 3\n5"),
@@ -85,17 +87,21 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
 
 
-def test_an_empty_cell_is_a_bad_line_unless_something_stands_for_it(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("a,b\nx,1\n,2\n", encoding="utf-8")
-    (tmp_path / "c.yaml").write_text(
-        f"model: {{name_or_path: x}}\ndata: {{train: {path}, text_template: '{{a}} {{b}}'}}\n"
+def test_what_stands_for_an_empty_cell(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        '{"a": "x", "b": 1}\n{"a": "", "b": 2}\n{"a": null, "b": 3}\n{"a": "y", "b": ""}\n', encoding="utf-8"
     )
-    config = load_config(tmp_path / "c.yaml").data
-    with pytest.raises(UserError, match=r"t\.csv:3: empty cell: found '', allowed: something in the field 'a'"):
-        list(read_texts(str(path), config, ReadReport()))
-    filled = config.model_copy(update={"empty_cell": "none given"})
-    assert [text.text for text in read_texts(str(path), filled, ReadReport())] == ["x 1", "none given 2"]
+    tree = {"model": {"name_or_path": "x"}, "data": {"train": str(path), "text_template": "{a} {b}"}}
+    (tmp_path / "c.yaml").write_text(json.dumps(tree), encoding="utf-8")
+    plain = load_config(tmp_path / "c.yaml").data
+    with pytest.raises(UserError, match=r"t\.jsonl:3: empty cell: found None, allowed: something in the field 'a'"):
+        list(read_texts(str(path), plain, ReadReport()))
+    filled = plain.model_copy(update={"empty_cell": "none"})
+    assert [text.text for text in read_texts(str(path), filled, ReadReport())] == ["x 1", "none 2", "none 3", "y none"]
+    target = filled.model_copy(update={"target_field": "b"})
+    with pytest.raises(UserError, match=r"t\.jsonl:4: empty cell: found '', allowed: a number in the field 'b'"):
+        list(read_texts(str(path), target, ReadReport()))
 
 
 @pytest.mark.slow

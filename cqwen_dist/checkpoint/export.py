@@ -34,12 +34,14 @@ from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
 from cqwen_dist.checkpoint.rounding import cast, change, probe, sixteen_tokens
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.intervals import FILE as CALIBRATION
 from cqwen_dist.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model.abduction import loaded_abduction
 from cqwen_dist.model.backbone import base_folder_of, load_base
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
@@ -47,7 +49,6 @@ from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, let_read
 
 ABOUT = "training.json"
 EMBEDDING = ("embedding.w_num", "embedding.num_row")  # what trains of it
-TRUST = "CQWEN_TRUST_REMOTE_CODE"
 ROUNDING = 1e-5  # relative, of fp32 sums taken in another order
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -160,7 +161,8 @@ def assemble(state: TrainState, config: Config, source: object = "") -> CausalQw
     shape = CausalQwenConfig(**saved)
     rows = shape.vocab_size
     base = load_base(config.base_folder, dtype, config.model.trust_remote_code, rows_for=lambda _: rows)
-    model = CausalQwenModel(shape, base=base)
+    network = loaded_abduction(shape.abduction, config.run.dir)
+    model = CausalQwenModel(shape, base=base, abduction=network)
     trained = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
     _put(trained, state.features, source)  # the rest is the base's
     heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})

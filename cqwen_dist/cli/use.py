@@ -24,7 +24,9 @@ Individuals = Annotated[int | None, typer.Option(help="The prompt under so many 
 Noises = Annotated[int | None, typer.Option(help="The prompt under so many noises, side by side.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="Divides compatible's logits; in modes that draw u or the noise, a factor on its scale."),
+    typer.Option(
+        help="Divides compatible's logits; a factor on the scale that causal, individual, noise, sample draw."
+    ),
 ]
 PlotFile = Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cqwen_dist.config.bases import check_model_type
+from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import (
     Above0,
@@ -58,12 +59,18 @@ class ModelConfig(Section):
     number_dims: Count | None = Field(
         None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
     )
-    abduction: Literal["linear", "two_layer"] = Field(
-        "linear", description="The network from features to U; two_layer bends, and starts as the linear one."
+    abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = Field(
+        "linear",
+        description="The network from features to U; two_layer bends, and starts as the linear one; or a class of "
+        "your own as package.module:Name (docs/training.md).",
     )
-    threshold_init: Real | None = Field(None, description="Start of every C; default: what `start` says.")
+    threshold_init: Real | str | None = Field(
+        None,
+        description="Start of C: a number for every word, or a .safetensors file that holds `threshold` [V]; default: "
+        "what `start` says.",
+    )
     gamma_init: Above0 | None = Field(
-        None, description="Start of U's total scale for words; default: what `start` says."
+        None, description="Start of U's total scale for words, noise and all; default: what `start` says."
     )
     level_logits: bool = Field(
         True,
@@ -82,7 +89,9 @@ class ModelConfig(Section):
         "or where <NUM> inherits from digits 0.08 of their rows' norm; 1 in the seed presets (some five points).",
     )
     b_noise_init: NonNegative | None = Field(
-        None, description="Start of |b_noise|; default: half of the calibrated scale, or 0.1 in the seed presets."
+        None,
+        description="Start of |b_noise|; default: half of the calibrated scale or of gamma_init, or 0.1 in the seed "
+        "presets.",
     )
     num_row_init: Literal["digits", "inherit", "mean", "small"] | None = Field(
         None,
@@ -120,11 +129,21 @@ class ModelConfig(Section):
                 check_model_type(self.architecture.get("model_type"), "architecture.model_type")
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
+        total, noise = self.gamma_init, self.b_noise_init
+        if total is not None and noise is not None and noise > total / 2:
+            raise refused("b_noise_init", noise, f"at most {total / 2:g}, half of model.gamma_init (the total scale)")
         targets = self.lora.target_modules
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:
                 raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
         return self
+
+    @field_validator("threshold_init")
+    @classmethod
+    def _number_or_file(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, str) and not value.endswith(".safetensors"):
+            raise ValueError("a number, or a .safetensors file that holds `threshold` [V]")
+        return value
 
     @field_validator("architecture")
     @classmethod

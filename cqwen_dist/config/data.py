@@ -115,8 +115,8 @@ class DataConfig(Section):
     empty_cell: str | None = Field(
         None,
         min_length=1,
-        description="What stands in a template for an empty cell, a null or a NaN, but for target_field's; default: a "
-        "record with one is a bad line.",
+        description="What stands in a template for an empty cell, a null or a NaN; default: nothing for an empty cell, "
+        "and the others are bad lines, as is any in target_field.",
     )
     on_nonfinite: Literal["error", "skip"] = Field(
         "error", description="A number that overflows to infinity: stop, or leave it as text and count it."

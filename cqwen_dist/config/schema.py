@@ -172,6 +172,10 @@ class Config(Section):
         for key, length in self.sequence_lengths().items():
             if isinstance(context, int) and length > context:
                 raise refused(key, length, f"at most {context}, model.architecture.max_position_embeddings")
+        if self.train.thresholds == "scalar" and isinstance(self.model.threshold_init, str):
+            raise refused(
+                "model.threshold_init", self.model.threshold_init, "a number where train.thresholds is scalar"
+            )
         if self.run.stop_after not in (None, *names):
             raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
         self._check_adapters()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said
 from cqwen_dist.config.fields import (
     Above0,
@@ -84,7 +85,11 @@ class LossConfig(Section):
     """L = L_cls + reg_weight * L_reg (seed S0 5.3); each divided by its own global count."""
 
     alpha: Unit = Field(0.0, description="Gate floor: m (alpha + (1-alpha) P_NUM).")
-    gate: Literal["alpha", "soft", "hard"] = Field("alpha", description="Gate formula (seeds S0 5.2, S4 4.7.3, 4.2.4).")
+    gate: Literal["alpha", "soft", "hard"] | Annotated[str, AfterValidator(import_path)] = Field(
+        "alpha",
+        description="Gate formula (seeds S0 5.2, S4 4.7.3, 4.2.4), or a class of your own as package.module:Name "
+        "(docs/training.md).",
+    )
     gate_grad: Literal["stop", "full"] = Field("stop", description="Whether the gate passes gradients to P_NUM.")
     reg_weight: NonNegative = Field(1.0, description="lambda, the weight of the regression loss.")
     class_weights: dict[WordId, NonNegative] | Literal["frequency"] | None = Field(

@@ -19,6 +19,9 @@ CHATML = (
 )
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters
 
+# ShareGPT's names of the roles.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -45,6 +48,7 @@ class Chat:
 
     def __call__(self, messages: Any) -> tuple[str, Spans]:
         """The text of a chat and the characters that are learnt. Raises: BadChat, UserError for a broken template."""
+        messages = _of_sharegpt(messages)
         _check_messages(messages)
         by_assistant = [message["role"] == "assistant" for message in messages]
         marked = self._fill([_marked(m) if own else dict(m) for m, own in zip(messages, by_assistant, strict=True)])
@@ -73,6 +77,15 @@ class Chat:
         except Exception as error:  # whatever the template's own code raises
             raise BadChat(_one_line(error), "a chat that the chat template takes") from None
         return str(filled[0][0])
+
+
+def _of_sharegpt(messages: Any) -> Any:
+    """[{from, value}, ...] as [{role, content}, ...]; anything else as it is."""
+    if not isinstance(messages, (list, tuple)) or not all(
+        isinstance(message, Mapping) and {"from", "value"} <= message.keys() for message in messages
+    ):
+        return messages
+    return [{"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in messages]
 
 
 def _check_messages(messages: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ RECORDS = 200  # that are looked at
 _QUESTION_AND_ANSWER = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("input", "output"))
 
 
-class Recipe(NamedTuple):
+class DataRecipe(NamedTuple):
     """name: what the records are, for people. keys: of `data`. length: characters of nearly all texts."""
 
     name: str
@@ -25,7 +25,7 @@ class Recipe(NamedTuple):
     length: int
 
 
-def recognise(source: str, target: str | None = None) -> Recipe:
+def recognise(source: str, target: str | None = None) -> DataRecipe:
     """The recipe of a source by its first records. target: the column whose number is to be written.
 
     Raises `UserError` where there is no record, or none of the recipes reads them.
@@ -34,11 +34,11 @@ def recognise(source: str, target: str | None = None) -> Recipe:
     if not records:
         raise UserError("--data", source, "at least one record")
     if isinstance(records[0], Text):
-        return Recipe("plain texts", {}, _length([text.text for text in records]))
+        return DataRecipe("plain texts", {}, _length([text.text for text in records]))
     shared = {name for name in records[0] if all(name in record for record in records)}
     keys = _of_target(records, target, source) if target is not None else _of_fields(records, shared, source)
     name, found = keys
-    return Recipe(name, found, _length([" ".join(map(str, record.values())) for record in records]))
+    return DataRecipe(name, found, _length([" ".join(map(str, record.values())) for record in records]))
 
 
 def _records(source: str) -> Iterator[Any]:
@@ -66,9 +66,13 @@ def _rows_of_parquet(path: Path) -> Iterator[Record]:
 
 
 def _of_fields(records: list[Any], shared: set[str], source: str) -> tuple[str, dict[str, Any]]:
-    for name in ("messages", "conversations", *sorted(shared)):
-        if name in shared and all(_is_chat(record[name]) for record in records):
-            return "chats", {"messages_field": name}
+    ordered = [name for name in records[0] if name in shared]
+
+    def all_are(kind: Callable[[Any], bool]) -> list[str]:
+        return [name for name in ordered if all(kind(record[name]) for record in records)]
+
+    if chats := all_are(_is_chat):
+        return "chats", {"messages_field": chats[0]}
     if {"instruction", "output"} <= shared:
         prompt = "{instruction}\n{input}\n" if "input" in shared else "{instruction}\n"
         return "instructions (Alpaca)", {"prompt_template": prompt, "text_template": "{output}"}
@@ -76,12 +80,11 @@ def _of_fields(records: list[Any], shared: set[str], source: str) -> tuple[str, 
         if {question, answer} <= shared:
             keys = {"prompt_template": f"{{{question}}}\n", "text_template": f"{{{answer}}}"}
             return f"{question}s and {answer}s", keys
-    if "text" in shared and all(isinstance(record["text"], str) for record in records):
+    texts = all_are(lambda value: isinstance(value, str))
+    if "text" in texts:
         return "plain texts", {}
-    numeric = [name for name in records[0] if name in shared and all(_is_number(record[name]) for record in records)]
-    if numeric:
-        return _of_target(records, numeric[-1], source)
-    texts = [name for name in records[0] if name in shared and all(isinstance(r[name], str) for r in records)]
+    if numbers := all_are(_is_number):
+        return _of_target(records, numbers[-1], source)
     if texts:
         longest = max(texts, key=lambda name: sum(len(record[name]) for record in records))
         return f"texts in the field {longest}", {"text_field": longest}
@@ -109,7 +112,9 @@ def _of_target(records: list[Any], target: str, source: str) -> tuple[str, dict[
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and ("role" in message or "from" in message) for message in value)
 
 
 def _is_number(value: Any) -> bool:

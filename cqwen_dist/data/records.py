@@ -115,6 +115,10 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
             text = clean(filled(template, record))
         else:
             head, tail = _around(template, config.target_field)
+            if is_empty(_field(record, config.target_field)):
+                raise BadLine(
+                    "empty cell", record[config.target_field], f"a number in the field {config.target_field!r}"
+                )
             before = unicodedata.normalize("NFC", clean(filled(head, record)))
             upto = unicodedata.normalize("NFC", before + _filled(f"{{{config.target_field}}}", record))
             text, target = upto + clean(filled(tail, record)), (len(before), len(upto))
@@ -161,16 +165,16 @@ def _field(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _filled(template: str, record: Mapping[str, Any], empty: str | None = None) -> str:
-    """The template with a record's fields. empty: what stands for an empty cell; None: it is a bad line."""
+    """The template with a record's fields. empty: what stands for an empty cell; None: nothing, and a null is bad."""
     values = {}
     for _, name, _, _ in Formatter().parse(template):
         if name is None:
             continue
         value = _field(record, name)
-        if is_empty(value):
-            if empty is None:
-                raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")
+        if is_empty(value) and empty is not None:
             value = empty
+        elif is_empty(value) and value != "":
+            raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")
         usable = isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
         if not usable or isinstance(value, bool):
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")

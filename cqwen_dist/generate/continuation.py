@@ -110,6 +110,7 @@ def continue_text(
         eos_token_id=[] if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         seed=seed,
+        digits=digits,
         **options,
     )
     return [

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import Mode, find_mode
+from cqwen_dist.generate.modes import MODES, Mode, find_mode
+from cqwen_dist.generate.numbers import Digits, check_digits
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,18 @@ class Settings:
     eos_token_id: one or several ids that end a row (default: the base's own; [] for none); a row that has ended is
         filled with pad_token_id (default: the base's own, else the first eos, else 0).
     temperature: in `compatible` divides the logits (0: greedy); in the modes that draw an individual or the noise
-        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all).
+        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all); refused in `standard` and `ovr`.
     do_sample, top_k (0: all), top_p, logits_processor ((ids, logits [B,V]) -> logits): of `compatible`. do_sample
         defaults to True where one of temperature, top_k, top_p, seed and generator is given, and else to False, as
         Hugging Face's.
     decode_rule: how the other modes rank words, by P ("ovr") or by loc_S ("loc"); default: the mode's own.
     eps_truncation: drawn uniforms stay at least this far from 0 and 1, which cuts off a Cauchy's far tails (0: not).
     generator, seed: of every draw (one of the two; default torch's global state). Each row draws for itself.
+    digits: of numbers, as `generate.numbers.shown` writes them: the model reads on what is written. None: all of loc_Y.
     used_rows: words from here on are never written, except in `compatible` (default: the config's; rows from there on
         are spare ones that the tokenizer does not use).
 
-    Raises `UserError` for an unknown mode and values out of range.
+    Raises `UserError` for an unknown mode, values out of range, and sampling settings that the mode does not have.
     """
 
     mode: str = "standard"
@@ -50,6 +52,7 @@ class Settings:
     generator: torch.Generator | None = None
     seed: int | None = None
     use_cache: bool = True
+    digits: Digits | None = None
     used_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,12 +62,24 @@ class Settings:
         if self.max_new_tokens < 0:
             raise UserError("max_new_tokens", self.max_new_tokens, "0 or more")
         check_sampling(self.temperature, self.top_k, self.top_p)
+        self._check_mode()
         if self.decode_rule not in (None, "ovr", "loc"):
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
+        if self.digits is not None:
+            check_digits(self.digits)
         if self.used_rows is not None and self.used_rows < 1:
             raise UserError("used_rows", self.used_rows, "1 or more")
         if self.seed is not None and self.generator is not None:
             raise UserError("seed", self.seed, "a seed or a generator, not both")
+
+    def _check_mode(self) -> None:
+        """Sampling settings that change nothing in the mode are refused."""
+        if self.temperature not in (None, 1.0) and not self.chosen.has_temperature:
+            having = ", ".join(name for name, mode in MODES.items() if mode.has_temperature)
+            raise UserError("temperature", self.temperature, f"none in mode {self.mode}, or a mode out of {having}")
+        for name in ("top_k", "top_p"):
+            if getattr(self, name) is not None and not self.chosen.has_logits:
+                raise UserError(name, getattr(self, name), f"none in mode {self.mode}, or mode compatible")
 
     @property
     def chosen(self) -> Mode:

@@ -1,7 +1,7 @@
 """The autoregressive loop (seed S3 figure 4.2): words and numbers, one position at a time, for a left-padded batch.
 
-A generated number goes back in as (<NUM>, its value), a word as (word, 0). Ids and values stay aligned throughout.
-Letters: B rows, T prompt positions, T' positions at the end, C causal dimension, V vocabulary.
+A generated number goes back in as (<NUM>, its value as written), a word as (word, 0). Ids and values stay aligned
+throughout. Letters: B rows, T prompt positions, T' positions at the end, C causal dimension, V vocabulary.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class _Continuation:
         base, device = model.config.base_config, input_ids.device
         b, prompt = input_ids.shape
         self.model = model
+        self.digits = settings.digits
         self.num_token_id, self.pad_token_id = int(model.config.num_token_id), settings.padding(base)
         self.eos = torch.tensor(settings.ends(base), dtype=torch.int64, device=device)
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
@@ -153,6 +154,9 @@ class _Continuation:
         numbers.p_num[:, at] = token.p_num.to(device).where(~self.done, math.nan)
         numbers.p_word[:, at] = token.p_word.to(device).where(~self.done, math.nan)
         numbers.generated[:, at] = number
+        if self.digits is not None:
+            for row in number.nonzero()[:, 0].tolist():
+                numbers.values[row, at] = numbers.written(row, at, self.digits)
         self.done = self.done | torch.isin(word, self.eos)
         self.start, self.end = (0 if self.cache is None else at), at + 1
 

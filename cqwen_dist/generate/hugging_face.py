@@ -19,10 +19,17 @@ from transformers.utils import ModelOutput
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generation_settings import check_sampling
 from cqwen_dist.generate.generator import Watch
-from cqwen_dist.generate.numbers import GeneratedNumbers
+from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, StopStrings, Tokenizer
 
-PASSED_ON = ("decode_rule", "eps_truncation", "generator", "seed", "used_rows")  # of `generate.generator.generate`
+PASSED_ON = (
+    "decode_rule",
+    "digits",
+    "eps_truncation",
+    "generator",
+    "seed",
+    "used_rows",
+)  # of `generate.generator.generate`
 PLAIN = ("eos_token_id", "pad_token_id", "use_cache")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
@@ -90,6 +97,8 @@ def translate(
     mode = mode or asked.get("mode") or own.get("mode") or "standard"
     asked.pop("mode", None)
     asked = _without_neutral(asked)
+    if isinstance(streamer, NumberStreamer):
+        asked.setdefault("digits", streamer.digits)
     compatible = mode == "compatible"
     if not compatible:
         _refuse_logits_options(asked, logits_processor)
@@ -187,7 +196,8 @@ def _watch(
     if strings:
         if tokenizer is None:
             raise UserError("tokenizer", None, "the NumericalAwareTokenizer, where stop_strings are given")
-        watch.append(StopStrings([strings] if isinstance(strings, str) else strings, tokenizer, ids.shape[1]))
+        digits = MOST_DIGITS if merged.get("digits") is None else merged["digits"]
+        watch.append(StopStrings([strings] if isinstance(strings, str) else strings, tokenizer, ids.shape[1], digits))
     if streamer is not None:
         prompt = ids.shape[1]
         if not isinstance(streamer, NumberStreamer):

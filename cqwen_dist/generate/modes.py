@@ -187,6 +187,16 @@ class Mode:
     choose: Choose
     rank_by: Literal["ovr", "loc"] = "ovr"
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether the word is of softmax(loc_S), which top-k and top-p cut."""
+        return self.choose is softmax_sample
+
+    @property
+    def has_temperature(self) -> bool:
+        """Whether a temperature changes anything: there are logits, or an individual or the noise is drawn."""
+        return self.has_logits or self.law is not with_noise
+
     def ranks(self, rule: str | None) -> bool:
         """Whether words are ranked by P."""
         return self.choose is best and (rule or self.rank_by) == "ovr"

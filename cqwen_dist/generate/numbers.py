@@ -35,7 +35,7 @@ def number_interval(y: Cauchy, target: TargetTransform, intervals: Intervals, le
 class GeneratedNumbers:
     """What goes with the ids of prompt and continuation, aligned with them."""
 
-    values: Tensor  # [B,T'] float64, raw unit; 0 at text
+    values: Tensor  # [B,T'] float64, raw unit, as the model reads them; 0 at text
     generated: Tensor  # [B,T'] bool: a number that the model wrote
     loc: Tensor  # [B,T'] float64, location of Y in the target's unit; 0 where not generated
     scale: Tensor  # [B,T'] float64, its scale; 0 where not generated
@@ -70,7 +70,7 @@ class GeneratedNumbers:
         y = Cauchy(self.loc[row, position], self.scale[row, position])
         spans = {f"{level:g}": number_interval(y, self.target, self.intervals, level) for level in LEVELS}
         return NumberRecord(
-            value=float(self.values[row, position]),
+            value=float(self.target.inverse(self.loc[row, position])),
             written=self.written(row, position, digits),
             intervals={level: (float(low), float(high)) for level, (low, high) in spans.items()},
             p_num=float(self.p_num[row, position]),
@@ -79,9 +79,10 @@ class GeneratedNumbers:
 
 @dataclass(frozen=True)
 class NumberRecord:
-    """A number the model wrote, in the raw unit. value: loc_Y, which is also what the model reads on.
+    """A number the model wrote, in the raw unit. value: loc_Y.
 
-    written: as it stands in the text. intervals: level -> (low, high). p_num: P(<NUM>) at its position.
+    written: as it stands in the text, which is also what the model reads on. intervals: level -> (low, high). p_num:
+    P(<NUM>) at its position.
     """
 
     value: float

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cqwen_dist.config import UserError
+from cqwen_dist.config.custom import TRUST, find_custom, unusable
 from cqwen_dist.ops.cauchy import Cauchy
 
 
@@ -79,6 +84,8 @@ class TwoLayerAbductionNetwork(AbductionNetwork):
         super().__init__(hidden_size, *args, **options)
         self.up = nn.Linear(hidden_size, hidden_size)
         self.down = nn.Linear(hidden_size, hidden_size)
+        nn.init.xavier_uniform_(self.up.weight, gain=0.1)  # S1 5
+        nn.init.constant_(self.up.bias, 0.01)
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
@@ -87,8 +94,52 @@ class TwoLayerAbductionNetwork(AbductionNetwork):
         return super().forward((features + self._linear(inner, self.down)).to(features.dtype))
 
 
-# `model.abduction`: another network needs its name here, and parts loc_net and scale_net that a start can set.
-ABDUCTIONS: dict[str, type[AbductionNetwork]] = {"linear": AbductionNetwork, "two_layer": TwoLayerAbductionNetwork}
+class Abduction(Protocol):
+    """What another network must offer, a module made as `AbductionNetwork` is: easiest, a subclass of it."""
+
+    loc_net: nn.Linear  # [C,H], in which a start sets W_loc
+    scale_floor: float  # likewise
+
+    def set_scale(self, gamma: float, start: int = 0, stop: int | None = None) -> None: ...
+
+    def __call__(self, features: Tensor) -> Cauchy: ...  # [...,H] -> [...,C] in fp32, scale > 0
+
+
+KEY = "model.abduction"
+ABDUCTIONS: dict[str, Callable[..., Abduction]] = {"linear": AbductionNetwork, "two_layer": TwoLayerAbductionNetwork}
+
+
+def abduction_named(name: str, outside: str | Path = "") -> Callable[..., Abduction]:
+    """A name of `ABDUCTIONS`, or an import path; outside: as `find_custom`. Raises `UserError`."""
+    return ABDUCTIONS[name] if name in ABDUCTIONS else find_custom(KEY, name, outside)
+
+
+def loaded_abduction(name: str, folder: str | Path) -> Callable[..., Abduction]:
+    """`abduction_named` by what was loaded from a folder: its code runs only where the user trusts it. `UserError`."""
+    if name not in ABDUCTIONS and os.environ.get(TRUST) != "1":
+        raise UserError(KEY, name, f"{', '.join(ABDUCTIONS)}; or {TRUST}=1, which lets a model run code that it names")
+    return abduction_named(name, folder)
+
+
+def make_abduction(network: Callable[..., Abduction], name: str, hidden: int, size: int, **options: Any) -> Any:
+    """The network H -> C of a name. One of the user's own is tried on a few features: `UserError` where it fails."""
+    if name in ABDUCTIONS:
+        return network(hidden, size, **options)
+    allowed = f"Name({hidden}, {size}, scale_activation=, scale_floor=) as docs/training.md describes it"
+    try:
+        made = network(hidden, size, **options)
+        if not isinstance(made, nn.Module) or not callable(getattr(made, "set_scale", None)):
+            raise TypeError("it is no nn.Module with set_scale")
+        if made.loc_net.weight.shape != (size, hidden):
+            raise ValueError(f"loc_net.weight is of shape {list(made.loc_net.weight.shape)}, not {[size, hidden]}")
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loc, scale = made(torch.ones(2, 3, hidden))
+        for part, values in (("loc", loc), ("scale", scale)):
+            if values.shape != (2, 3, size) or values.dtype != torch.float32:
+                raise ValueError(f"its {part} of features [2, 3, {hidden}] is {values.dtype} {list(values.shape)}")
+    except Exception as error:  # whatever the user's class does
+        raise unusable(KEY, name, error, allowed) from error
+    return made
 
 
 def inverse_activation(value: float, activation: str) -> float:

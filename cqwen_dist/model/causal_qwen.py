@@ -6,7 +6,7 @@ input_ids, numeric_values --FeatureStack--> z [B,T,H] --AbductionNetwork--> U [B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.model import initialise
-from cqwen_dist.model.abduction import ABDUCTIONS
+from cqwen_dist.model.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base, rows_with_number_for, tokenizer_rows
 from cqwen_dist.model.configuration import CausalQwenConfig
@@ -70,10 +70,12 @@ class CausalQwenModel(nn.Module):
         vocab_start: int = 0,
         rows: int | None = None,
         w_num_scale: float = 1.0,
+        abduction: Callable[..., Abduction] | None = None,
     ) -> None:
         """source: a base model's folder or hub name (the seeds' `qwen_model_path`; starts as preset `seed`), or a
         config; then `base` gives the transformer, or a new one is built. vocab_start, rows: hold only this range of
-        the vocabulary's rows. w_num_scale: factor on w_num's start. Raises `UserError` for a base that does not load.
+        the vocabulary's rows. w_num_scale: factor on w_num's start. abduction: the class that the config names
+        (default: it is found). Raises `UserError` for a base that does not load, and as `loaded_abduction`.
         """
         super().__init__()
         head = None
@@ -95,8 +97,13 @@ class CausalQwenModel(nn.Module):
             NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale),
             FeatureExtractionNetwork(transformer),
         )
-        self.abduction = ABDUCTIONS[config.abduction](
-            hidden, size, scale_activation=config.scale_activation, scale_floor=config.scale_floor
+        self.abduction = make_abduction(
+            abduction or loaded_abduction(config.abduction, config.name_or_path or ""),
+            config.abduction,
+            hidden,
+            size,
+            scale_activation=config.scale_activation,
+            scale_floor=config.scale_floor,
         )
         self.action = ActionNetwork(
             size,
@@ -149,7 +156,8 @@ class CausalQwenModel(nn.Module):
         if table is None:
             table = base.get_input_embeddings().weight
         whole = 1.0 if w_num_scale is None else w_num_scale
-        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole)
+        network = abduction_named(config.abduction)
+        model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, abduction=network)
         if num_row_init == "digits" and numerals:
             norm = initialise.inherit_numeral_row(model.features.embedding, table, numerals)
             if w_num_scale is None:

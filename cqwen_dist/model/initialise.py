@@ -112,11 +112,15 @@ def set_scales(heads: Heads, gamma: float, b_noise: float | None) -> float:
     Half of each total is |b_noise| and half scale_U; with b_noise given, that is the noise of the words and scale_U
     the rest of gamma (at least half of it: then the total is more than gamma).
     """
-    words = heads.config.causal_size
     noise = gamma / 2 if b_noise is None else b_noise
-    floor = min(1e-6, gamma * 1e-3)
-    heads.config.scale_floor = heads.abduction.scale_floor = floor
-    scale = max(gamma - noise, gamma / 2)
+    return _set_parts(heads, max(gamma - noise, gamma / 2), noise)
+
+
+@torch.no_grad()
+def _set_parts(heads: Heads, scale: float, noise: float) -> float:
+    """scale_U and |b_noise| on word dimensions; returns their sum."""
+    words = heads.config.causal_size
+    heads.config.scale_floor = heads.abduction.scale_floor = min(1e-6, (scale + noise) * 1e-3)
     heads.abduction.set_scale(scale, 0, words)
     heads.action.b_noise[:words] = noise
     return scale + noise
@@ -151,16 +155,20 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
 @torch.no_grad()
 def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) -> None:
     """The seeds' constants: scale_U = softplus(1), C = 0 or 100 (`calibrated`: the same, until it is run)."""
-    noise = SEED_NOISE if b_noise_init is None else b_noise_init
-    set_scales(heads, SEED_GAMMA + noise, noise)
+    _set_parts(heads, SEED_GAMMA, SEED_NOISE if b_noise_init is None else b_noise_init)
     set_number_scale(heads, 1.0)
     heads.action.threshold.fill_(PRESET_THRESHOLD[start])
 
 
 @torch.no_grad()
-def override_start(heads: Heads, threshold: float | None, gamma: float | None) -> None:
-    """Another C for every word, another total scale of U' on word dimensions (half of it noise), where given."""
+def override_start(
+    heads: Heads, threshold: float | Tensor | None, gamma: float | None, b_noise: float | None = None
+) -> None:
+    """Another C, one or each word's [rows], and another total scale of U' on word dimensions, where given.
+
+    b_noise: the noise's part of that scale (`set_scales`).
+    """
     if threshold is not None:
-        heads.action.threshold.fill_(threshold)
+        heads.action.threshold.copy_(torch.as_tensor(threshold))
     if gamma is not None:
-        set_scales(heads, gamma, None)
+        set_scales(heads, gamma, b_noise)

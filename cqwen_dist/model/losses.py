@@ -7,28 +7,42 @@ total from U without forming them, over a vocabulary that may be spread over ran
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from cqwen_dist.batch import IGNORE_INDEX
+from cqwen_dist.config.custom import find_custom, unusable
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
-from cqwen_dist.ops.regression import GATES, cauchy_nll, number_nll
+from cqwen_dist.ops.regression import GATES, Gate, cauchy_nll, counts_text, gate_of, number_nll
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss
 
 
 class OvrClassificationLoss(nn.Module):
     """Per-position OvR loss of materialised scores (S0 5.1, S2 4.1), in the stable form."""
 
-    def __init__(self, vocab_size: int, C_ovr: float | Tensor = 0.0, learnable_threshold: bool = False) -> None:
-        """C_ovr: a number, or a tensor [vocab_size]. Raises ValueError for another shape (S0 5.1's assert)."""
+    def __init__(
+        self,
+        vocab_size: int,
+        C_ovr: float | Tensor = 0.0,
+        learnable_threshold: bool = False,
+        *,
+        per_word: bool = False,
+    ) -> None:
+        """C_ovr: a number, or a tensor [vocab_size]. per_word: a number becomes one threshold a word, [vocab_size].
+
+        Raises ValueError for another shape (S0 5.1's assert).
+        """
         super().__init__()
         threshold = torch.as_tensor(C_ovr, dtype=torch.float32)
         if threshold.ndim and threshold.shape != (vocab_size,):
             raise ValueError(f"C_ovr must be a number or of shape ({vocab_size},), found {tuple(threshold.shape)}")
+        if per_word:
+            threshold = threshold.expand(vocab_size)
         self.vocab_size = vocab_size
         self.threshold = nn.Parameter(threshold.clone(), requires_grad=learnable_threshold)
 
@@ -76,15 +90,17 @@ class CausalQwenLoss(nn.Module):
         reg_weight: float = 1.0,
         learnable_threshold: bool = False,
         *,
-        gate: str = "alpha",
+        per_word_threshold: bool = False,
+        gate: str | Gate = "alpha",
         gate_grad: str = "stop",
         value_weights: Tensor | None = None,
     ) -> None:
+        """per_word_threshold: C is [vocab_size] where C_ovr is a number; with learnable_threshold each C_k learns."""
         super().__init__()
         self.value_weights = value_weights
         self.num_token_id, self.alpha, self.reg_weight = num_token_id, alpha, reg_weight
         self.gate, self.gate_grad = gate, gate_grad
-        self.ovr_loss = OvrClassificationLoss(vocab_size, C_ovr, learnable_threshold)
+        self.ovr_loss = OvrClassificationLoss(vocab_size, C_ovr, learnable_threshold, per_word=per_word_threshold)
         self.reg_loss = RegressionLoss()
 
     def forward(
@@ -119,15 +135,34 @@ class CausalQwenLoss(nn.Module):
             flat = [None if t is None else t.flatten(0, 1) for t in (nll, p_type, types)]
             assert flat[0] is not None
             nll = number_nll(flat[0], self.value_weights, flat[1], flat[2]).view(labels.shape)
-        gated = GATES[self.gate](num_mask, p_num, self.alpha) * nll * cls_mask
+        gated = gate_of(self.gate)(num_mask, p_num, self.alpha) * nll * cls_mask
         cls_mean = (cls_loss * cls_mask).sum() / cls_mask.sum().clamp(min=1)
-        reg_effective = gated.sum() / (cls_mask if self.gate == "soft" else num_mask).sum().clamp(min=1)
+        reg_effective = gated.sum() / (cls_mask if counts_text(self.gate) else num_mask).sum().clamp(min=1)
         total = cls_mean + self.reg_weight * reg_effective
         return total, {
             "total_loss": float(total.detach()),
             "cls_loss_mean": float(cls_mean.detach()),
             "reg_loss_effective": float(reg_effective.detach()),
         }
+
+
+def gate_named(name: str, outside: str | Path = "") -> Gate:
+    """A name of `GATES`, or an import path, whose class is made without arguments and tried. Raises `UserError`.
+
+    outside: as `config.custom.find_custom`.
+    """
+    if name in GATES:
+        return GATES[name]
+    key, found = "loss.gate", find_custom("loss.gate", name, outside)
+    p_num = torch.tensor([0.2, 0.9, 0.5])
+    try:
+        gate: Gate = found() if isinstance(found, type) else found
+        factor = gate(torch.tensor([True, False, True]), p_num, 0.0)
+        if factor.shape != p_num.shape or factor.dtype != p_num.dtype:
+            raise ValueError(f"it gave {factor.dtype} {list(factor.shape)} for P(<NUM>) torch.float32 [3]")
+    except Exception as error:  # whatever the user's class does
+        raise unusable(key, name, error, "a gate (num_mask [N], p_num [N], alpha) -> [N]: docs/training.md") from error
+    return gate
 
 
 @dataclass(frozen=True)
@@ -148,7 +183,7 @@ class LossOptions:
 
     num_token_id: int
     alpha: float = 0.0
-    gate: str = "alpha"  # a name of `GATES`
+    gate: str | Gate = "alpha"  # a name of `GATES`, or one of the user's own
     gate_grad: str = "stop"  # "full": the gate's probabilities give gradient
     gemm_dtype: torch.dtype = torch.float32  # of the products, and of tokens in communication; the rows stay fp32
     used_rows: int | None = None  # words from here on are left out
@@ -203,7 +238,7 @@ def fused_loss(
         values = values.unsqueeze(-1).expand_as(y.loc)
     nll = cauchy_nll(y.loc, y.scale, values)  # finite everywhere, so a gate of 0 drops value and gradient
     nll = number_nll(nll, labels.value_weights, p_type, labels.types)
-    gates = GATES[options.gate](labels.is_number, p_num, options.alpha)
+    gates = gate_of(options.gate)(labels.is_number, p_num, options.alpha)
     reg_sum = (gates * nll).sum()  # without a number it is 0 and still in the graph
     return LossTerms(
         loss=out.loss + number_weight * reg_sum,

@@ -83,3 +83,13 @@ def gate_hard(num_mask: Tensor, p_num: Tensor, alpha: float) -> Tensor:
 # A gate passes gradient to p_num. With alpha < 1 that pays the model for *not* predicting <NUM> wherever the NLL is
 # positive, so the caller detaches p_num unless the literal seed behaviour is asked for.
 GATES: dict[str, Gate] = {"alpha": gate_alpha, "soft": gate_soft, "hard": gate_hard}
+
+
+def gate_of(gate: str | Gate) -> Gate:
+    """A gate by its name, or itself."""
+    return GATES[gate] if isinstance(gate, str) else gate
+
+
+def counts_text(gate: str | Gate) -> bool:
+    """Whether text counts too, so that L_reg is divided by all positions: the soft gate, or `counts_text` of a gate."""
+    return gate_of(gate) is gate_soft or bool(getattr(gate, "counts_text", False))

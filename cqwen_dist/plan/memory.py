@@ -24,7 +24,7 @@ WORK_BUFFERS = {"chunked": 3, "triton": 0}
 FASTEST = {"cpu": "chunked", "cuda": "triton"}
 REFERENCE_TENSORS = 9
 # A look at the accuracy (`train.step`, `ops.ovr.head`): tokens, bytes of an [N, n] chunk, such chunks alive at once.
-LOOK_TOKENS, CHUNK_BYTES, CHUNKS = 256, 8 * MIB, 11
+CHUNK_BYTES, CHUNKS = 8 * MIB, 11
 # [N, C] tensors in fp32 of KL(U || U at the start), those that its backward needs included.
 KL_TENSORS = 8
 # Beside tensors. GPU: the context with its loaded kernels, NCCL's buffers for a communicator, the maths libraries'
@@ -247,8 +247,8 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
 
 
 def _accuracy(s: Sizes) -> Iterator[Part]:
-    """Of some tokens, when the last micro-batch's gradients are made."""
-    n = min(LOOK_TOKENS, s.tokens) * s.group
+    """Of a micro-batch's tokens, when its gradients are made."""
+    n = s.tokens * s.group
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
     yield Part("gradients", _head_gradients(s) + _feature_gradients(s), "of the step")
     held = (

@@ -85,6 +85,26 @@ def _overfit(run: RunData) -> Iterator[Finding]:
         )
 
 
+def _convergence(run: RunData) -> Iterator[Finding]:
+    """S1 6.2: where a loss does not fall, look at the statistics and at the regression's first predictions."""
+    known, errors = run.start.get("statistics") or {}, run.raw.get("eval/reg_mdae", [])
+    first = f"{errors[0]:.4g}" if errors else "unknown"
+    check = {
+        "words": ("eval/cls_loss_mean", "Look at the rates, and at the labels of the data (`cqwen prepare`)."),
+        "numbers": (
+            "eval/reg_nll",
+            f"Are the numbers those that were meant (`cqwen prepare`)? Their median was found to be "
+            f"{known.get('median')}, half their interquartile range {known.get('scale')}; the median error at the "
+            f"start was {first}.",
+        ),
+    }
+    for what, (name, advice) in check.items():
+        losses = run.raw.get(name, [])
+        if len(losses) >= 2 and min(losses[1:]) >= losses[0]:
+            text = f"Held out it was {losses[0]:.4g} at the start and never less: {losses[-1]:.4g} at the end. {advice}"
+            yield Finding("bad", f"The loss of {what} never fell", text)
+
+
 def _num(run: RunData) -> Iterator[Finding]:
     f1 = run.last.get("eval/num_f1")
     if f1 is not None and "eval/reg_mdae" in run.last and f1 < 0.8:
@@ -241,6 +261,7 @@ RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
     _words,
     _forgotten,
     _overfit,
+    _convergence,
     _num,
     _errors,
     _intervals,

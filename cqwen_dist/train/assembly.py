@@ -23,8 +23,10 @@ from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.model.abduction import abduction_named
 from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.losses import gate_named
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import gather_objects, main_rank_first, main_rank_says
 from cqwen_dist.parallel.groups import Groups, build_groups
@@ -180,6 +182,7 @@ def build_training(
         config.loss,
         seed=config.train.seed,
         gemm_dtype=dtype_of(config.train.precision),
+        gate=gate_named(config.loss.gate),
         used_rows=words.used_rows if config.loss.negatives == "used" else None,
         slope_limit=config.slope_limit,
         word_counts=words.counts,
@@ -191,6 +194,8 @@ def build_training(
 
 def build_run(config: Config, runtime: Runtime) -> Run:
     """Read the data, load the model, assemble everything. Collective over the world. Raises `UserError`."""
+    abduction_named(config.model.abduction, config.run.dir)  # a class that is not there is refused at once
+    gate_named(config.loss.gate, config.run.dir)
     seed_everything(config.train.seed)
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)

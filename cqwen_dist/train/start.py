@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from cqwen_dist.checkpoint.identity import KEYS, refuse_exchanged
-from cqwen_dist.config import Config
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.errors import Said
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start
 from cqwen_dist.parallel.collectives import main_rank_first
@@ -52,6 +58,8 @@ def _make_start(run: Run) -> Place:
         say(line)
     start: dict[str, Any] = {"start": config.start, "statistics": run.statistics.to_dict()}
 
+    threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
+
     # The base's own metrics, before anything changes
     run.evaluations.measure_base()
     if run.evaluations.base_accuracy is not None:
@@ -68,7 +76,10 @@ def _make_start(run: Run) -> Place:
     if warm is None or not warm.heads:
         if config.start == "calibrated":
             start["calibration"] = _calibrate(run)
-        override_start(run.model, config.model.threshold_init, config.model.gamma_init)
+        else:
+            median = torch.tensor(run.statistics.median, dtype=torch.float64)
+            run.model.action.reg_bias.data.copy_(run.model.target.forward(median))  # S1 4.2
+        override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
     # The first evaluation, and whether the config's metrics are among its own
@@ -84,6 +95,21 @@ def _make_start(run: Run) -> Place:
         write_environment(run.folder, run.groups.world_size, {"deepspeed_config": run.engine.deepspeed_config})
         write_atomically(run.folder / START, json.dumps({**start, "eval": metrics}, indent=1))
     return Place(figures=metrics)
+
+
+def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, int]) -> float | Tensor | None:
+    """`model.threshold_init`: a number, or this rank's rows of a file's `threshold` [V]. Raises `UserError`."""
+    if not isinstance(given, str):
+        return given
+    key, allowed = "model.threshold_init", f"a safetensors file with `threshold` [{vocab_size}], finite numbers"
+    try:
+        with safe_open(Path(given).expanduser(), framework="pt") as tensors:
+            whole = tensors.get_tensor("threshold")
+    except (OSError, SafetensorError) as error:
+        raise UserError(key, Said(f"{given}: {error}"), allowed) from None
+    if whole.shape != (vocab_size,) or not whole.is_floating_point() or not bool(whole.isfinite().all()):
+        raise UserError(key, Said(f"{whole.dtype} of shape {list(whole.shape)}"), allowed, given)
+    return whole[rows[0] : rows[1]]
 
 
 def _calibrate(run: Run) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from cqwen_dist.config import LossConfig
 from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import OvrOptions
+from cqwen_dist.ops.regression import Gate, counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.evaluation.evaluator import top1
@@ -21,8 +22,7 @@ from cqwen_dist.train.frequency import class_weights
 from cqwen_dist.train.stages import StagePlan
 from cqwen_dist.train.zero.engine import Engine
 
-ACCURACY_EVERY = 10  # steps between looks at train/accuracy, which costs two GEMMs the loss does not need
-ACCURACY_TOKENS = 256  # tokens of a rank that it looks at
+ACCURACY_EVERY = 10  # steps between looks at train/accuracy: of all tokens, two products more where the loss has six
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,20 @@ class Stepper:
         *,
         seed: int,
         gemm_dtype: torch.dtype,
+        gate: Gate,
         used_rows: int | None,
         slope_limit: float,
         word_counts: np.ndarray,
     ) -> None:
-        """seed: of dropout. gemm_dtype: of the word head's products. used_rows: the loss leaves out words from here on.
+        """seed: of dropout. gemm_dtype: of the word head's products. gate: what `loss.gate` names. used_rows: the loss
+        leaves out words from here on.
 
         word_counts [V]: how often each word occurs in the training data.
         """
         self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
         self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
         self.gemm_dtype, self.used_rows, self.slope_limit = gemm_dtype, used_rows, slope_limit
+        self.gate = gate
         action = self.model.action
         self.class_weights = class_weights(
             loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
@@ -102,8 +105,8 @@ class Stepper:
             num_label = (batch_on_device.labels.flatten()[keep] == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
             sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
-            if last and counts_hits:
-                right = self._accuracy(z, batch_on_device, keep)
+            if counts_hits:
+                right += self._accuracy(u, batch_on_device.labels.flatten()[keep])
 
         # The step, and the metrics' only all-reduce
         norm = self.engine.step()
@@ -151,7 +154,7 @@ class Stepper:
             LossOptions(
                 num_token_id=self.model.config.num_token_id,
                 alpha=loss.alpha,
-                gate=loss.gate,
+                gate=self.gate,
                 gate_grad=loss.gate_grad,
                 gemm_dtype=self.gemm_dtype,
                 used_rows=self.used_rows,
@@ -165,11 +168,11 @@ class Stepper:
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
         """Counts over all ranks and micro-batches, from the CPU's copies: one small all-gather a step."""
-        soft = self.loss.gate == "soft"
+        every = counts_text(self.gate)
         attended = self.loss.cls_denominator == "attention"
         kept = [keep.numel() for keep in keeps]
         words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
-        numbers = sum(kept) if soft else sum(int(b.numeric_mask.sum()) for b in micro_batches)
+        numbers = sum(kept) if every else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
         table = self._gather([words, numbers, tokens], kept)
         totals = [sum(row[k] for row in table) for k in range(3)]
@@ -192,13 +195,11 @@ class Stepper:
         return table
 
     @torch.no_grad()
-    def _accuracy(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:
-        """[right, seen] of argmax P over some of the last micro-batch's tokens."""
-        some = slice(0, ACCURACY_TOKENS)
-        u_prime = self.model.action.add_noise(self.model.abduction(z.detach()[some]))
+    def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
+        """[right, seen] of argmax P over a micro-batch's tokens: U [N,C], labels [N]."""
+        u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
         ids = top1(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
-        labels = batch.labels.flatten()[keep][some]
-        return torch.stack([(ids == labels).sum().float(), torch.full((), labels.numel(), device=z.device)])
+        return torch.stack([(ids == labels).sum().float(), torch.full((), labels.numel(), device=labels.device)])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
         """Features that were computed before, on the device; a cache of other samples would train on nonsense."""

@@ -41,5 +41,12 @@ def test_the_points_that_are_shipped_are_sound(name: str) -> None:
     assert len(set(names)) == count > 2
 
 
+def test_the_sensitivity_sweep_has_the_causal_dimension_and_lambda() -> None:
+    """S4 5.3 names these two; three values of each or more, with the config's own."""
+    words = (ROOT / "configs" / "sensitivity.points").read_text().split()
+    for key in ("model.causal_size", "model.number_dims", "loss.reg_weight", "model.threshold_init"):
+        assert len({word for word in words if word.startswith(f"{key}=")}) >= 2, key
+
+
 def _split(words: list[str]) -> tuple[Path, list[str]]:
     return Path(words[0]), words[1:]

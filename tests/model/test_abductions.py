@@ -1,5 +1,6 @@
 """Another abduction network in the place of the linear one."""
 
+import pytest
 import torch
 from support.numerics import assert_close
 from support.tiny import random_batch, tiny_base, tiny_model
@@ -42,7 +43,10 @@ def test_two_layers_are_saved_with_the_model_and_trained_with_the_group(tmp_path
 
 
 def test_the_gain_of_a_head_without_heritage():
-    """S1 5: Xavier with gain 0.1."""
+    """S1 5: Xavier with gain 0.1, and a bias of 0.01 where the layer is no head."""
+    up = tiny_model(abduction="two_layer").abduction.up
+    torch.testing.assert_close(up.weight.var(), torch.tensor(0.02 / (24 + 24)), rtol=0.15, atol=0)  # of 576 draws
+    assert up.bias.unique().tolist() == [pytest.approx(0.01)]
     torch.manual_seed(3)
     whole = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=90)
     torch.manual_seed(3)

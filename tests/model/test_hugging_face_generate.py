@@ -186,7 +186,7 @@ def test_stop_strings_and_number_streams() -> None:
     values = [numbers.written(0, t) for t in range(10)]
     assert "".join(pieces) == Words().decode(ids[0].tolist(), values)
     word = f"{values[5]!r}" if bool(numbers.generated[0, 5]) else f"w{int(ids[0, 5])}"
-    ended = model.generate(random_ids(1, 4), max_new_tokens=6, stop_strings=word, tokenizer=Words())
+    ended = model.generate(random_ids(1, 4), max_new_tokens=6, stop_strings=word, tokenizer=Words(), digits="auto")
     assert ended.shape[1] <= 6
     with pytest.raises(UserError, match="streamer"):
         model.generate(random_ids(2, 4), max_new_tokens=6, streamer=streamer)

@@ -86,8 +86,10 @@ def test_presets_are_the_seeds_constants() -> None:
         assert not model.action.cls_bias.any()
         assert not model.abduction.loc_net.bias.any()
         assert not model.abduction.scale_net.weight.any()
-    quiet = tiny_model(b_noise_init=0.0)
+    quiet, loud = tiny_model(b_noise_init=0.0), tiny_model(b_noise_init=2.0)
     assert not quiet.action.b_noise.any()
+    u = loud.infer(random_ids(1, 4))
+    assert_close(u.scale, torch.full_like(u.scale, math.log1p(math.e)), 2e-6, "softplus(1), whatever the noise")
 
 
 @torch.no_grad()

@@ -65,6 +65,19 @@ def test_ovr_loss_threshold_shape_ignore_index_and_learning(scores: tuple[Tensor
     assert torch.equal(other, (labels != -100) & (labels != 3))
 
 
+def test_every_words_threshold_learns_in_the_whole_loss(scores: tuple[Tensor, Tensor, Tensor]) -> None:
+    """S3 2.5.1. The gradient is the words' loss's over its count: the gate stops P(<NUM>)'s own."""
+    loc, scale, labels = scores
+    y = torch.ones(labels.shape)
+    loss = CausalQwenLoss(V, 4, 0.5, learnable_threshold=True, per_word_threshold=True)
+    assert loss.ovr_loss.threshold.tolist() == [0.5] * V
+    loss(loc, scale, y, y, labels, y, y)[0].backward()
+    c = torch.full((V,), 0.5, dtype=torch.float64, requires_grad=True)
+    (ovr_loss(loc, scale, c, labels).sum() / (labels != -100).sum()).backward()
+    assert_close(loss.ovr_loss.threshold.grad, c.grad, 1e-5, "dL/dC")
+    assert len(set(loss.ovr_loss.threshold.grad.tolist())) == V
+
+
 def test_ovr_loss_is_finite_where_the_seeds_form_is_not() -> None:
     """z = -1e9: 1/2 + atan(z)/pi is 0 in fp32; the loss of the label is log(pi |z|) (the stable form)."""
     loc = torch.tensor([[[-1e9, 1e9]]], requires_grad=True)

@@ -31,12 +31,14 @@ def said(changes: dict[str, float] | None = None, **raw: list[float]) -> list[st
     return [f.title for f in findings(changes, **raw) if f.level != "good"]
 
 
-def findings(changes: dict[str, float] | None = None, alarms: list | None = None, **raw: list[float]):
+def findings(
+    changes: dict[str, float] | None = None, alarms: list | None = None, start: dict | None = None, **raw: list[float]
+):
     last = {**WELL, **(changes or {})}
     named = {name.replace("__", "/"): values for name, values in raw.items()}
     curves = {name: Curve(list(range(len(values))), values) for name, values in named.items()}
     return diagnose(
-        RunData("tea", Path(), {}, CONFIG, "", {}, {}, [], curves, last, [], alarms or [], 10, named)
+        RunData("tea", Path(), {}, CONFIG, "", {}, start or {}, [], curves, last, [], alarms or [], 10, named)
     )  # fmt: skip
 
 
@@ -69,6 +71,8 @@ def test_of_a_run_that_is_well_only_good_is_said() -> None:
         ({"dist/ovr_prob_sum_median_standard": 70.0}, {}, "The probabilities of all words add up to 70.00"),
         ({"dist/ovr_prob_sum_median_causal": 0.2}, {}, "For one fixed individual they add up to 0.20"),
         ({}, {"eval__cls_loss_mean": [9.0, 5.0, 5.5, 6.0]}, "The held-out word loss was lower before"),
+        ({}, {"eval__reg_nll": [2.0, 2.5, 2.1]}, "The loss of numbers never fell"),
+        ({}, {"eval__cls_loss_mean": [7.0, 7.0, 7.5]}, "The loss of words never fell"),
         ({}, {"train__grad_norm": [0.5] * 20 + [900.0]}, "Gradients exploded at times"),
         ({}, {"train__grad_norm": [5.0] * 20, "train__clipped": [1.0] * 20}, "100% of the steps were clipped"),
         ({}, {"perf__step_s": [1.0] * 9, "perf__data_wait_s": [0.3] * 9}, "30% of the time went into waiting for data"),
@@ -77,6 +81,16 @@ def test_of_a_run_that_is_well_only_good_is_said() -> None:
 )
 def test_each_rule_says_its_sentence_and_no_other(changes: dict, raw: dict, title: str) -> None:
     assert said(changes, **raw) == [title]
+
+
+def test_a_loss_of_numbers_that_never_falls_names_the_statistics_to_check() -> None:
+    """S1 6.2, its second rule."""
+    raw = {"eval__reg_nll": [2.0, 2.5], "eval__reg_mdae": [31.0, 3.0]}
+    found = findings(start={"statistics": {"median": 19.5, "scale": 4.25}}, **raw)
+    text = next(f.text for f in found if "fell" in f.title)
+    assert "19.5" in text
+    assert "4.25" in text
+    assert "31" in text
 
 
 def test_alarms_come_first_with_their_samples() -> None:

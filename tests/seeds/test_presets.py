@@ -1,11 +1,21 @@
 """The literal presets set everything to the seeds' letter, and train."""
 
+import json
 import math
+import random
 
 import pytest
-from support.runs import metrics, train_run, write_config
+from support.ranks import run_ranks
+from support.runs import as_rank, metrics, train_run, write_config
 
-from cqwen_dist.config import load_config
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.checkpoint.resume import load_checkpoint
+from cqwen_dist.config import Config, load_config
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.model import causal_qwen, initialise
+from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.train.trainer import train_on
 
 
 @pytest.mark.parametrize("start", ["seed", "seed-100"])
@@ -29,10 +39,79 @@ def test_a_preset_trains_a_hundred_steps_without_nan(start, tmp_path):
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
+SETTINGS = {
+    "seeds": {
+        "number_dims": 0,  # D-number-dims
+        "w_num_scale": 1.0,  # D24
+        "num_row_init": "inherit",  # D-numeral
+        "max_grad_norm": 1.0,  # D-clip
+        "slope_limit": 0.0,  # D-slope
+        "target_transform": "none",  # D35
+    },
+    "calibrated": {
+        "number_dims": 8,
+        "w_num_scale": None,
+        "num_row_init": "digits",
+        "max_grad_norm": None,
+        "slope_limit": 1.0,
+        "target_transform": "standardise",
+    },
+}
+
+
 @pytest.mark.parametrize("start", ["seed", "seed-100", "calibrated"])
 def test_a_preset_is_the_letter_in_every_key(start, tmp_path):
-    """No number dimensions and raw targets for the seeds' (D-number-dims, D35); both for the calibrated."""
-    config = load_config(write_config(tmp_path, start=start), [])
-    literal = start != "calibrated"
-    assert (config.number_dims == 0) == literal
-    assert config.target_transform == ("none" if literal else "standardise")
+    """Every property of a config that `start` decides, of a base that never saw <NUM>. (C, gamma_0 and b_noise are the
+    heads': test_presets_are_the_seeds_constants.)"""
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {name_or_path: x}\ndata: {train: a}\n")
+    properties = [name for name, value in vars(Config).items() if isinstance(value, property)]
+    config, other = (
+        load_config(path, [f"start={name}"]) for name in (start, "seed" if start == "calibrated" else "calibrated")
+    )
+    decided = {name: getattr(config, name) for name in properties if getattr(config, name) != getattr(other, name)}
+    assert decided == SETTINGS["calibrated" if start == "calibrated" else "seeds"]
+    assert config.loss.reg_weight == 1.0  # D37, at every start
+
+
+def _order(config):
+    """What a start does, in the order of each kind's first event."""
+    events = []
+
+    def told(owner, name, event):
+        original = getattr(owner, name)
+
+        def telling(*args, **options):
+            events.append(event)
+            return original(*args, **options)
+
+        setattr(owner, name, telling)  # this rank's process ends with the run
+
+    told(TextDataset, "statistics", "statistics")
+    told(AbductionNetwork, "reset", "abduction")
+    told(ActionNetwork, "reset", "action")
+    told(initialise, "inherit_head", "action")
+    told(causal_qwen, "inject_lora", "the rest")
+    train_on(load_config(config), as_rank())
+    return list(dict.fromkeys(events))
+
+
+def test_the_start_goes_from_the_statistics_by_abduction_and_action_to_the_rest(tmp_path):
+    """S1 1.2. The statistics come first: b_reg and the target's unit are made of them."""
+    stages = [{"name": "all", "train": ["heads", "lora"], "steps": 1, "lr": 1e-3}]
+    config = write_config(tmp_path, start="seed", stages=stages)
+    assert run_ranks(_order, 1, str(config)) == [["statistics", "abduction", "action", "the rest"]]
+
+
+def test_a_preset_begins_at_the_median_of_the_numbers_and_at_s1s_scale_where_asked(tmp_path):
+    """S1 4.2: b_reg is the median, so the start is about as good as it; here W_reg z is some 1 of 1,000."""
+    draw = random.Random(0)
+    texts = [json.dumps({"text": f"tea costs {draw.uniform(900, 1100):.2f}."}) for _ in range(40)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts) + "\n")
+    stages = [{"name": "words", "train": ["classifier"], "steps": 1, "lr": 1e-3}]
+    train_run(write_config(tmp_path, start="seed", stages=stages, model__gamma_init=10.5, model__b_noise_init=0.5))
+    start = json.loads((tmp_path / "run" / "start.json").read_text())
+    saved = load_checkpoint(checkpoint_folder(tmp_path / "run", 1), (0, 2**62))
+    assert float(saved.heads["action.reg_bias"]) == pytest.approx(start["statistics"]["median"], rel=1e-6)
+    assert start["eval"]["dist/U_scale_median"] == pytest.approx(10.0, rel=1e-4), "S1 3.1 asks for 10, of U itself"
+    assert start["eval"]["eval/reg_mdae"] == pytest.approx(start["eval"]["eval/baseline_mdae"], rel=0.1)

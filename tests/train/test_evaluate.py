@@ -18,11 +18,13 @@ from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import Datasets, load_datasets
+from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.train.evaluation.evaluate_checkpoint import base_figures
 from cqwen_dist.train.evaluation.evaluator import Evaluator
+from cqwen_dist.train.evaluation.spread import Spread
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,75 @@ def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, he
     }
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+LAWS = {
+    "spread": lambda g: torch.randn(501, 7, generator=g) * 3 - 1,
+    "heavy": lambda g: torch.tan(3.1 * (torch.rand(501, 7, generator=g) - 0.5)),
+    "narrow": lambda g: 0.7 + 1e-4 * torch.rand(501, 7, generator=g),
+    "one value": lambda g: torch.full((501, 7), 1.3),
+    "none but one": lambda g: torch.tensor([[0.0, -2.0]]),
+}
+
+
+def _spreads() -> dict[str, dict[str, float]]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found = {name: Spread(torch.device("cpu")) for name in LAWS}
+    for name, spread in found.items():
+        values = LAWS[name](torch.Generator().manual_seed(0))
+        for part in values[rank::world].split(100):
+            spread.add(part)
+        spread.add(values[:0])
+    return {name: spread.summary() for name, spread in found.items()}
+
+
+def test_a_spread_is_that_of_all_values() -> None:
+    """Mean and deviation exactly, quartiles within 0.2 %; of values closer together than a bin, as of an even law."""
+    for law, found in run_ranks(_spreads, 2)[0].items():
+        values = LAWS[law](torch.Generator().manual_seed(0)).double().flatten().numpy()
+        q1, median, q3 = np.quantile(values, [0.25, 0.5, 0.75])
+        assert found["mean"] == pytest.approx(values.mean(), rel=1e-12), law
+        assert found["std"] == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-12), law
+        assert found["median"] == pytest.approx(median, rel=2e-3), law
+        assert found["iqr"] == pytest.approx(q3 - q1, rel=0.05 if law == "narrow" else 4e-3, abs=1e-12), law
+
+
+def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]:
+    model = load_trained(Path(run))[0].model
+    config = load_config(Path(run) / "config.yaml")
+    tokenizer = NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, None, VOCAB)
+    dataset = load_datasets(config.data, tokenizer).train  # the larger half
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = build_groups(1)
+    found = []
+    for size in micro_batch_sizes:
+        batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=size)
+        found.append(Evaluator(model, model.kept_features, batches, groups, baseline_value=1.0)())
+    return found
+
+
+@torch.no_grad()
+def test_micro_batches_and_ranks_leave_every_figure(one_rank: Path, data: Datasets) -> None:
+    model, texts = load_trained(one_rank)[0].model, data.train
+    batch = collate(
+        [texts[i] for i in range(len(texts))], pad_token_id=texts.pad_token_id, num_token_id=texts.num_token_id
+    )
+    u = model.abduction(model.kept_features(batch, batch.kept))
+    expected = {
+        f"dist/U_{name}_{k}": v
+        for name, values in (("loc", u.loc.double()), ("scale", u.scale.double()))
+        for k, v in (("mean", values.mean()), ("std", values.std()), ("median", values.quantile(0.5)))
+    }
+    drawn = "dist/ovr_prob_sum_median_causal"  # of individuals: each rank and batch draws its own
+    first, *others = (
+        {name: value for name, value in found.items() if name != drawn}
+        for world, sizes in ((1, [32, 16, 1]), (2, [8]), (3, [4]))
+        for found in run_ranks(_evaluated, world, str(one_rank), sizes)[0]
+    )
+    for name, value in expected.items():
+        assert first[name] == pytest.approx(float(value), rel=2e-3 if "median" in name else 1e-5), name
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-6, abs=1e-7)  # abs: a mean of either sign that cancels
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.numerics import assert_all_close
 from support.runs import VOCAB, losses, metrics, train_run, write_config, write_texts
 from torch import Tensor
@@ -13,7 +14,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import assemble, load_trained, run_of
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
-from cqwen_dist.config import Config, load_config
+from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -21,6 +22,7 @@ from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.train.evaluation.evaluate_checkpoint import evaluate_checkpoint
 from cqwen_dist.train.parameter_groups import Member, feature_members, head_members
 from cqwen_dist.train.stages import Schedule, StagePlan
+from cqwen_dist.train.start import read_threshold
 
 ALL = (0, 2**62)  # rows
 
@@ -199,6 +201,24 @@ def test_accumulation_does_not_change_the_losses(one_rank: Path, tmp_path: Path)
     config = write_config(tmp_path, train__micro_batch_size=3)
     train_run(config)
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-5)
+    assert metrics(tmp_path / "run")[-1]["train/accuracy"] == metrics(one_rank)[-1]["train/accuracy"]
+
+
+@torch.no_grad()
+def test_train_accuracy_is_of_every_token_of_its_step(one_rank: Path, two_ranks: Path) -> None:
+    """S3 5.2. argmax P over the used rows, by the model as it was before the step."""
+    config, folder = run_of(checkpoint_folder(one_rank, 5))
+    state = load_checkpoint(folder, ALL)
+    model = assemble(state, config).model
+    loader = loader_of(config)
+    loader.load_state_dict(state.state["loader"])
+    (batch,) = next(iter(loader))
+    loc_s, scale_s, _, _ = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    strength = ((loc_s - model.action.threshold) / scale_s)[..., : model.config.used_rows]
+    expected = (strength.argmax(-1) == batch.labels)[batch.labels >= 0].double().mean()
+    assert expected > 0
+    for run in (one_rank, two_ranks):
+        assert metrics(run)[-1]["train/accuracy"] == pytest.approx(float(expected), rel=1e-6)
 
 
 OPTIONS = {
@@ -239,6 +259,21 @@ def test_whatever_the_options_two_ranks_that_share_the_vocabulary_train_as_one(
     both = [evaluate_checkpoint(tmp_path / name, None)["eval/cls_loss_mean"] for name in ("run", "two")]
     assert both[0] == pytest.approx(metrics(tmp_path / "run")[-1]["eval/cls_loss_mean"], rel=1e-5)
     assert both[1] == pytest.approx(both[0], rel=1e-4)
+
+
+def test_thresholds_begin_as_a_file_says_whoever_holds_their_rows(tmp_path: Path) -> None:
+    start, wrong = tmp_path / "start.safetensors", tmp_path / "wrong.safetensors"
+    threshold = torch.linspace(1.0, 7.0, VOCAB)
+    save_file({"threshold": threshold}, start)
+    save_file({"threshold": threshold[1:]}, wrong)
+    stages = [{"name": "s", "train": ["regression"], "steps": 1, "lr": 1e-3}]
+    config = write_config(tmp_path, stages=stages, model__threshold_init=str(start))
+    train_run(config, "parallel.vocab_group_size=2", world=2)
+    assert torch.equal(state_at(tmp_path / "run", 1).rows["action.threshold"], threshold)
+    assert torch.equal(read_threshold(str(start), VOCAB, (5, 9)), threshold[5:9])
+    for file, found in ((wrong, r"float32 of shape \[290\]"), (tmp_path / "none.safetensors", "No such file")):
+        with pytest.raises(UserError, match=rf"threshold_init: found .*{found}.* allowed: .* `threshold` \[291\]"):
+            read_threshold(str(file), VOCAB, (0, VOCAB))
 
 
 def test_a_rank_without_any_sequence_changes_nothing(tmp_path: Path) -> None:

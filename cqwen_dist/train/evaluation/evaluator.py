@@ -6,7 +6,7 @@ eval/perplexity_ovr    of P_k / sum P                              eval/num_*   
 eval/accuracy_words_*                                              by the label's frequency (`frequency.band_names`)
 eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
-dist/U_*               what U looks like                           dist/ovr_prob_sum_*    1 is calibrated
+dist/U_*               over all tokens and dimensions (`Spread`)   dist/ovr_prob_sum_*    1 is calibrated
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parall
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 from cqwen_dist.train.evaluation.conformal import IntervalFactors
 from cqwen_dist.train.evaluation.number_metrics import Numbers, number_metrics
+from cqwen_dist.train.evaluation.spread import Spread
 from cqwen_dist.train.frequency import band_names, band_of
 
 Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
-_SAMPLE = 4096  # values a batch of U keeps for its quantiles
 PROBED = 48  # tokens whose U is followed from evaluation to evaluation
 
 
@@ -137,6 +137,7 @@ class Evaluator:
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
         probe: tuple[Tensor, Cauchy] | None = None
+        spreads = {"U_loc": Spread(self.device), "U_scale": Spread(self.device)}
         texts = 0
 
         # Every batch of this rank: sums over tokens, and lists of what needs a median
@@ -150,14 +151,16 @@ class Evaluator:
             self._list_numbers(u_prime, batch, keep, texts, lists)
             texts += int(batch.attention_mask.any(1).sum())
             lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
-            lists["U_loc"].append(_some(u.loc))
-            lists["U_scale"].append(_some(u.scale))
+            spreads["U_loc"].add(u.loc)
+            spreads["U_scale"].add(u.scale)
 
         # All ranks'
         gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
         names = sorted(sums)
         packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
         metrics = self._word_metrics(dict(zip(names, packed.tolist(), strict=False)), gathered)
+        for name, spread in spreads.items():
+            metrics.update({f"dist/{name}_{k}": v for k, v in spread.summary().items()})
 
         # The numbers, and words by frequency
         numbers = None
@@ -247,8 +250,6 @@ class Evaluator:
             metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
         for mode, name in (("standard", "prob_sum"), ("causal", "prob_sum_causal")):
             metrics[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
-        for name in ("U_loc", "U_scale"):
-            metrics.update({f"dist/{name}_{k}": v for k, v in _summary(lists[name]).items()})
         return metrics
 
     def _kept(self) -> Iterable[tuple[Batch, Tensor]]:
@@ -321,18 +322,3 @@ def perplexity(surprise: float) -> float:
 def _median(values: np.ndarray) -> float:
     """The median of any number of values (torch.quantile refuses more than 16 million); nan of none."""
     return float(np.median(values)) if len(values) else math.nan
-
-
-def _some(values: Tensor) -> Tensor:
-    """At most _SAMPLE values, evenly spread: quantiles of U need no more."""
-    flat = values.flatten()
-    return flat[:: max(1, flat.numel() // _SAMPLE)]
-
-
-def _summary(values: np.ndarray) -> dict[str, float]:
-    """mean, median, std, iqr (S3 5.4) of the sampled values."""
-    if len(values) < 2:
-        return {}
-    sampled = values[:: max(1, len(values) // 1_000_000)]
-    q1, median, q3 = np.quantile(sampled, [0.25, 0.5, 0.75]).tolist()
-    return {"mean": float(sampled.mean()), "median": median, "std": float(sampled.std(ddof=1)), "iqr": q3 - q1}

@@ -1,0 +1,54 @@
+"""Classes of the user's own, named in a config by their import path, `package.module:Name`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config.errors import Said, UserError
+
+FORM = "a class as package.module:Name"
+TRUST = "CQWEN_TRUST_REMOTE_CODE"  # 1: code that a run or an export names may run here
+_PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+
+
+def import_path(value: str) -> str:
+    """Check the form alone. Raises ValueError, as a validator of the schema does."""
+    if _PATH.fullmatch(value) is None:
+        raise ValueError(FORM)
+    return value
+
+
+def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
+    """What an import path names. Raises `UserError` by key where it is not to be had.
+
+    outside: a folder of which no module is imported, whatever sys.path says: a checkpoint's or an export's own.
+    """
+    form = _PATH.fullmatch(path)
+    if form is None:
+        raise UserError(key, path, FORM)
+    parts, module = form[1].split("."), None
+    try:
+        for n in range(1, len(parts) + 1):
+            name = ".".join(parts[:n])
+            spec = find_spec(name)
+            if spec is None:
+                raise ModuleNotFoundError(f"no module {name}")
+            places = [spec.origin, *(spec.submodule_search_locations or ())]
+            if outside and any(Path(p).resolve().is_relative_to(Path(outside).resolve()) for p in places if p):
+                raise UserError(key, path, f"a module that does not lie in {outside}")
+            module = importlib.import_module(name)
+        return getattr(module, form[2])
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's module does as it is imported
+        raise unusable(key, path, error, f"{FORM}, installed or below a folder in PYTHONPATH") from error
+
+
+def unusable(key: str, path: str, error: object, allowed: str) -> UserError:
+    """The error for a class that is there and does not do: in one line, what it or the check of it said."""
+    kind = f"{type(error).__name__}: " if isinstance(error, Exception) else ""
+    return UserError(key, Said(f"{path}: {kind}{' '.join(str(error).split())}"), allowed)

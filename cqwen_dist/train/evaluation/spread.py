@@ -1,0 +1,62 @@
+"""Mean, deviation and quartiles of more values than can be held, whatever batches and ranks they come in."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cqwen_dist.parallel.collectives import sum_over
+
+_CUT = 14  # low bits of an fp32 that its bin forgets: a bin is at most 2^-9 of its values wide
+_BINS = 1 << (32 - _CUT)
+_AT_ONCE = 1 << 20  # values: bounds what `add` holds
+
+
+class Spread:
+    """A histogram over the bit patterns of fp32: count, sum and sum of squares of each bin, 6 MiB on the device.
+
+    Mean and deviation are exact. A quartile is taken from its bin's moments as if the values lay evenly around the
+    bin's mean: exact where the bin holds one value or equal ones, else off by less than 0.2 % of itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(3, _BINS, dtype=torch.float64, device=device)  # counts below 2^53 are exact
+
+    def add(self, values: Tensor) -> None:
+        """values: fp32 of any shape. Does not wait for the device."""
+        for part in values.detach().float().flatten().split(_AT_ONCE):
+            bits = part.view(torch.int32)
+            above = (part - (bits >> _CUT << _CUT).view(torch.float32)).double()  # the bin's edge: an exact difference
+            place = (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> _CUT) + _BINS // 2  # in the order of the floats
+            for row, what in zip(self._sums, (torch.ones_like(above), above, above.square()), strict=True):
+                row.index_add_(0, place, what)
+
+    def summary(self) -> dict[str, float]:
+        """mean, median, std, iqr (S3 5.4); empty below two values. Collective over the world."""
+        count, above, squares = sum_over(self._sums).cpu().numpy()
+        used = np.flatnonzero(count)
+        n, total = count[used], int(count.sum())
+        if total < 2:
+            return {}
+        order = (used - _BINS // 2).astype(np.int32) << _CUT
+        bits = np.where(order < 0, order ^ np.int32(0x7FFFFFFF), order) >> _CUT << _CUT
+        edge = bits.view(np.float32).astype(np.float64)
+        first, second = above[used] / n, squares[used] / n  # of a bin's values less its edge
+        mean = float(((edge + first) * n).sum() / total)
+        off = edge - mean
+        std = float(np.sqrt(((off * off + 2 * off * first + second) * n).sum() / (total - 1)))
+        half = np.sqrt(3 * np.maximum(second - first * first, 0.0))  # of the even law with a bin's own deviation
+        before = np.cumsum(n) - n
+
+        def ranked(rank: float) -> float:
+            bin_ = int(np.searchsorted(before, rank, side="right")) - 1
+            part = 2 * (rank - before[bin_] + 0.5) / n[bin_] - 1
+            return float(edge[bin_] + first[bin_] + part * half[bin_])
+
+        def quantile(q: float) -> float:  # between two ranks, as numpy's
+            at = (total - 1) * q
+            low, high = ranked(np.floor(at)), ranked(np.ceil(at))
+            return low + (high - low) * (at - np.floor(at))
+
+        return {"mean": mean, "median": quantile(0.5), "std": std, "iqr": quantile(0.75) - quantile(0.25)}

@@ -1,0 +1,134 @@
+"""A user's own abduction network and gate, named in the config by their import path."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support import custom_parts
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
+from support.tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+import cqwen_dist.auto  # noqa: F401
+from cqwen_dist.checkpoint.export import export, load_trained
+from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.checkpoint.resume import load_checkpoint
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.model.losses import gate_named
+
+TRUST = "CQWEN_TRUST_REMOTE_CODE"
+PARTS = {"model__abduction": "support.custom_parts:Bent", "loss__gate": "support.custom_parts:HalfGate"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `one_rank`, with a network and a gate of one's own, and two micro-batches a step."""
+    folder = tmp_path_factory.mktemp("custom")
+    train_run(write_config(folder, train__checkpoint_every=1, train__keep_checkpoints=9, **PARTS))
+    return folder / "run"
+
+
+def test_they_train_and_are_saved(run: Path, one_rank: Path) -> None:
+    """Bent begins as the linear network and HalfGate is half the default gate: so the first step tells them apart."""
+    mine, plain = metrics(run), metrics(one_rank)
+    assert mine[0]["train/cls_loss_mean"] == pytest.approx(plain[0]["train/cls_loss_mean"], rel=1e-5)
+    assert mine[0]["train/reg_loss_effective"] == pytest.approx(0.5 * plain[0]["train/reg_loss_effective"], rel=1e-5)
+    assert load_checkpoint(checkpoint_folder(run, 6), (0, 2**62)).heads["abduction.bend"].any()
+    again = load_config(run / "config.yaml")
+    assert (again.model.abduction, again.loss.gate) == tuple(PARTS.values())
+
+
+def test_a_run_with_them_goes_on(run: Path, tmp_path: Path) -> None:
+    config = set_back(run, tmp_path / "run", 4)
+    train_run(config, f"run.dir={tmp_path}/run")
+    assert losses(tmp_path / "run")[-2:] == pytest.approx(losses(run)[-2:], rel=1e-6)
+
+
+def test_whoever_loads_one_has_to_trust_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUST, raising=False)
+    refused = f"model.abduction: found '{PARTS['model__abduction']}', allowed: linear, two_layer; or {TRUST}=1"
+    for command in (("generate", run, "--prompt", "tea"), ("export", run, tmp_path / "no")):
+        done = cqwen_forked(*command)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert refused in done.stderr
+    monkeypatch.setenv(TRUST, "1")
+    out = export(run, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["abduction"] == PARTS["model__abduction"]
+    ids = torch.tensor([[3, 7, 11]])
+    with torch.no_grad():
+        whole, again = (load_trained(path)[0] for path in (run, out))
+        assert isinstance(again.model.abduction, custom_parts.Bent)
+        torch.testing.assert_close(whole(ids).loc_U, again(ids).loc_U, rtol=1e-4, atol=1e-5)
+
+    # Not from the export's own folder, even where Python would find it there
+    shutil.copy(custom_parts.__file__, out / "planted.py")
+    config = json.loads((out / "config.json").read_text()) | {"abduction": "planted:Bent"}
+    (out / "config.json").write_text(json.dumps(config))
+    monkeypatch.syspath_prepend(out)
+    for load in (load_trained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(UserError, match=r"model\.abduction: found 'planted:Bent', allowed: a module that does not"):
+            load(out)
+    monkeypatch.delenv(TRUST)
+    for load in (load_trained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(UserError, match=f"allowed: linear, two_layer; or {TRUST}=1"):
+            load(out)
+
+
+def test_the_example_of_the_docs_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    (tmp_path / "from_the_docs.py").write_text(
+        re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1], encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "bend" in dict(tiny_model(abduction="from_the_docs:Bent").abduction.named_parameters())
+    factor = gate_named("from_the_docs:HalfGate")(torch.tensor([True, False]), torch.tensor([0.5, 0.5]), 0.0)
+    assert factor.tolist() == [0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("nowhere.at_all:Bent", "nowhere.at_all:Bent: ModuleNotFoundError: no module nowhere"),
+        ("support.custom_parts:Benz", "support.custom_parts:Benz: AttributeError: module .* has no attribute 'Benz'"),
+        ("support.custom_parts:NoOptions", "NoOptions: TypeError: .*__init__.*"),
+        ("support.custom_parts:HalfGate", r"HalfGate: TypeError: HalfGate\(\) takes no arguments"),
+        (
+            "support.custom_parts:TooNarrow",
+            r"TooNarrow: ValueError: its loc of features \[2, 3, 24\] is .*\[2, 3, 23\]",
+        ),
+    ],
+)
+def test_a_network_that_does_not_do_is_one_line(path: str, found: str) -> None:
+    with pytest.raises(UserError, match=f"^model.abduction: found .*{found}.*, allowed: ") as caught:
+        tiny_model(abduction=path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("support.nowhere:Gate", "ModuleNotFoundError: no module support.nowhere"),
+        ("support.custom_parts:SumGate", r"ValueError: it gave torch.float32 \[\] for P"),
+        ("support.custom_parts:PairGate", "TypeError: .* takes 3 positional arguments but 4 were given"),
+    ],
+)
+def test_a_gate_that_does_not_do_is_one_line(path: str, found: str) -> None:
+    with pytest.raises(UserError, match=f"^loss.gate: found .*{found}.*, allowed: ") as caught:
+        gate_named(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_that_is_not_there_ends_a_run_before_its_base_is_built(tmp_path: Path) -> None:
+    config = write_config(tmp_path, loss__gate="support.custom_parts:Gone")
+    with pytest.raises(AssertionError, match=r"loss\.gate: found support.custom_parts:Gone: AttributeError"):
+        train_run(config)
+    assert not (tmp_path / "run" / "base").exists()
+    with pytest.raises(
+        UserError, match=r"loss\.gate: found 'sotf', allowed: 'alpha', 'soft' or 'hard' or a class as pack"
+    ):
+        load_config(config, ["loss.gate=sotf"])
