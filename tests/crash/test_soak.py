@@ -84,10 +84,11 @@ class Soak:
         run = self.folder / f"run-{self.runs}"
         self.runs += 1
         strangers = prepare_folder(run)
-        options = (*layout.options, f"run.dir={run}")
+        options, blows = (*layout.options, f"run.dir={run}"), []
         for _ in range(min(BLOWS_A_RUN, most)):
             point = self.draw.choice(OF_RUNS)
             blow = Blow.drawn_at(self.draw, point, layout.world, self.draw.choice(SIGNALS))
+            blows.append(blow)
             ended = command(self.config, *options, blow=blow, world=layout.world)
             if ended.struck:
                 self.count(f"{signal.Signals(blow.number).name} in {point}")
@@ -102,7 +103,7 @@ class Soak:
         else:
             ended = command(self.config, *options, world=layout.world)
         assert ended.codes == [0] * layout.world, ended.said
-        assert result_of(run) == expected, (layout, blow)
+        assert differences(result_of(run), expected) == [], (layout, blows, run)
         assert strangers() == [], "a stranger's files were touched"
         each_sample_once(run)
         shutil.rmtree(run)
@@ -126,6 +127,15 @@ class Soak:
             assert process_ends(work, self.config, run, out) == 0
         assert contents(out) == contents(good), what
         shutil.rmtree(out) if out.is_dir() else out.unlink()
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[Any]:
+    """What is not equal, by step and name where it is a metric."""
+    pairs = zip(found["figures"], wanted["figures"], strict=True)
+    of_steps = [(a["step"], k, a.get(k), b.get(k)) for a, b in pairs for k in {**a, **b} if a.get(k) != b.get(k)]
+    return of_steps + [
+        (key, found[key], wanted[key]) for key in found if key != "figures" and found[key] != wanted[key]
+    ]
 
 
 def prepare_folder(run: Path) -> Callable[[], list[str]]:
