@@ -16,12 +16,13 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from crash.harness import POINTS, SEEN, STOPPED, Blow, command, crash_config, result_of
+from crash.harness import ALL, POINTS, SEEN, STOPPED, Blow, command, crash_config, result_of
 from support.ranks import fork_server
 
 from cqwen_dist.checkpoint.manifest import list_checkpoints, verify
@@ -88,6 +89,8 @@ class Soak:
         for _ in range(min(BLOWS_A_RUN, most)):
             point = self.draw.choice(OF_RUNS)
             blow = Blow.drawn_at(self.draw, point, layout.world, self.draw.choice(SIGNALS))
+            if point == "setup" and blow.number in (signal.SIGTERM, signal.SIGHUP):
+                blow = replace(blow, rank=ALL)  # as launchers send it; a rank alone is lost to the others there
             blows.append(blow)
             ended = command(self.config, *options, blow=blow, world=layout.world)
             if ended.struck:
