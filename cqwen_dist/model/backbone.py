@@ -24,8 +24,9 @@ class FeatureExtractionNetwork(nn.Module):
     """
 
     def __init__(self, qwen_model: PreTrainedModel) -> None:
+        """qwen_model: a transformer, or a causal model, whose transformer alone is kept (S2 3.2)."""
         super().__init__()
-        self.transformer = qwen_model
+        self.transformer = qwen_model.base_model
 
     def forward(
         self,
