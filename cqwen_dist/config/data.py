@@ -93,6 +93,12 @@ class DataConfig(Section):
     target_field: str | None = Field(
         None, min_length=1, description="The field of text_template whose number alone the regression learns."
     )
+    labels_field: str | None = Field(
+        None,
+        min_length=1,
+        description="The field {word: true or false, ...}: behind the text these words hold, those do not, and of all "
+        "others nothing is said (partial labels); a text without it ends as usual.",
+    )
     sample_by: Literal["line", "paragraph", "document"] = Field("line", description="What one text of a .txt file is.")
     sequence_length: Positive = Field(512, description="Longest sequence, in tokens; longer texts are cut into pieces.")
     pack: bool = Field(False, description="Concatenate texts to full sequences, attention kept inside each text.")
@@ -152,7 +158,7 @@ class DataConfig(Section):
         text = _names("text_template", self.text_template)
         _names("prompt_template", self.prompt_template)
         if self.messages_field is not None:
-            for key in ("text_template", "prompt_template", "target_field"):
+            for key in ("text_template", "prompt_template", "target_field", "labels_field"):
                 if getattr(self, key) is not None:
                     raise refused(key, Said(f"{key} beside messages_field"), "one of the two")
         if self.target_field is not None:

@@ -43,6 +43,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
     position_ids = np.zeros((rows, width), dtype=np.int64)
     numeric_values, numeric_labels = np.zeros((2, rows, width), dtype=np.float64)
     attention_mask, numeric_mask = np.zeros((2, rows, width), dtype=bool)
+    partial: list[np.ndarray] = []
     steps = np.arange(width)
     if not samples:
         position_ids[0] = steps
@@ -62,6 +63,9 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
                 labels[row, unlearnt] = IGNORE_INDEX
                 numeric_labels[row, unlearnt] = 0.0
                 numeric_mask[row, unlearnt] = False
+            if document.labels is not None:
+                labels[row, end - 2] = IGNORE_INDEX
+                partial.append(np.stack([np.full(len(document.labels), row * width + end - 2), document.labels], 1))
             start = end
         # A single document's positions run on through the padding: then there is no restart, and the kernels for
         # plain causal attention apply. Behind packed documents the padding is a document of its own.
@@ -75,4 +79,5 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
         labels=torch.from_numpy(labels),
         numeric_labels=torch.from_numpy(numeric_labels),
         numeric_mask=torch.from_numpy(numeric_mask),
+        partial=torch.from_numpy(np.concatenate([np.zeros((0, 2), np.int64), *partial])),
     )

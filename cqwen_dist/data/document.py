@@ -14,6 +14,7 @@ class Document(NamedTuple):
     values: np.ndarray  # [t] float64; the value at <NUM>, 0 at words
     targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
     learnt: np.ndarray | None = None  # [t] bool; False at tokens that are read only (a prompt's); None: all are learnt
+    labels: np.ndarray | None = None  # [k] int32: of the last token but one, w: w is next, ~w: it is not; None: usual
 
 
 # One row of a batch: a single document, or several that were packed.

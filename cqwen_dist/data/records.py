@@ -25,13 +25,15 @@ class Text(NamedTuple):
     """One text and the place it came from, `file:line` or `bundled:name:number`.
 
     learnt: the characters [start, end) that are learnt, in order; None: all, and the end of the text. target: the
-    characters within which numbers are the regression's; None: as data.numeric_targets says.
+    characters within which numbers are the regression's; None: as data.numeric_targets says. labels: words of which it
+    is known whether they come next, behind the text (seed S4 3.3.1).
     """
 
     text: str
     where: str
     learnt: Spans | None = None
     target: tuple[int, int] | None = None
+    labels: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass
@@ -84,6 +86,7 @@ def needed_fields(config: DataConfig) -> list[str]:
     names = _template_fields("data.prompt_template", _unescaped(config.prompt_template))
     template = _unescaped(config.text_template)
     names += [config.text_field] if template is None else _template_fields("data.text_template", template)
+    names += [config.labels_field] if config.labels_field is not None else []
     return list(dict.fromkeys(names))
 
 
@@ -131,9 +134,17 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
             raise BadLine("not Unicode text", text[error.start : error.end], "no lone surrogates") from None
         if size > limit:
             raise too_long(size, config)
-        return Text(text, where, learnt, target)
+        return Text(text, where, learnt, target, _labels(record.get(config.labels_field or "")))
 
     return extract
+
+
+def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
+    """The words of a record's `data.labels_field` with whether they hold; None among them: not known, left out."""
+    known = {} if found is None else found
+    if not isinstance(known, Mapping) or not all(value is None or type(value) is bool for value in known.values()):
+        raise BadLine("wrong labels", found, 'words with true or false, such as {" sweet": true, " cold": false}')
+    return tuple((word, holds) for word, holds in known.items() if holds is not None)
 
 
 def too_long(size: int, config: DataConfig) -> BadLine:

@@ -154,8 +154,8 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 
 
 def text_digest(text: Text) -> bytes:
-    """SHA-256 of the text [32 bytes]."""
-    return hashlib.sha256(text.text.encode()).digest()
+    """SHA-256 of the text, and of its labels if it has any [32 bytes]."""
+    return hashlib.sha256((text.text + (f"\0{text.labels}" if text.labels else "")).encode()).digest()
 
 
 class Seen:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from cqwen_dist.config import UserError
 from cqwen_dist.data.document import Document
 from cqwen_dist.data.encoder import NumberEncoder, Reading
 from cqwen_dist.data.numbers import find_numbers
@@ -27,6 +28,7 @@ SCHEMA = pa.schema(
         ("numbers", pa.list_(pa.float64())),  # one for each <NUM> among the ids
         ("targets", pa.list_(pa.int8())),  # as many: 1 where the regression learns it
         ("unlearnt", pa.list_(pa.int32())),  # start, end, start, end, ...: tokens that are read only
+        ("labels", pa.list_(pa.int32())),  # partial labels behind the text: w where word w holds, ~w where not
         ("overflows", pa.int32()),
         ("left", pa.int32()),  # numerals that stayed text
         ("digest", pa.binary(32)),  # of the text
@@ -79,6 +81,7 @@ def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) 
     numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
     numbers_at, targets = _targets(rows, flat, offsets, encoder, recipe)
     overflows = [row.overflows() for row in rows]
+    labels = [_labels(text, encoder) for text in texts]
     columns = [
         _lists(flat, offsets),
         _lists(numbers, numbers_at),
@@ -87,6 +90,7 @@ def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) 
             np.fromiter(chain.from_iterable(row.unlearnt for row in rows), np.int32),
             _offsets([len(row.unlearnt) for row in rows]),
         ),
+        _lists(np.fromiter(chain.from_iterable(labels), np.int32), _offsets([len(own) for own in labels])),
         pa.array(map(len, overflows), pa.int32()),
         pa.array([sum(reading.left for reading in row.readings) for row in rows], pa.int32()),
         pa.array(map(text_digest, texts), pa.binary(32)),
@@ -94,6 +98,16 @@ def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) 
     found = [(i, texts[i].where, literal) for i, own in enumerate(overflows) for literal in own]
     batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
     return Chunk(batch, found, sizes < recipe.min_tokens, sizes > recipe.max_tokens)
+
+
+def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
+    """The partial labels of a text, as the column has them. Raises `UserError` for a word that is not one token."""
+    found = []
+    for (word, holds), reading in zip(text.labels, encoder.read([word for word, _ in text.labels]), strict=True):
+        if len(reading.ids) != 1:
+            raise UserError("data.labels_field", word, "words of one token, mostly with the space before", text.where)
+        found.append(reading.ids[0] if holds else ~reading.ids[0])
+    return found
 
 
 def _targets(
@@ -188,6 +202,8 @@ class _View(NamedTuple):
     numbers_at: np.ndarray
     unlearnt: np.ndarray
     unlearnt_at: np.ndarray
+    labels: np.ndarray
+    labels_at: np.ndarray
 
 
 class TokenStore:
@@ -224,13 +240,15 @@ class TokenStore:
         count = int(is_number.sum())
         values[is_number] = view.numbers[first : first + count]
         targets[is_number] = view.targets[first : first + count] != 0
+        found = view.labels[view.labels_at[row] : view.labels_at[row + 1]]
+        labels = found if len(found) and at + end == view.ids_at[row + 1] else None  # behind the text's last piece
         marks = view.unlearnt[view.unlearnt_at[row] : view.unlearnt_at[row + 1]]
         if not len(marks):
-            return Document(ids, values, targets)
+            return Document(ids, values, targets, None, labels)
         learnt = np.ones(len(ids), bool)
         for low, high in zip(marks[::2], marks[1::2], strict=True):
             learnt[max(low - start, 0) : max(high - start, 0)] = False
-        return Document(ids, values, targets, learnt)
+        return Document(ids, values, targets, learnt, labels)
 
     def column(self, name: str) -> np.ndarray:
         """A column of whole numbers for all texts [n]."""
@@ -297,6 +315,8 @@ class ContentDigest:
         arrays = [view.ids, view.numbers, view.targets, view.unlearnt, *counts]
         for part, array in zip(self._parts, arrays, strict=True):
             part.update(np.ascontiguousarray(array).data)
+        for array in (view.labels, np.diff(view.labels_at)) if len(view.labels) else ():
+            self._parts[-1].update(np.ascontiguousarray(array).data)  # without any the digest is as it always was
 
     def hexdigest(self) -> str:
         """Of all so far."""
@@ -304,7 +324,7 @@ class ContentDigest:
 
 
 def _view_of(batch: pa.RecordBatch) -> _View:
-    ids, numbers, targets, unlearnt = (batch.column(i) for i in range(4))
+    ids, numbers, targets, unlearnt, labels = (batch.column(i) for i in range(5))
     return _View(
         ids.values.to_numpy(),
         ids.offsets.to_numpy(),
@@ -313,4 +333,6 @@ def _view_of(batch: pa.RecordBatch) -> _View:
         numbers.offsets.to_numpy(),
         unlearnt.values.to_numpy(),
         unlearnt.offsets.to_numpy(),
+        labels.values.to_numpy(),
+        labels.offsets.to_numpy(),
     )

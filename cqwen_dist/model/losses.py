@@ -17,7 +17,7 @@ from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
 from cqwen_dist.ops.regression import GATES, cauchy_nll, number_nll
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss
+from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_loss, vocab_parallel_partial
 
 
 class OvrClassificationLoss(nn.Module):
@@ -140,6 +140,8 @@ class TokenLabels:
     value_weights: Tensor | None = None  # [R] or [N,R]
     types: Tensor | None = None  # [N] int64: the type of the value, -1 for none
     p_type: Tensor | None = None  # [N,R]: P of every type
+    partial: Tensor | None = None  # [M,2] int64: place among the N, whose word is IGNORE_INDEX; word w, or ~w: not w
+    partial_counts: list[int] | None = None  # M of every rank of the vocabulary group, known there; all 0: left out
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ def fused_loss(
         token_counts,
     )
     assert out.p_num is not None
+    words, cls_sum = _with_partial(action, u_prime, labels, options, token_weight, group, out)
     stop = options.gate_grad == "stop"
     p_num = out.p_num.detach() if stop else out.p_num
     p_type = labels.p_type.detach() if stop and labels.p_type is not None else labels.p_type
@@ -206,9 +209,35 @@ def fused_loss(
     gates = GATES[options.gate](labels.is_number, p_num, options.alpha)
     reg_sum = (gates * nll).sum()  # without a number it is 0 and still in the graph
     return LossTerms(
-        loss=out.loss + number_weight * reg_sum,
-        cls_sum=out.per_token.sum(),
+        loss=words + number_weight * reg_sum,
+        cls_sum=cls_sum,
         reg_sum=reg_sum.detach(),
         prob_sum=out.prob_sum,
         p_num=out.p_num.detach(),
     )
+
+
+def _with_partial(
+    action: ActionNetwork,
+    u_prime: Cauchy,
+    labels: TokenLabels,
+    options: LossOptions,
+    token_weight: float,
+    group: ProcessGroup | None,
+    out: VocabParallelOutput,
+) -> tuple[Tensor, Tensor]:
+    """The words' loss and sum of `out`, with those of partial labels where any rank of the group has some."""
+    if labels.partial is None or not any(labels.partial_counts or [len(labels.partial)]):
+        return out.loss, out.per_token.sum()
+    place, words = labels.partial.unbind(1)
+    seen = action.word_part(u_prime)
+    loss, own = vocab_parallel_partial(
+        Cauchy(seen.loc[place], seen.scale[place]),
+        action.word_head(options.used_rows),
+        words,
+        token_weight,
+        options.ovr,
+        group,
+        labels.partial_counts,
+    )
+    return out.loss + loss, out.per_token.sum() + own
