@@ -159,12 +159,13 @@ def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, 
     return torch.where(none, best(action, u_prime, draws, options, ids), draws.pick(p + none[:, None]))
 
 
-def prob_words(action: Action, u_prime: Cauchy, used_rows: int) -> Tensor:
-    """P of every word in use [B,used_rows], fp32."""
+def prob_words(action: Action, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:
+    """P of every word in use [B,used_rows], fp32. threshold: instead of the model's own C."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(used_rows)
     used = head.take(slice(0, head.rows))
     loc_s = product(u.loc, used.weight) + action.cls_bias[: head.rows]
-    return prob_above(scale_scores(u.scale, used.weight, head.rows), used.threshold - loc_s)
+    c = used.threshold if threshold is None else threshold
+    return prob_above(scale_scores(u.scale, used.weight, head.rows), c - loc_s)
 
 
 def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
