@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 
 
-def _no_labels() -> torch.Tensor:
+def _none(columns: int, kind: str) -> torch.Tensor:
     import torch  # here, as those that only read IGNORE_INDEX need none
 
-    return torch.zeros((0, 2), dtype=torch.int64)
+    return torch.zeros((0, columns), dtype=getattr(torch, kind))
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,11 @@ class Batch:
     numeric_mask: torch.Tensor  # [B,T] bool; True where the label is <NUM> and its value is to be learnt
     # [M,2] int64: partial labels, by rising position: an index into the flattened B*T, whose label is IGNORE_INDEX, and
     # a word w that is next there, or ~w for one that is not
-    partial: torch.Tensor = field(default_factory=_no_labels)
+    partial: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
+    # [M,2] int64: where number labels of type 1, 2, ... are, as indices into the flattened B*T, and the type; others: 0
+    typed: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
+    # [M,3] float64: where number labels have further values, which one (1, 2, ...), and the value, raw unit
+    more: torch.Tensor = field(default_factory=lambda: _none(3, "float64"))
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device (asynchronously from pinned memory)."""

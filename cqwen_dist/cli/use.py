@@ -104,7 +104,10 @@ def _print_continued(
         for number in w.numbers:
             low, high = number.intervals["0.9"]
             interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
-            typer.echo(f"    {number.written:g}   {interval}   P(<NUM>) {number.p_num:.3f}", err=True)
+            beside = [] if number.type is None else [f"type {number.type}"]
+            beside += [f"{name} {further.value:.6g}" for name, further in number.more.items()]
+            told = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}", *beside]
+            typer.echo("    " + "   ".join(told), err=True)
 
 
 def _side_by_side(

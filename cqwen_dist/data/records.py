@@ -26,7 +26,8 @@ class Text(NamedTuple):
 
     learnt: the characters [start, end) that are learnt, in order; None: all, and the end of the text. target: the
     characters within which numbers are the regression's; None: as data.numeric_targets says. labels: words of which it
-    is known whether they come next, behind the text (seed S4 3.3.1).
+    is known whether they come next, behind the text (seed S4 3.3.1). typed: the characters within which numbers are
+    of type 1, 2, ...; more: further values of the target.
     """
 
     text: str
@@ -34,6 +35,8 @@ class Text(NamedTuple):
     learnt: Spans | None = None
     target: tuple[int, int] | None = None
     labels: tuple[tuple[str, bool], ...] = ()
+    typed: Spans = ()
+    more: tuple[float, ...] = ()
 
 
 @dataclass
@@ -86,6 +89,7 @@ def needed_fields(config: DataConfig) -> list[str]:
     names = _template_fields("data.prompt_template", _unescaped(config.prompt_template))
     template = _unescaped(config.text_template)
     names += [config.text_field] if template is None else _template_fields("data.text_template", template)
+    names += config.more_values
     names += [config.labels_field] if config.labels_field is not None else []
     return list(dict.fromkeys(names))
 
@@ -95,48 +99,78 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
     template, prompt_template = _unescaped(config.text_template), _unescaped(config.prompt_template)
     needed_fields(config)
     limit = int(config.max_text_mib * 2**20)
+    fields = {name for name in (config.target_field, *config.number_types) if name is not None}
+    located = sorted(fields, key=lambda name: (template or "").index(f"{{{name}}}"))
 
     def clean(text: str) -> str:
         return _MARKS.sub("", text) if config.calculator_marks == "strip" else text
 
-    def compose(record: Mapping[str, Any]) -> tuple[str, Spans | None, tuple[int, int] | None]:
+    def compose(record: Mapping[str, Any]) -> tuple[str, Spans | None, dict[str, tuple[int, int]]]:
         if config.messages_field is not None:
             try:
-                return *chat(_field(record, config.messages_field)), None
+                return *chat(_field(record, config.messages_field)), {}
             except BadChat as error:
                 raise BadLine("no chat", error.found, error.allowed) from None
-        target = None
+        spans: dict[str, tuple[int, int]] = {}
         if template is None:
             text = _field(record, config.text_field)
             if type(text) is not str:
                 raise BadLine("wrong type", text, f"a string in the field {config.text_field!r}")
             text = clean(text)
-        elif config.target_field is None:
-            text = clean(_filled(template, record))
         else:
-            head, tail = _around(template, config.target_field)
-            before = unicodedata.normalize("NFC", clean(_filled(head, record)))
-            upto = unicodedata.normalize("NFC", before + _filled(f"{{{config.target_field}}}", record))
-            text, target = upto + clean(_filled(tail, record)), (len(before), len(upto))
+            text, spans = _located(template, located, record, clean)
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if prompt_template is None:
-            return text, None, target
+            return text, None, spans
         prompt = clean(_filled(prompt_template, record))
-        moved = None if target is None else (target[0] + len(prompt), target[1] + len(prompt))
+        moved = {name: (start + len(prompt), end + len(prompt)) for name, (start, end) in spans.items()}
         return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
 
     def extract(record: Mapping[str, Any], where: str) -> Text:
-        text, learnt, target = compose(record)
+        text, learnt, spans = compose(record)
         try:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise BadLine("not Unicode text", text[error.start : error.end], "no lone surrogates") from None
         if size > limit:
             raise too_long(size, config)
-        return Text(text, where, learnt, target, _labels(record.get(config.labels_field or "")))
+        return Text(
+            text,
+            where,
+            learnt,
+            spans.get(config.target_field or ""),
+            _labels(record.get(config.labels_field or "")),
+            tuple(spans[name] for name in config.number_types),
+            tuple(_number(record, name) for name in config.more_values),
+        )
 
     return extract
+
+
+def _located(
+    template: str, names: list[str], record: Mapping[str, Any], clean: Callable[[str], str]
+) -> tuple[str, dict[str, tuple[int, int]]]:
+    """The template's text, and where in it (as NFC) each of some fields is, which are named in their order there."""
+    text, rest, spans = "", template, {}
+    for name in names:
+        head, rest = _around(rest, name)
+        before = unicodedata.normalize("NFC", text + clean(_filled(head, record)))
+        text = unicodedata.normalize("NFC", before + _filled(f"{{{name}}}", record))
+        spans[name] = (len(before), len(text))
+    return text + clean(_filled(rest, record)), spans
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    """A field of `data.more_values`, a number by itself."""
+    found = _field(record, name)
+    try:
+        value = math.nan if isinstance(found, bool) else float(found)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadLine("wrong type", found, f"a number in the field {name!r}")
+    return value
 
 
 def _labels(found: Any) -> tuple[tuple[str, bool], ...]:

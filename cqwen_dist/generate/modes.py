@@ -47,6 +47,8 @@ class Action(Protocol):
     cls_weight: Tensor  # [V,C] without the number dimensions
     cls_bias: Tensor  # [V]
     b_noise: Tensor  # [C]
+    reg_weight: Tensor  # [C], or of several values or types [R,C]
+    types: int | None
 
     def add_noise(self, u: Cauchy) -> Cauchy: ...
 
@@ -55,6 +57,10 @@ class Action(Protocol):
     def word_head(self, used_rows: int | None = None) -> WordHead: ...
 
     def value(self, u_prime: Cauchy) -> Cauchy: ...
+
+    def values(self, u_prime: Cauchy) -> Cauchy: ...
+
+    def number_type(self, u_prime: Cauchy) -> Tensor: ...
 
 
 @dataclass

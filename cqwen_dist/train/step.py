@@ -18,6 +18,7 @@ from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.evaluation.evaluator import top1
 from cqwen_dist.train.frequency import class_weights
+from cqwen_dist.train.number_labels import number_labels
 from cqwen_dist.train.stages import StagePlan
 from cqwen_dist.train.zero.engine import Engine
 
@@ -140,13 +141,16 @@ class Stepper:
         """The fused loss of micro-batch i, weighted so that the ranks' average is the global mean."""
         loss, world = self.loss, self.groups.world_size
         at, words = batch.partial.unbind(1)
+        values, weights, types = number_labels(batch, keep, self.model.config, self.loss.value_weights)
         return fused_loss(
             self.model.action,
             u,
             TokenLabels(
                 batch.labels.flatten()[keep],
-                self.model.target.forward(batch.numeric_labels.flatten()[keep]),
+                self.model.target.forward(values),
                 batch.numeric_mask.flatten()[keep],
+                weights,
+                types,
                 partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
                 partial_counts=counts.partial[i],
             ),
