@@ -71,12 +71,21 @@ def load_base(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_model_type(getattr(config, "model_type", None), "model_type", name_or_path)
         rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
-        base = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **loading
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **loading,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})") from None
+    base, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers would draw it at random
+        raise UserError("model.name_or_path", f"no {missing[0]} in {name_or_path}", "all weights of the architecture")
     if loading:
         base.model.is_loaded_in_4bit = True  # where PEFT looks, and adapters go on the transformer alone
         del base.config.quantization_config  # of this run's memory, not of the model that is exported
