@@ -6,13 +6,19 @@ dimensions), V vocabulary (V_full), v rows of the vocabulary on this rank. U, S 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 IGNORE_INDEX = -100
+
+
+def _none(columns: int, kind: str) -> torch.Tensor:
+    import torch  # here, as those that only read IGNORE_INDEX need none
+
+    return torch.zeros((0, columns), dtype=getattr(torch, kind))
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,13 @@ class Batch:
     labels: torch.Tensor  # [B,T] int64; IGNORE_INDEX where nothing is to be predicted
     numeric_labels: torch.Tensor  # [B,T] float64; the value of the label, raw unit, 0 where it is text
     numeric_mask: torch.Tensor  # [B,T] bool; True where the label is <NUM> and its value is to be learnt
+    # [M,2] int64: partial labels, by rising position: an index into the flattened B*T, whose label is IGNORE_INDEX, and
+    # a word w that is next there, or ~w for one that is not
+    partial: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
+    # [M,2] int64: where number labels of type 1, 2, ... are, as indices into the flattened B*T, and the type; others: 0
+    typed: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
+    # [M,3] float64: where number labels have further values, which one (1, 2, ...), and the value, raw unit
+    more: torch.Tensor = field(default_factory=lambda: _none(3, "float64"))
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device (asynchronously from pinned memory)."""
@@ -44,3 +57,15 @@ class Batch:
     def kept(self) -> torch.Tensor:
         """[N] int64: the label positions, as indices into the flattened [B*T]. Reads the batch: fast on the CPU."""
         return self.label_mask.flatten().nonzero()[:, 0]
+
+    @property
+    def learnt(self) -> torch.Tensor:
+        """[N'] int64: `kept` and the positions of partial labels, in order: where training wants features."""
+        return self.learnt_mask.flatten().nonzero()[:, 0]
+
+    @property
+    def learnt_mask(self) -> torch.Tensor:
+        """[B,T] bool of `learnt`."""
+        mask = self.label_mask
+        mask.view(-1)[self.partial[:, 0]] = True
+        return mask

@@ -20,14 +20,18 @@ DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number:
 
 
 Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
-Individuals = Annotated[int | None, typer.Option(help="The prompt under so many individuals, side by side.")]
-Noises = Annotated[int | None, typer.Option(help="The prompt under so many noises, side by side.")]
+Individuals = Annotated[int | None, typer.Option(help="Each prompt under the same so many individuals, side by side.")]
+Noises = Annotated[int | None, typer.Option(help="Each prompt under the same so many noises.")]
 Temperature = Annotated[
     float | None,
     typer.Option(
         help="Divides compatible's logits; a factor on the scale that causal, individual, noise, sample draw."
     ),
 ]
+Above = Annotated[
+    float | None, typer.Option(help="Write nothing: list every word whose P comes above this behind each prompt.")
+]
+DecisionThreshold = Annotated[float | None, typer.Option(help="With --above: C of every word, instead of its own.")]
 PlotFile = Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")]
 
 
@@ -48,12 +52,16 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
     device: DeviceOption = "auto",
     plot: PlotFile = None,
+    above: Above = None,
+    decision_threshold: DecisionThreshold = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: every token's record)."""
     kind, drawn = _drawn(individuals, noises)
-    if plot is not None and drawn is None:
-        raise UserError("--plot", str(plot), "with --individuals or --noises")
+    if plot is not None and (drawn is None or len(prompt) > 1):
+        raise UserError("--plot", str(plot), "with --individuals or --noises, and one prompt")
+    if decision_threshold is not None and above is None:
+        raise UserError("--decision-threshold", decision_threshold, "with --above")
     if stream and (as_json or drawn is not None):
         raise UserError("--stream", True, "without --json, --individuals and --noises")
     quiet_libraries()
@@ -63,10 +71,14 @@ def generate(
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
     options: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
-    if drawn is None:
+    if above is not None:
+        _print_holding(model, tokenizer, prompt, above, decision_threshold, as_json)
+    elif drawn is None:
         _print_continued(model, tokenizer, prompt, mode, options, stream, as_json)
+    elif len(prompt) > 1:
+        _worlds(model, tokenizer, prompt, drawn, kind, options, as_json)
     else:
-        _side_by_side(model, tokenizer, prompt, drawn, kind, options, plot, as_json)
+        _side_by_side(model, tokenizer, prompt[0], drawn, kind, options, plot, as_json)
 
 
 def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
@@ -94,13 +106,16 @@ def _print_continued(
         for number in w.numbers:
             low, high = number.intervals["0.9"]
             interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
-            typer.echo(f"    {number.written:g}   {interval}   P(<NUM>) {number.p_num:.3f}", err=True)
+            beside = [] if number.type is None else [f"type {number.type}"]
+            beside += [f"{name} {further.value:.6g}" for name, further in number.more.items()]
+            told = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}", *beside]
+            typer.echo("    " + "   ".join(told), err=True)
 
 
 def _side_by_side(
     model: Any,
     tokenizer: Any,
-    prompts: list[str],
+    prompt: str,
     count: int,
     mode: str,
     options: dict[str, Any],
@@ -109,18 +124,16 @@ def _side_by_side(
 ) -> None:
     from cqwen_dist.generate.continuation import Diversity, counterfactuals
 
-    if len(prompts) != 1:
-        raise UserError("--prompt", f"{len(prompts)} prompts", "one, with --individuals or --noises")
-    written = counterfactuals(model, tokenizer, prompts[0], count, mode, **options)
+    written = counterfactuals(model, tokenizer, prompt, count, mode, **options)
     diversity = Diversity.of([w.text for w in written])
     if plot is not None:
-        _plot(plot, prompts[0], mode, written)
+        _plot(plot, prompt, mode, written)
     if as_json:
         print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
         return
     from rich.table import Table
 
-    table = Table(title=f"{mode}s of: {prompts[0]}", title_justify="left")
+    table = Table(title=f"{mode}s of: {prompt}", title_justify="left")
     for column in ("", "text", "first number", "90 % interval"):
         table.add_column(column)
     for i, w in enumerate(written, 1):
@@ -131,6 +144,54 @@ def _side_by_side(
     console = plain_console()
     console.print(table)
     console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
+
+
+def _worlds(
+    model: Any, tokenizer: Any, prompts: list[str], count: int, mode: str, options: dict[str, Any], as_json: bool
+) -> None:
+    from cqwen_dist.generate.continuation import treatments
+
+    found = treatments(model, tokenizer, prompts, count, mode, **options)
+    if as_json:
+        print_json({"mode": mode, "prompts": prompts, f"{mode}s": [asdict(individual) for individual in found]})
+        return
+    from rich.table import Table
+
+    table = Table(title=f"the same {count} {mode}s; values: first numbers, and less that of prompt 1")
+    for column in ("", *(f"{i}: {text}" for i, text in enumerate(prompts, 1))):
+        table.add_column(column)
+    for i, individual in enumerate(found, 1):
+        cells = [
+            f"{text}\n{'' if value is None else f'{value:.6g}'}{'' if more is None or not j else f' ({more:+.6g})'}"
+            for j, (text, value, more) in enumerate(
+                zip(individual.texts, individual.values, individual.differences, strict=True)
+            )
+        ]
+        table.add_row(str(i), *cells)
+    plain_console().print(table)
+
+
+def _print_holding(
+    model: Any, tokenizer: Any, prompts: list[str], above: float, decision_threshold: float | None, as_json: bool
+) -> None:
+    from cqwen_dist.generate.continuation import input_device, padded
+    from cqwen_dist.generate.decisions import multi_label
+
+    batch = padded(tokenizer, prompts, input_device(model))
+    found = multi_label(model, batch, above, decision_threshold=decision_threshold)
+    num = model.config.num_token_id
+    outputs: list[dict[str, Any]] = []
+    for prompt, words in zip(prompts, found, strict=True):
+        texts = ["<NUM>" if word.id == num else tokenizer.decode([word.id], [0.0]) for word in words]
+        told = [{"text": text, **asdict(word)} for text, word in zip(texts, words, strict=True)]
+        outputs.append({"prompt": prompt, "words": told})
+    if as_json:
+        print_json({"above": above, "decision_threshold": decision_threshold, "outputs": outputs})
+        return
+    for output in outputs:
+        typer.echo(output["prompt"])
+        for word in output["words"]:
+            typer.echo(f"    {word['text']!r}   P {word['p']:.4g}")
 
 
 def _plot(path: Path, prompt: str, mode: str, written: list[Any]) -> None:

@@ -12,6 +12,7 @@ from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, Positive, Section, Share, refused
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
+OTHER = "other"  # the type of numbers that are in no field of number_types
 # Keys of `data` that hold for watched texts too.
 _OF_ALL_TEXTS = (
     "sequence_length",
@@ -93,6 +94,22 @@ class DataConfig(Section):
     target_field: str | None = Field(
         None, min_length=1, description="The field of text_template whose number alone the regression learns."
     )
+    number_types: Annotated[list[str], Field(max_length=100)] = Field(
+        [],
+        description="Fields of text_template: the numbers in each are a type of their own, with its own P and its own "
+        "regression; all others are of the type other (seed S4 4.7.2).",
+    )
+    more_values: list[str] = Field(
+        [],
+        description="Fields with further values of target_field's number, such as the upper end of a range; the text "
+        "does not hold them, a prediction does (seed S4 4.7.1).",
+    )
+    labels_field: str | None = Field(
+        None,
+        min_length=1,
+        description="The field {word: true or false, ...}: behind the text these words hold, those do not, and of all "
+        "others nothing is said (partial labels); a text without it ends as usual.",
+    )
     sample_by: Literal["line", "paragraph", "document"] = Field("line", description="What one text of a .txt file is.")
     sequence_length: Positive = Field(512, description="Longest sequence, in tokens; longer texts are cut into pieces.")
     pack: bool = Field(False, description="Concatenate texts to full sequences, attention kept inside each text.")
@@ -158,15 +175,27 @@ class DataConfig(Section):
         text = _names("text_template", self.text_template)
         _names("prompt_template", self.prompt_template)
         if self.messages_field is not None:
-            for key in ("text_template", "prompt_template", "target_field"):
-                if getattr(self, key) is not None:
+            for key in ("text_template", "prompt_template", "target_field", "labels_field", "number_types"):
+                if getattr(self, key) not in (None, []):
                     raise refused(key, Said(f"{key} beside messages_field"), "one of the two")
         if self.target_field is not None:
             if self.target_field not in text:
                 raise refused("target_field", self.target_field, "a field of data.text_template, in braces there once")
             if self.numeric_targets != "all":
                 raise refused("target_field", self.target_field, "it without numeric_targets: last, which it replaces")
+        for i, name in enumerate(self.number_types):
+            if name not in text or name in self.number_types[:i] or name == OTHER:
+                allowed = f"fields of data.text_template, in braces there once, each named once, none {OTHER!r}"
+                raise refused(f"number_types.{i}", name, allowed)
+        if self.more_values and (self.target_field is None or self.number_types):
+            allowed = "target_field with it, whose number they belong to, and no number_types"
+            raise refused("more_values", self.more_values, allowed)
         return self
+
+    @property
+    def types(self) -> list[str] | None:
+        """The names of the types of number; None where there is one alone."""
+        return [OTHER, *self.number_types] if self.number_types else None
 
 
 def _names(key: str, template: str | None) -> list[str]:

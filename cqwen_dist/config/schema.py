@@ -159,6 +159,9 @@ class Config(Section):
                 self.train.global_batch_size,
                 f"a multiple of train.micro_batch_size ({self.train.micro_batch_size})",
             )
+        if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
+            allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
+            raise refused("loss.value_weights", self.loss.value_weights, allowed)
         names = [stage.name for stage in self.stages]
         for index, name in enumerate(names):
             if name in names[:index]:

@@ -92,6 +92,9 @@ class LossConfig(Section):
     )
     gate_grad: Literal["stop", "full"] = Field("stop", description="Whether the gate passes gradients to P_NUM.")
     reg_weight: NonNegative = Field(1.0, description="lambda, the weight of the regression loss.")
+    value_weights: list[NonNegative] | None = Field(
+        None, description="w_i of the number's own NLL and of each of data.more_values' (S4 4.7.1); default: 1 each."
+    )
     class_weights: dict[WordId, NonNegative] | Literal["frequency"] | None = Field(
         None,
         description="Weights by word id, words not named weighing 1; or frequency: count^-power, 1 on average over "

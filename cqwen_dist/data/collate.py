@@ -43,6 +43,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
     position_ids = np.zeros((rows, width), dtype=np.int64)
     numeric_values, numeric_labels = np.zeros((2, rows, width), dtype=np.float64)
     attention_mask, numeric_mask = np.zeros((2, rows, width), dtype=bool)
+    beside = [(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 3)))]
     steps = np.arange(width)
     if not samples:
         position_ids[0] = steps
@@ -62,11 +63,15 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
                 labels[row, unlearnt] = IGNORE_INDEX
                 numeric_labels[row, unlearnt] = 0.0
                 numeric_mask[row, unlearnt] = False
+            if document.labels is not None:
+                labels[row, end - 2] = IGNORE_INDEX
+            beside.append(_beside(document, row * width + start, np.flatnonzero(numeric_mask[row, start : end - 1])))
             start = end
         # A single document's positions run on through the padding: then there is no restart, and the kernels for
         # plain causal attention apply. Behind packed documents the padding is a document of its own.
         first = start if len(sample) == 1 else 0
         position_ids[row, start:] = steps[: width - start] + first
+    partial, typed, more = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*beside, strict=True))
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         numeric_values=torch.from_numpy(numeric_values),
@@ -75,4 +80,20 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
         labels=torch.from_numpy(labels),
         numeric_labels=torch.from_numpy(numeric_labels),
         numeric_mask=torch.from_numpy(numeric_mask),
+        partial=partial,
+        typed=typed,
+        more=more,
+    )
+
+
+def _beside(document: Document, first: int, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A document's rows of `Batch.partial`, `typed` and `more`. first: where it begins in B*T; targets: before which of
+    its tokens there is a number to learn."""
+    labels = np.zeros(0, np.int64) if document.labels is None else document.labels
+    kinds = np.zeros(len(targets), np.int64) if document.types is None else document.types[targets + 1]
+    more = np.zeros(0) if document.more is None or not len(targets) else document.more  # of the text's one target
+    return (
+        np.stack([np.full(len(labels), first + len(document.ids) - 2), labels], 1),
+        np.stack([first + targets, kinds], 1)[kinds > 0],
+        np.stack([np.full(len(more), first + targets[:1].sum()), 1 + np.arange(len(more)), more], 1),
     )

@@ -14,13 +14,14 @@ import numpy as np
 import pyarrow as pa
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
 from cqwen_dist.data.document import Sample
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.sources import chunks
 from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics, streamed_statistics
-from cqwen_dist.data.store import Chunk, Recipe, TokenStore, encode_chunk
+from cqwen_dist.data.store import TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
 _TOLD = 1000  # overflows of which the place is kept

@@ -40,7 +40,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.data.workers import BlockWork, worked
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 2  # another one where the code reads numbers or writes rows in another way
+FORMAT = 3  # another one where the code reads numbers or writes rows in another way
 MANIFEST = "manifest.json"
 _DIGESTS = "digests.sqlite"  # while texts that are there already are looked for
 # Keys of `data` that change no token.

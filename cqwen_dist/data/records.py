@@ -25,13 +25,18 @@ class Text(NamedTuple):
     """One text and the place it came from, `file:line` or `bundled:name:number`.
 
     learnt: the characters [start, end) that are learnt, in order; None: all, and the end of the text. target: the
-    characters within which numbers are the regression's; None: as data.numeric_targets says.
+    characters within which numbers are the regression's; None: as data.numeric_targets says. labels: words of which it
+    is known whether they come next, behind the text (seed S4 3.3.1). typed: the characters within which numbers are
+    of type 1, 2, ...; more: further values of the target.
     """
 
     text: str
     where: str
     learnt: Spans | None = None
     target: tuple[int, int] | None = None
+    labels: tuple[tuple[str, bool], ...] = ()
+    typed: Spans = ()
+    more: tuple[float, ...] = ()
 
 
 @dataclass
@@ -84,6 +89,8 @@ def needed_fields(config: DataConfig) -> list[str]:
     names = _template_fields("data.prompt_template", _unescaped(config.prompt_template))
     template = _unescaped(config.text_template)
     names += [config.text_field] if template is None else _template_fields("data.text_template", template)
+    names += config.more_values
+    names += [config.labels_field] if config.labels_field is not None else []
     return list(dict.fromkeys(names))
 
 
@@ -92,55 +99,89 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
     template, prompt_template = _unescaped(config.text_template), _unescaped(config.prompt_template)
     needed_fields(config)
     limit = int(config.max_text_mib * 2**20)
-
-    def filled(template: str, record: Mapping[str, Any]) -> str:
-        return _filled(template, record, config.empty_cell)
+    fields = {name for name in (config.target_field, *config.number_types) if name is not None}
+    located = sorted(fields, key=lambda name: (template or "").index(f"{{{name}}}"))
 
     def clean(text: str) -> str:
         return _MARKS.sub("", text) if config.calculator_marks == "strip" else text
 
-    def compose(record: Mapping[str, Any]) -> tuple[str, Spans | None, tuple[int, int] | None]:
+    def compose(record: Mapping[str, Any]) -> tuple[str, Spans | None, dict[str, tuple[int, int]]]:
         if config.messages_field is not None:
             try:
-                return *chat(_field(record, config.messages_field)), None
+                return *chat(_field(record, config.messages_field)), {}
             except BadChat as error:
                 raise BadLine("no chat", error.found, error.allowed) from None
-        target = None
+        spans: dict[str, tuple[int, int]] = {}
         if template is None:
             text = _field(record, config.text_field)
             if type(text) is not str:
                 raise BadLine("wrong type", text, f"a string in the field {config.text_field!r}")
             text = clean(text)
-        elif config.target_field is None:
-            text = clean(filled(template, record))
         else:
-            head, tail = _around(template, config.target_field)
-            if is_empty(_field(record, config.target_field)):
-                raise BadLine(
-                    "empty cell", record[config.target_field], f"a number in the field {config.target_field!r}"
-                )
-            before = unicodedata.normalize("NFC", clean(filled(head, record)))
-            upto = unicodedata.normalize("NFC", before + _filled(f"{{{config.target_field}}}", record))
-            text, target = upto + clean(filled(tail, record)), (len(before), len(upto))
+            text, spans = _located(template, located, record, clean, config.empty_cell)
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if prompt_template is None:
-            return text, None, target
-        prompt = clean(filled(prompt_template, record))
-        moved = None if target is None else (target[0] + len(prompt), target[1] + len(prompt))
+            return text, None, spans
+        prompt = clean(_filled(prompt_template, record, config.empty_cell))
+        moved = {name: (start + len(prompt), end + len(prompt)) for name, (start, end) in spans.items()}
         return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
 
     def extract(record: Mapping[str, Any], where: str) -> Text:
-        text, learnt, target = compose(record)
+        text, learnt, spans = compose(record)
         try:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise BadLine("not Unicode text", text[error.start : error.end], "no lone surrogates") from None
         if size > limit:
             raise too_long(size, config)
-        return Text(text, where, learnt, target)
+        return Text(
+            text,
+            where,
+            learnt,
+            spans.get(config.target_field or ""),
+            _labels(record.get(config.labels_field or "")),
+            tuple(spans[name] for name in config.number_types),
+            tuple(_number(record, name) for name in config.more_values),
+        )
 
     return extract
+
+
+def _located(
+    template: str, names: list[str], record: Mapping[str, Any], clean: Callable[[str], str], empty: str | None
+) -> tuple[str, dict[str, tuple[int, int]]]:
+    """The template's text, and where in it (as NFC) each of some fields is, which are named in their order there."""
+    text, rest, spans = "", template, {}
+    for name in names:
+        head, rest = _around(rest, name)
+        cell = _field(record, name)
+        if is_empty(cell):
+            raise BadLine("empty cell", cell, f"a number in the field {name!r}")
+        before = unicodedata.normalize("NFC", text + clean(_filled(head, record, empty)))
+        text = unicodedata.normalize("NFC", before + _filled(f"{{{name}}}", record))
+        spans[name] = (len(before), len(text))
+    return text + clean(_filled(rest, record, empty)), spans
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    """A field of `data.more_values`, a number by itself."""
+    found = _field(record, name)
+    try:
+        value = math.nan if isinstance(found, bool) else float(found)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadLine("wrong type", found, f"a number in the field {name!r}")
+    return value
+
+
+def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
+    """The words of a record's `data.labels_field` with whether they hold; None among them: not known, left out."""
+    known = {} if found is None else found
+    if not isinstance(known, Mapping) or not all(value is None or type(value) is bool for value in known.values()):
+        raise BadLine("wrong labels", found, 'words with true or false, such as {" sweet": true, " cold": false}')
+    return tuple((word, holds) for word, holds in known.items() if holds is not None)
 
 
 def too_long(size: int, config: DataConfig) -> BadLine:

@@ -154,8 +154,9 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 
 
 def text_digest(text: Text) -> bytes:
-    """SHA-256 of the text [32 bytes]."""
-    return hashlib.sha256(text.text.encode()).digest()
+    """SHA-256 of the text, and of what is known beside it if anything is [32 bytes]."""
+    beside = f"\0{text.labels}{text.more}" if text.labels or text.more else ""
+    return hashlib.sha256((text.text + beside).encode()).digest()
 
 
 class Seen:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,17 +15,15 @@ import numpy as np
 import pyarrow as pa
 
 from cqwen_dist.data.document import Document
-from cqwen_dist.data.encoder import NumberEncoder, Reading
-from cqwen_dist.data.numbers import find_numbers
-from cqwen_dist.data.records import Text
-from cqwen_dist.data.sources import text_digest
 
 SCHEMA = pa.schema(
     [
         ("ids", pa.list_(pa.int32())),  # the end token included
         ("numbers", pa.list_(pa.float64())),  # one for each <NUM> among the ids
-        ("targets", pa.list_(pa.int8())),  # as many: 1 where the regression learns it
+        ("targets", pa.list_(pa.int8())),  # as many: 1 + its type where the regression learns it
         ("unlearnt", pa.list_(pa.int32())),  # start, end, start, end, ...: tokens that are read only
+        ("labels", pa.list_(pa.int32())),  # partial labels behind the text: w where word w holds, ~w where not
+        ("more", pa.list_(pa.float64())),  # further values of the text's one target
         ("overflows", pa.int32()),
         ("left", pa.int32()),  # numerals that stayed text
         ("digest", pa.binary(32)),  # of the text
@@ -34,148 +31,9 @@ SCHEMA = pa.schema(
 )
 
 
-class Recipe(NamedTuple):
-    """What becomes of a text behind the encoder."""
-
-    end: int  # the id that ends every text
-    numeric_targets: str
-    min_tokens: int
-    max_tokens: int
-
-
-class Chunk(NamedTuple):
-    """Some texts tokenised: a row each; overflows as (row, place, literal); which rows are not of a length to stay."""
-
-    batch: pa.RecordBatch
-    overflows: list[tuple[int, str, str]]
-    too_short: np.ndarray  # [n] bool
-    too_long: np.ndarray  # [n] bool
-
-
-class _Row(NamedTuple):
-    """A text that was read: its segments, whether each is learnt, what was read in each; tokens that are not learnt."""
-
-    text: Text
-    segments: list[tuple[str, bool]]
-    readings: list[Reading]
-    unlearnt: list[int]  # start, end, start, end, ...
-
-    def ids(self) -> bytes:
-        """As int32, without the end token."""
-        return b"".join([reading.ids for reading in self.readings])
-
-    def overflows(self) -> list[str]:
-        """Literals too large for float64."""
-        return [literal for reading in self.readings for literal in reading.overflows]
-
-
-def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) -> Chunk:
-    """Tokenise some texts, an end token behind each; a number that opens a text is no target (nothing predicts it)."""
-    rows = _read(texts, encoder)
-    ids = [row.ids() for row in rows]
-    sizes = np.array([len(own) // 4 + 1 for own in ids], np.int64)
-    offsets = _offsets(sizes)
-    flat = np.frombuffer(np.int32(recipe.end).tobytes().join([*ids, b""]), np.int32)
-    numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
-    numbers_at, targets = _targets(rows, flat, offsets, encoder, recipe)
-    overflows = [row.overflows() for row in rows]
-    columns = [
-        _lists(flat, offsets),
-        _lists(numbers, numbers_at),
-        _lists(targets, numbers_at),
-        _lists(
-            np.fromiter(chain.from_iterable(row.unlearnt for row in rows), np.int32),
-            _offsets([len(row.unlearnt) for row in rows]),
-        ),
-        pa.array(map(len, overflows), pa.int32()),
-        pa.array([sum(reading.left for reading in row.readings) for row in rows], pa.int32()),
-        pa.array(map(text_digest, texts), pa.binary(32)),
-    ]
-    found = [(i, texts[i].where, literal) for i, own in enumerate(overflows) for literal in own]
-    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-    return Chunk(batch, found, sizes < recipe.min_tokens, sizes > recipe.max_tokens)
-
-
-def _targets(
-    rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, encoder: NumberEncoder, recipe: Recipe
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where each row's numbers begin among all [n+1], and which of them are targets [M] int8."""
-    places = np.flatnonzero(flat == encoder.num_token_id)
-    owner = np.searchsorted(offsets, places, "right") - 1
-    numbers_at = _offsets(np.bincount(owner, minlength=len(rows)))
-    targets = (places > offsets[owner]).astype(np.int8)
-    if recipe.numeric_targets == "last":
-        targets[:-1] *= owner[1:] != owner[:-1]
-    for i, row in enumerate(rows):
-        if row.text.target is not None or row.unlearnt:
-            mine = slice(numbers_at[i], numbers_at[i + 1])
-            targets[mine] *= _allowed(row, places[mine] - offsets[i], encoder)
-    return numbers_at, targets
-
-
-def _read(texts: Sequence[Text], encoder: NumberEncoder) -> list[_Row]:
-    """Every segment of every text, read all at once."""
-    segments = [_segments(text) for text in texts]
-    readings = iter(encoder.read([segment for own in segments for segment, _ in own]))
-    rows = []
-    for text, own in zip(texts, segments, strict=True):
-        found = list(islice(readings, len(own)))
-        rows.append(_Row(text, own, found, _unlearnt(text, own, found)))
-    return rows
-
-
-def _segments(text: Text) -> list[tuple[str, bool]]:
-    """The text cut where learning starts or stops: (piece, whether it is learnt)."""
-    if text.learnt is None:
-        return [(text.text, True)]
-    pieces, position = [], 0
-    for start, end in text.learnt:
-        pieces += [(text.text[position:start], False), (text.text[start:end], True)]
-        position = end
-    pieces.append((text.text[position:], False))
-    return [piece for piece in pieces if piece[0]]
-
-
-def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Reading]) -> list[int]:
-    if text.learnt is None:
-        return []
-    found, position = [], 0
-    for (_, learnt), reading in zip(segments, readings, strict=True):
-        if not learnt:
-            found += [position, position + len(reading.ids)]
-        position += len(reading.ids)
-    if not segments[-1][1]:  # a text whose end is not learnt has an end token that is not, either
-        found[-1] += 1
-    return found
-
-
-def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: NumberEncoder) -> np.ndarray:
-    """Which numbers stand inside the characters of `target` [M] bool."""
-    found, position = [], 0
-    for segment, _ in segments:
-        for start, end, value in find_numbers(segment, encoder.policy) if encoder.policy is not None else ():
-            if np.isfinite(value):
-                found.append(target[0] <= position + start and position + end <= target[1])
-        position += len(segment)
-    return np.array(found, bool)
-
-
-def _allowed(row: _Row, places: np.ndarray, encoder: NumberEncoder) -> np.ndarray:
-    """Which numbers of a text may be targets [M] bool: inside `text.target`, and learnt. places [M]: among its ids."""
-    target = row.text.target
-    found = np.ones(len(places), bool) if target is None else _inside(row.segments, target, encoder)
-    for first, last in zip(row.unlearnt[::2], row.unlearnt[1::2], strict=True):
-        found &= (places < first) | (places >= last)
-    return found
-
-
-def _offsets(counts: np.ndarray | Sequence[int]) -> np.ndarray:
+def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
     """Offsets of lists with so many members [n+1]."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
-def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
 
 
 class _View(NamedTuple):
@@ -188,6 +46,10 @@ class _View(NamedTuple):
     numbers_at: np.ndarray
     unlearnt: np.ndarray
     unlearnt_at: np.ndarray
+    labels: np.ndarray
+    labels_at: np.ndarray
+    more: np.ndarray
+    more_at: np.ndarray
 
 
 class TokenStore:
@@ -197,7 +59,7 @@ class TokenStore:
         self._batches = [batch for batch in batches if batch.num_rows]
         self.num_token_id = num_token_id
         self._views: list[_View | None] = [None] * len(self._batches)
-        self._first = _offsets([batch.num_rows for batch in self._batches])
+        self._first = offsets_of([batch.num_rows for batch in self._batches])
         sizes = [np.diff(self._view(b).ids_at) for b in range(len(self._batches))]
         self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32, tokens of each text
 
@@ -220,17 +82,22 @@ class TokenStore:
         before = int((view.ids[at : at + start] == self.num_token_id).sum()) if start else 0
         first = view.numbers_at[row] + before
         values = np.zeros(len(ids))
-        targets = np.zeros(len(ids), bool)
+        targets = np.zeros(len(ids), np.int8)
         count = int(is_number.sum())
         values[is_number] = view.numbers[first : first + count]
-        targets[is_number] = view.targets[first : first + count] != 0
+        targets[is_number] = view.targets[first : first + count]
+        found = view.labels[view.labels_at[row] : view.labels_at[row + 1]]
+        labels = found if len(found) and at + end == view.ids_at[row + 1] else None  # behind the text's last piece
+        more = view.more[view.more_at[row] : view.more_at[row + 1]]
+        types = np.maximum(targets - 1, 0) if (targets > 1).any() else None
+        extra = types, more if len(more) and targets.any() else None, labels
         marks = view.unlearnt[view.unlearnt_at[row] : view.unlearnt_at[row + 1]]
         if not len(marks):
-            return Document(ids, values, targets)
+            return Document(ids, values, targets != 0, None, *extra)
         learnt = np.ones(len(ids), bool)
         for low, high in zip(marks[::2], marks[1::2], strict=True):
             learnt[max(low - start, 0) : max(high - start, 0)] = False
-        return Document(ids, values, targets, learnt)
+        return Document(ids, values, targets != 0, learnt, *extra)
 
     def column(self, name: str) -> np.ndarray:
         """A column of whole numbers for all texts [n]."""
@@ -251,7 +118,7 @@ class TokenStore:
         numbers, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for b in range(len(self._batches)):
             view = self._view(b)
-            ends = _offsets(view.targets.astype(np.int64))
+            ends = offsets_of((view.targets != 0).astype(np.int64))
             numbers.append(np.diff(view.numbers_at).astype(np.int64))
             targets.append(np.diff(ends[view.numbers_at]))
         return np.concatenate(numbers), np.concatenate(targets)
@@ -297,6 +164,10 @@ class ContentDigest:
         arrays = [view.ids, view.numbers, view.targets, view.unlearnt, *counts]
         for part, array in zip(self._parts, arrays, strict=True):
             part.update(np.ascontiguousarray(array).data)
+        extra = [view.labels, np.diff(view.labels_at)] if len(view.labels) else []
+        extra += [view.more, np.diff(view.more_at)] if len(view.more) else []
+        for array in extra:
+            self._parts[-1].update(np.ascontiguousarray(array).data)  # without any the digest is as it always was
 
     def hexdigest(self) -> str:
         """Of all so far."""
@@ -304,7 +175,7 @@ class ContentDigest:
 
 
 def _view_of(batch: pa.RecordBatch) -> _View:
-    ids, numbers, targets, unlearnt = (batch.column(i) for i in range(4))
+    ids, numbers, targets, unlearnt, labels, more = (batch.column(i) for i in range(6))
     return _View(
         ids.values.to_numpy(),
         ids.offsets.to_numpy(),
@@ -313,4 +184,8 @@ def _view_of(batch: pa.RecordBatch) -> _View:
         numbers.offsets.to_numpy(),
         unlearnt.values.to_numpy(),
         unlearnt.offsets.to_numpy(),
+        labels.values.to_numpy(),
+        labels.offsets.to_numpy(),
+        more.values.to_numpy(),
+        more.offsets.to_numpy(),
     )

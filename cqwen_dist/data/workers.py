@@ -14,10 +14,10 @@ from typing import Any
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.blocks import Block
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.records import ReadReport, extractor
 from cqwen_dist.data.sources import read_block
-from cqwen_dist.data.store import Chunk, Recipe, encode_chunk
 
 _AHEAD = 2  # blocks a worker has waiting
 _WORTH = 8  # blocks from which on it is worth to start workers (a second or two each)

@@ -165,7 +165,7 @@ def counterfactuals(
 ) -> list[Written]:
     """The same prompt under `count` individuals (seed S3 3.4.1), or under as many noises (mode "noise", 3.4.2).
 
-    With the same seed and count, the i-th individual is the same for every prompt: the same quantiles of each U.
+    With the same seed and count, the i-th individual is the same for every prompt (`treatments`).
     options: of `continue_text`. Raises `UserError`.
     """
     if mode not in ("individual", "noise"):
@@ -173,3 +173,42 @@ def counterfactuals(
     if count < 1:
         raise UserError("individuals", count, "1 or more")
     return continue_text(model, tokenizer, [prompt] * count, mode=mode, **options)
+
+
+@dataclass(frozen=True)
+class Individual:
+    """One individual under each of several treatments t, a prompt each: what is written, and Y(t) (seed S3 1).
+
+    values: the first number of each text; differences: Y(t) - Y(t of the first prompt). None where there is no number.
+    """
+
+    texts: list[str]
+    values: list[float | None]
+    differences: list[float | None]
+
+
+def treatments(
+    model: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    count: int,
+    mode: str = "individual",
+    *,
+    seed: int | None = None,
+    **options: Any,
+) -> list[Individual]:
+    """The same `count` individuals under each of the prompts.
+
+    An individual is its eps [C], uniform: it stands at the same quantiles of the law of U whatever the prompt makes of
+    that law, u(t) = loc_U(t) + scale_U(t) tan(pi (eps - 1/2)) (S3 3.4.1). Mode "noise" keeps the noise instead. seed:
+    None draws one for all. options: of `continue_text`. Raises `UserError`.
+    """
+    seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+    worlds = [counterfactuals(model, tokenizer, prompt, count, mode, seed=seed, **options) for prompt in prompts]
+    found = []
+    for written in zip(*worlds, strict=True):
+        values = [w.numbers[0].value if w.numbers else None for w in written]
+        first = values[0]
+        differences = [None if first is None or value is None else value - first for value in values]
+        found.append(Individual([w.text for w in written], values, differences))
+    return found

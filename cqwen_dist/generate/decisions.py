@@ -50,12 +50,19 @@ class Holding:
 
 @torch.no_grad()
 def multi_label(
-    model: Any, batch: Padded, prob_threshold: float = 0.5, words: Sequence[int] | None = None
+    model: Any,
+    batch: Padded,
+    prob_threshold: float = 0.5,
+    words: Sequence[int] | None = None,
+    decision_threshold: float | None = None,
 ) -> list[list[Holding]]:
     """Every word whose P is above the threshold behind each prompt, best first (S4 3.5.3); none is an answer too.
 
-    words: ids to ask (default: all in use). The decision threshold is the model's own C. Raises `UserError`.
+    words: ids to ask (default: all in use). decision_threshold: C of every word (default: the model's own). Raises
+    `UserError`.
     """
+    if decision_threshold is not None and not math.isfinite(decision_threshold):
+        raise UserError("decision_threshold", decision_threshold, "a finite number")
     if not 0.0 < prob_threshold < 1.0:
         raise UserError("prob_threshold", prob_threshold, "above 0, below 1")
     net = model.model
@@ -63,11 +70,14 @@ def multi_label(
     with at_hand(net.action):
         seen = net.action.word_part(law)
         if words is None:
-            p = prob_words(net.action, seen, int(model.config.used_rows))
+            p = prob_words(net.action, seen, int(model.config.used_rows), decision_threshold)
             ids = torch.arange(p.shape[1])
         else:
-            ids = torch.tensor(_known(words, model.config.vocab_size))
-            p = prob_at(seen, net.action.word_head(), ids.to(seen.loc.device))
+            ids = torch.tensor(_known(words, model.config.vocab_size), dtype=torch.int64)
+            head = net.action.word_head()
+            if decision_threshold is not None:
+                head = head._replace(threshold=torch.tensor(decision_threshold, device=seen.loc.device))
+            p = prob_at(seen, head, ids.to(seen.loc.device))
     result = []
     for row in p.cpu():
         above = (row > prob_threshold).nonzero()[:, 0]

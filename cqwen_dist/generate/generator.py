@@ -86,12 +86,15 @@ def generate(
 
 
 class _Token(NamedTuple):
-    """What is written next in every row: the word [B], Y in the target's unit, P(<NUM>) and P of the word [B]."""
+    """What is written next in every row: the word [B], Y in the target's unit, P(<NUM>) and P of the word [B]; where
+    the model has them the type of the number [B] and the laws of its further values [B,R-1]."""
 
     word: Tensor
     y: Cauchy
     p_num: Tensor
     p_word: Tensor
+    kind: Tensor | None
+    more: Cauchy | None
 
 
 class _Continuation:
@@ -122,7 +125,13 @@ class _Continuation:
         if attention_mask is not None:
             self.mask[:, :prompt] = attention_mask.bool()
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        self.numbers = empty_numbers(values, model.target, Intervals.from_dict(model.config.calibration))
+        self.numbers = empty_numbers(
+            values,
+            model.target,
+            Intervals.from_dict(model.config.calibration),
+            model.config.number_types,
+            model.config.more_values,
+        )
         self.done = torch.zeros(b, dtype=torch.bool, device=device)
         self.cache = DynamicCache(config=base) if settings.use_cache else None
 
@@ -154,6 +163,11 @@ class _Continuation:
         numbers.p_num[:, at] = token.p_num.to(device).where(~self.done, math.nan)
         numbers.p_word[:, at] = token.p_word.to(device).where(~self.done, math.nan)
         numbers.generated[:, at] = number
+        if token.kind is not None and numbers.kinds is not None:
+            numbers.kinds[:, at] = token.kind.to(device)
+        if token.more is not None and numbers.more is not None:
+            for kept, new in zip(numbers.more, token.more, strict=True):
+                kept[:, at] = new.double().to(device)
         if self.digits is not None:
             for row in number.nonzero()[:, 0].tolist():
                 numbers.values[row, at] = numbers.written(row, at, self.digits)
@@ -189,7 +203,12 @@ class _Choice:
         u_prime = self.mode.law(action, Cauchy(u.loc.to(home), u.scale.to(home)), self.draws)
         seen = action.word_part(u_prime)
         word = self.mode.choose(action, seen, self.draws, self.options, ids.to(home))
-        return _Token(word, action.value(u_prime), *_probs(action, seen, self.num_token_id, word))
+        kind = None if action.types is None else action.number_type(u_prime)
+        more = None
+        if action.reg_weight.ndim > 1 and kind is None:
+            every = action.values(u_prime)
+            more = Cauchy(every.loc[:, 1:], every.scale[:, 1:])
+        return _Token(word, action.value(u_prime), *_probs(action, seen, self.num_token_id, word), kind, more)
 
 
 def _processors(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:

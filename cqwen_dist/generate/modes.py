@@ -47,6 +47,8 @@ class Action(Protocol):
     cls_weight: Tensor  # [V,C] without the number dimensions
     cls_bias: Tensor  # [V]
     b_noise: Tensor  # [C]
+    reg_weight: Tensor  # [C], or of several values or types [R,C]
+    types: int | None
 
     def add_noise(self, u: Cauchy) -> Cauchy: ...
 
@@ -55,6 +57,10 @@ class Action(Protocol):
     def word_head(self, used_rows: int | None = None) -> WordHead: ...
 
     def value(self, u_prime: Cauchy) -> Cauchy: ...
+
+    def values(self, u_prime: Cauchy) -> Cauchy: ...
+
+    def number_type(self, u_prime: Cauchy) -> Tensor: ...
 
 
 @dataclass
@@ -159,12 +165,13 @@ def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, 
     return torch.where(none, best(action, u_prime, draws, options, ids), draws.pick(p + none[:, None]))
 
 
-def prob_words(action: Action, u_prime: Cauchy, used_rows: int) -> Tensor:
-    """P of every word in use [B,used_rows], fp32."""
+def prob_words(action: Action, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:
+    """P of every word in use [B,used_rows], fp32. threshold: instead of the model's own C."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(used_rows)
     used = head.take(slice(0, head.rows))
     loc_s = product(u.loc, used.weight) + action.cls_bias[: head.rows]
-    return prob_above(scale_scores(u.scale, used.weight, head.rows), used.threshold - loc_s)
+    c = used.threshold if threshold is None else threshold
+    return prob_above(scale_scores(u.scale, used.weight, head.rows), c - loc_s)
 
 
 def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:

@@ -43,11 +43,20 @@ class GeneratedNumbers:
     p_word: Tensor  # [B,T'] float64, P of the word that was written; nan as p_num
     target: TargetTransform
     intervals: Intervals = field(default_factory=Intervals)
+    types: list[str] | None = None  # names of the types of number
+    kinds: Tensor | None = None  # [B,T'] int64: which of them, where generated
+    more_values: list[str] | None = None  # names of further values
+    more: Cauchy | None = None  # [B,T',R-1] float64: their laws in the target's unit, where generated
 
     def until(self, end: int) -> GeneratedNumbers:
         """The first `end` positions, as views."""
         names = ("values", "generated", "loc", "scale", "p_num", "p_word")
-        return replace(self, **{name: getattr(self, name)[:, :end] for name in names})
+        return replace(
+            self,
+            **{name: getattr(self, name)[:, :end] for name in names},
+            kinds=None if self.kinds is None else self.kinds[:, :end],
+            more=None if self.more is None else Cauchy(self.more.loc[:, :end], self.more.scale[:, :end]),
+        )
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(low, high), each [B,T'] float64 in the raw unit, as `number_interval`; nan where not generated."""
@@ -68,13 +77,32 @@ class GeneratedNumbers:
         if not bool(self.generated[row, position]):
             return None
         y = Cauchy(self.loc[row, position], self.scale[row, position])
-        spans = {f"{level:g}": number_interval(y, self.target, self.intervals, level) for level in LEVELS}
+        more = {}
+        for i, name in enumerate(self.more_values or ()):
+            assert self.more is not None
+            law = Cauchy(self.more.loc[row, position, i], self.more.scale[row, position, i])
+            more[name] = FurtherValue(float(self.target.inverse(law.loc)), self._spans(law, Intervals()))
         return NumberRecord(
             value=float(self.target.inverse(self.loc[row, position])),
             written=self.written(row, position, digits),
-            intervals={level: (float(low), float(high)) for level, (low, high) in spans.items()},
+            intervals=self._spans(y, self.intervals),
             p_num=float(self.p_num[row, position]),
+            type=None if self.types is None or self.kinds is None else self.types[int(self.kinds[row, position])],
+            more=more,
         )
+
+    def _spans(self, y: Cauchy, intervals: Intervals) -> dict[str, tuple[float, float]]:
+        found = {f"{level:g}": number_interval(y, self.target, intervals, level) for level in LEVELS}
+        return {level: (float(low), float(high)) for level, (low, high) in found.items()}
+
+
+@dataclass(frozen=True)
+class FurtherValue:
+    """A further value of a number (S4 4.7.1), raw unit; its intervals are the Cauchy's own: only the first value's are
+    recalibrated."""
+
+    value: float
+    intervals: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -82,13 +110,15 @@ class NumberRecord:
     """A number the model wrote, in the raw unit. value: loc_Y.
 
     written: as it stands in the text, which is also what the model reads on. intervals: level -> (low, high). p_num:
-    P(<NUM>) at its position.
+    P(<NUM>) at its position. type: the likeliest, where the model has types. more: further values by name.
     """
 
     value: float
     written: float
     intervals: dict[str, tuple[float, float]]
     p_num: float
+    type: str | None = None
+    more: dict[str, FurtherValue] = field(default_factory=dict)
 
 
 def shown(value: float, spread: float, digits: Digits = "auto") -> float:
@@ -115,8 +145,14 @@ def check_digits(digits: Digits) -> None:
         raise UserError("digits", digits, f"auto, or 1 to {MOST_DIGITS}")
 
 
-def empty_numbers(values: Tensor, target: TargetTransform, intervals: Intervals) -> GeneratedNumbers:
-    """Of a prompt's values [B,T'], to be filled as positions are written."""
+def empty_numbers(
+    values: Tensor,
+    target: TargetTransform,
+    intervals: Intervals,
+    types: list[str] | None = None,
+    more_values: list[str] | None = None,
+) -> GeneratedNumbers:
+    """Of a prompt's values [B,T'], to be filled as positions are written. types, more_values: the model's names."""
     zeros, unknown = torch.zeros_like(values), torch.full_like(values, math.nan)
     return GeneratedNumbers(
         values,
@@ -127,4 +163,8 @@ def empty_numbers(values: Tensor, target: TargetTransform, intervals: Intervals)
         unknown.clone(),
         target,
         intervals,
+        types,
+        torch.zeros_like(values, dtype=torch.int64) if types else None,
+        more_values,
+        Cauchy(*(values.new_zeros(*values.shape, len(more_values)) for _ in range(2))) if more_values else None,
     )

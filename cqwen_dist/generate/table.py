@@ -13,12 +13,18 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.generate.continuation import input_device, padded
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.numbers import Digits, check_digits
+from cqwen_dist.generate.numbers import Digits, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer
 from cqwen_dist.intervals import LEVELS
 
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
+
+
+def number_columns(model: Any) -> list[str]:
+    """`NUMBER_COLUMNS`, and those of the number's type and of its further values, where the model has them."""
+    more = [f"{column}_{name}" for name in model.config.more_values or () for column in NUMBER_COLUMNS[:-1]]
+    return [*NUMBER_COLUMNS, *(["type"] if model.config.number_types else []), *more]
 
 
 def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -63,7 +69,7 @@ def predict_numbers(
     digits: Digits = "auto",
     within: int = 8,
 ) -> Iterator[dict[str, float | str]]:
-    """The first number that the model writes behind each prompt (mode standard) as `NUMBER_COLUMNS`: loc_Y, its
+    """The first number that the model writes behind each prompt (mode standard) as `number_columns`: loc_Y, its
     intervals (recalibrated where the model holds the factors) and P(<NUM>) there. A model may write words first, and be
     it a blank: so many tokens at most, `within`. Where it writes no number the cells are empty, but for the largest
     P(<NUM>) that was seen. model: a `CausalQwenForCausalLM`.
@@ -93,11 +99,18 @@ def predict_numbers(
             record = numbers.record(row, at, digits)
             if record is None:
                 seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
-                yield {**dict.fromkeys(NUMBER_COLUMNS, ""), "p_num": float(f"{seen:.6g}")}
+                yield {**dict.fromkeys(number_columns(model), ""), "p_num": float(f"{seen:.6g}")}
                 continue
-            spans = [end for level in LEVELS for end in record.intervals[f"{level:g}"]]
-            told = [record.written, *(float(f"{x:.6g}") for x in (*spans, record.p_num))]
-            yield dict(zip(NUMBER_COLUMNS, told, strict=True))
+            told: list[float | str] = [record.written, *_ends(record.intervals), float(f"{record.p_num:.6g}")]
+            told += [] if record.type is None else [record.type]
+            for further in record.more.values():
+                low, high = further.intervals["0.5"]
+                told += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals)]
+            yield dict(zip(number_columns(model), told, strict=True))
+
+
+def _ends(intervals: dict[str, tuple[float, float]]) -> list[float]:
+    return [float(f"{end:.6g}") for level in LEVELS for end in intervals[f"{level:g}"]]
 
 
 def predict_table(
@@ -120,7 +133,7 @@ def predict_table(
     """
     columns, rows = read_table(path)
     prompts = prompts_of(template, columns, rows)
-    added = [CHOICE, *(f"p {option}" for option in options)] if options else list(NUMBER_COLUMNS)
+    added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model)
     taken = [name for name in added if name in columns]
     if taken:
         raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'", str(path))

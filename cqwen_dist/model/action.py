@@ -18,8 +18,9 @@ class ActionNetwork(nn.Module):
     A bias shifts a location and never enters a scale (S2 3.4). The thresholds C live here because they, like
     W_cls and b_cls, are rows of the vocabulary: this module may hold all V of them or a rank's range
     [vocab_start, vocab_start + rows). word_size: how many of the C dimensions words see (default all; the rest are
-    number dimensions). values: R, where a position has several values or one of several types of value (S4 4.7): then
-    W_reg is [R, C] and Y [..., R]; default: one, W_reg [C]. Weights are fp32 masters.
+    number dimensions). W_reg is [C]; with values R, where a position has several values (S4 4.7.1), [R, C]; with types
+    T, where a value is of one of T types (S4 4.7.2), [2T, C]: the values of each type, then the types' own scores S_t,
+    P_t = P(S_t > 0). Weights are fp32 masters.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ActionNetwork(nn.Module):
         rows: int | None = None,
         scalar_threshold: bool = False,
         values: int | None = None,
+        types: int | None = None,
     ) -> None:
         super().__init__()
         rows = vocab_size if rows is None else rows
@@ -41,7 +43,9 @@ class ActionNetwork(nn.Module):
         self.cls_weight = nn.Parameter(torch.empty(rows, self.word_size))
         self.cls_bias = nn.Parameter(torch.zeros(rows))
         self.threshold = nn.Parameter(torch.zeros(()) if scalar_threshold else torch.zeros(rows))
-        shape = () if values is None else (values,)
+        self.types = types
+        several = values if types is None else 2 * types
+        shape = () if several is None else (several,)
         self.reg_weight = nn.Parameter(torch.empty(*shape, causal_hidden_size))
         self.reg_bias = nn.Parameter(torch.zeros(shape))
         self.b_noise = nn.Parameter(torch.full((causal_hidden_size,), 0.1))
@@ -83,9 +87,27 @@ class ActionNetwork(nn.Module):
     def value(self, u_prime: Cauchy) -> Cauchy:
         """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`).
 
-        With `values` R: [..., R], each exact by itself; they share U', so they are dependent.
+        Of several values the first; of several types the value of the likeliest (`number_type`).
         """
-        return u_prime.affine(self.reg_weight, self.reg_bias)
+        if self.reg_weight.ndim == 1:
+            return u_prime.affine(self.reg_weight, self.reg_bias)
+        if self.types is None:
+            return u_prime.affine(self.reg_weight[0], self.reg_bias[0])
+        laws, kind = self.values(u_prime), self.number_type(u_prime).unsqueeze(-1)
+        return Cauchy(laws.loc.gather(-1, kind)[..., 0], laws.scale.gather(-1, kind)[..., 0])
+
+    def values(self, u_prime: Cauchy) -> Cauchy:
+        """All R values, or the value of each of T types: [..., R], each exact by itself; they share U': dependent."""
+        return u_prime.affine(self.reg_weight[: self.types], self.reg_bias[: self.types])
+
+    def type_scores(self, u_prime: Cauchy) -> Cauchy:
+        """S_t of each of T types, [..., T]: the type t holds with P(S_t > 0), one against the rest as words."""
+        return u_prime.affine(self.reg_weight[self.types :], self.reg_bias[self.types :])
+
+    def number_type(self, u_prime: Cauchy) -> Tensor:
+        """The likeliest type [...] int64, by the decision strength, which orders types as P_t does."""
+        scores = self.type_scores(u_prime)
+        return (scores.loc / scores.scale.clamp(min=1e-30)).argmax(-1)  # an individual without noise has scale 0
 
     def scores(self, u_prime: Cauchy) -> Cauchy:
         """S of U' [..., C]: Cauchy [..., rows], materialised: for one position, small models and tests."""

@@ -25,8 +25,9 @@ class FeatureExtractionNetwork(nn.Module):
     """
 
     def __init__(self, qwen_model: PreTrainedModel) -> None:
+        """qwen_model: a transformer, or a causal model, whose transformer alone is kept (S2 3.2)."""
         super().__init__()
-        self.transformer = qwen_model
+        self.transformer = qwen_model.base_model
 
     def forward(
         self,
@@ -71,11 +72,20 @@ def load_base(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_model_type(getattr(config, "model_type", None), "model_type", name_or_path)
         rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
-        base = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, **loading
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **loading,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise base_refusal(name_or_path, error) from None
+    base, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers would draw it at random
+        raise UserError("model.name_or_path", f"no {missing[0]} in {name_or_path}", "all weights of the architecture")
     if loading:
         base.model.is_loaded_in_4bit = True  # where PEFT looks, and adapters go on the transformer alone
         del base.config.quantization_config  # of this run's memory, not of the model that is exported

@@ -149,7 +149,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         """[B,T] each -> `CausalQwenOutput`.
 
         labels [B,T]: as Hugging Face's, not shifted (position t learns labels[t+1] and, where that is <NUM>, its
-        numeric_values), -100 ignored. logits_to_keep: loc_S of the last so many positions (default: none).
+        numeric_values); -100 is ignored, and so is what the attention_mask [B,T] hides: padding neither learns nor is
+        learnt, on either side (S0 5.3). logits_to_keep: loc_S of the last so many positions (default: none).
         """
         u = self.model.infer(
             input_ids,
@@ -169,7 +170,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
                 logits = seen @ action.cls_weight.T + action.cls_bias if scores is None else scores.loc
                 scale_s = None if scores is None else scores.scale
             if labels is not None:
-                loss = self._loss(u, labels, numeric_values)
+                loss = self._loss(u, labels, numeric_values, attention_mask)
         return CausalQwenOutput(
             loss=loss,
             logits=logits,
@@ -181,9 +182,13 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
         )
 
-    def _loss(self, u: Cauchy, labels: Tensor, values: Tensor | None) -> Tensor:
+    def _loss(self, u: Cauchy, labels: Tensor, values: Tensor | None, mask: Tensor | None) -> Tensor:
         """`fused_loss` of one process: S0 5.3 with alpha 0, the gate without gradient, lambda 1."""
-        num, labels = self.config.num_token_id, labels[:, 1:].flatten()
+        num, width, labels = self.config.num_token_id, labels.shape[1], labels[:, 1:]
+        if mask is not None:
+            real = mask[:, -width:].bool()  # with a cache the mask is of all that was read
+            labels = labels.masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORE_INDEX)
+        labels = labels.flatten()
         kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
         labels = labels[kept]
         if values is None:

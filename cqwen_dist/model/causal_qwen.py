@@ -7,6 +7,7 @@ input_ids, numeric_values --FeatureStack--> z [B,T,H] --AbductionNetwork--> U [B
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
+
+SHAPE = set(signature(CausalQwenConfig).parameters) - {"base", "num_token_id", "kwargs"}
 
 
 class FeatureStack(nn.Module):
@@ -63,7 +66,7 @@ class CausalQwenModel(nn.Module):
 
     def __init__(
         self,
-        source: str | CausalQwenConfig,
+        qwen_model_path: str | CausalQwenConfig,
         causal_hidden_size: int | None = None,
         *,
         base: PreTrainedModel | None = None,
@@ -72,20 +75,20 @@ class CausalQwenModel(nn.Module):
         w_num_scale: float = 1.0,
         abduction: Callable[..., Abduction] | None = None,
     ) -> None:
-        """source: a base model's folder or hub name (the seeds' `qwen_model_path`; starts as preset `seed`), or a
-        config; then `base` gives the transformer, or a new one is built. vocab_start, rows: hold only this range of
-        the vocabulary's rows. w_num_scale: factor on w_num's start. abduction: the class that the config names
-        (default: it is found). Raises `UserError` for a base that does not load, and as `loaded_abduction`.
+        """qwen_model_path: a base model's folder or hub name (S2 5; it starts as preset `seed`). Or a config: then
+        `base` gives the transformer, or a new one is built. vocab_start, rows: hold only this range of the vocabulary's
+        rows. w_num_scale: factor on w_num's start. abduction: the class that the config names (default: it is found).
+        Raises `UserError` for a base that does not load, and as `loaded_abduction`.
         """
         super().__init__()
         head = None
-        if isinstance(source, str):
-            used = tokenizer_rows(source)
-            base = load_base(source, torch.float32, rows_for=rows_with_number_for(used, used))
+        if isinstance(qwen_model_path, str):
+            used = tokenizer_rows(qwen_model_path)
+            base = load_base(qwen_model_path, torch.float32, rows_for=rows_with_number_for(used, used))
             head = base.get_output_embeddings()
             config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)
         else:
-            config = source
+            config = qwen_model_path
         if base is None:
             base = AutoModelForCausalLM.from_config(
                 config.base_config, dtype=torch.get_default_dtype(), attn_implementation=config._attn_implementation
@@ -112,6 +115,8 @@ class CausalQwenModel(nn.Module):
             vocab_start=vocab_start,
             rows=rows,
             scalar_threshold=config.scalar_threshold,
+            values=1 + len(config.more_values) if config.more_values else None,
+            types=len(config.number_types) if config.number_types else None,
         )
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))
@@ -145,7 +150,13 @@ class CausalQwenModel(nn.Module):
         (`train.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row; "digits": at the input it is the
         mean of those of `numerals`, at the output what `calibration` fits. w_num_scale: None: w_num begins with
         VALUE_SHARE of their mean norm. reg_gain: of W_reg's Xavier start. shape: further fields of `CausalQwenConfig`.
+        Raises `UserError`, also for an argument that is none of all these.
         """
+        odd = next((name for name in shape if name not in SHAPE), None)
+        if odd is not None:
+            raise UserError(
+                odd, shape[odd], f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"
+            )
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
             raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")

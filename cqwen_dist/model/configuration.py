@@ -17,6 +17,8 @@ class CausalQwenConfig(PretrainedConfig):
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
     the number dimensions (default H). number_dims: m. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for
     all words. target: the regression's unit (`TargetTransform.to_dict`).
+    number_types: names of T types of number (S4 4.7.2); more_values: names of the further R - 1 values of a number (S4
+    4.7.1); or None.
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None.
     """
@@ -37,6 +39,8 @@ class CausalQwenConfig(PretrainedConfig):
         lora: dict[str, Any] | None = None,
         used_rows: int | None = None,
         calibration: dict[str, Any] | None = None,
+        number_types: list[str] | None = None,
+        more_values: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
@@ -55,6 +59,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.target = target or TargetTransform().to_dict()
         self.lora = lora
         self.calibration = calibration
+        self.number_types, self.more_values = number_types, more_values
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 

@@ -72,9 +72,10 @@ def inherit_head(
         abduction.loc_net.weight[:words] = top.T.to(abduction.loc_net.weight)
         error = math.sqrt(float(values[: hidden - words].clamp(min=0).sum() / values.sum().clamp(min=1e-300)))
     if numbers:
-        torch.nn.init.xavier_uniform_(action.reg_weight[:words].unsqueeze(0))
-        action.reg_weight[words:] = 1.0 / numbers
-    action.reg_weight[:words] *= reg_gain
+        for row in action.reg_weight.view(-1, action.reg_weight.shape[-1]):
+            torch.nn.init.xavier_uniform_(row[:words].unsqueeze(0))
+        action.reg_weight[..., words:] = 1.0 / numbers
+    action.reg_weight[..., :words] *= reg_gain
     if bias is not None:
         action.cls_bias.copy_(bias[rows])
     row = config.num_token_id - action.vocab_start
@@ -139,17 +140,20 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
     """Y = coefficients . z + intercept with this Cauchy scale, in the target's unit, before the first step.
 
     coefficients: [H], read by U's number dimensions, which then tell the number alone (W_reg's words' part begins at
-    0); without such dimensions [C_w], W_reg itself, and the scale is what |W_reg| makes of the words'.
+    0); without such dimensions [C_w], W_reg itself, and the scale is what |W_reg| makes of the words'. Several
+    values, or the values of several types, start alike.
     """
     action, words = heads.action, heads.config.causal_size
     action.reg_bias.fill_(intercept)
     if heads.config.number_dims:
         heads.abduction.loc_net.weight[words:] = coefficients.to(action.reg_weight)
-        action.reg_weight[:words] = 0.0
-        action.reg_weight[words:] = 1.0 / heads.config.number_dims
+        action.reg_weight[..., :words] = 0.0
+        action.reg_weight[..., words:] = 1.0 / heads.config.number_dims
         set_number_scale(heads, scale)
     elif bool(coefficients.any()):  # zeros would make scale_Y 0 and the loss infinite: then W_reg stays as drawn
-        action.reg_weight.copy_(coefficients)
+        action.reg_weight.copy_(coefficients.expand_as(action.reg_weight))
+    if action.types is not None:
+        action.reg_bias[action.types :] = 0.0  # of the types' own scores
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
 from cqwen_dist.ops.regression import GATES, Gate, cauchy_nll, counts_text, gate_of, number_nll
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_loss
+from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_loss, vocab_parallel_partial
 
 
 class OvrClassificationLoss(nn.Module):
@@ -167,14 +167,15 @@ def gate_named(name: str, outside: str | Path = "") -> Gate:
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """What N positions are to learn. Several values a position (S4 4.7): see `ops.regression.number_nll`."""
+    """What N positions are to learn. Several values a position, or one of a type (S4 4.7), where the head has them."""
 
     words: Tensor  # [N] int64, in the whole vocabulary
-    values: Tensor  # [N] or [N,R] fp32: the labels' values in the target unit, 0's where text
+    values: Tensor  # [N], with value_weights [N,R], fp32: the labels' values in the target unit, 0's where text
     is_number: Tensor  # [N] bool: positions whose value is learnt
     value_weights: Tensor | None = None  # [R] or [N,R]
     types: Tensor | None = None  # [N] int64: the type of the value, -1 for none
-    p_type: Tensor | None = None  # [N,R]: P of every type
+    partial: Tensor | None = None  # [M,2] int64: place among the N, whose word is IGNORE_INDEX; word w, or ~w: not w
+    partial_counts: list[int] | None = None  # M of every rank of the vocabulary group, known there; all 0: left out
 
 
 @dataclass(frozen=True)
@@ -230,20 +231,64 @@ def fused_loss(
         token_counts,
     )
     assert out.p_num is not None
+    words, cls_sum = _with_partial(action, u_prime, labels, options, token_weight, group, out)
     stop = options.gate_grad == "stop"
     p_num = out.p_num.detach() if stop else out.p_num
-    p_type = labels.p_type.detach() if stop and labels.p_type is not None else labels.p_type
-    y, values = action.value(u_prime), labels.values
-    if y.loc.ndim > values.ndim:  # one value under the law of each type
-        values = values.unsqueeze(-1).expand_as(y.loc)
-    nll = cauchy_nll(y.loc, y.scale, values)  # finite everywhere, so a gate of 0 drops value and gradient
-    nll = number_nll(nll, labels.value_weights, p_type, labels.types)
+    nll, type_loss = _number_losses(action, u_prime, labels, stop)
     gates = gate_of(options.gate)(labels.is_number, p_num, options.alpha)
     reg_sum = (gates * nll).sum()  # without a number it is 0 and still in the graph
     return LossTerms(
-        loss=out.loss + number_weight * reg_sum,
-        cls_sum=out.per_token.sum(),
+        loss=words + token_weight * type_loss + number_weight * reg_sum,
+        cls_sum=cls_sum + type_loss.detach(),
         reg_sum=reg_sum.detach(),
         prob_sum=out.prob_sum,
         p_num=out.p_num.detach(),
     )
+
+
+def _number_losses(action: ActionNetwork, u_prime: Cauchy, labels: TokenLabels, stop: bool) -> tuple[Tensor, Tensor]:
+    """(NLL [N], loss of the types []): S4 4.7.1 with several values; with types P_t NLL_t (4.7.2) and P_t's own loss.
+
+    The NLL is finite everywhere, so a gate of 0 drops value and gradient. A type is one more word of the position: the
+    cross entropies of all types, one against the rest, belong to L_cls. stop: P_t gates without gradient.
+    """
+    none = u_prime.loc.new_zeros(())
+    if labels.types is None and labels.value_weights is None:
+        y = action.value(u_prime)
+        return cauchy_nll(y.loc, y.scale, labels.values), none
+    y = action.values(u_prime)
+    if labels.types is None:
+        return number_nll(cauchy_nll(y.loc, y.scale, labels.values), labels.value_weights), none
+    nll = cauchy_nll(y.loc, y.scale, labels.values.unsqueeze(-1).expand_as(y.loc))
+    scores = action.type_scores(u_prime)
+    p_type, known = scores.sf(0.0), labels.is_number & (labels.types >= 0)
+    true = torch.arange(y.loc.shape[-1], device=known.device) == labels.types.unsqueeze(-1)
+    bce = -torch.where(true, scores.log_sf(0.0), scores.log_cdf(0.0)).sum(-1)
+    nll = number_nll(nll, None, p_type.detach() if stop else p_type, labels.types)
+    return nll, torch.where(known, bce, 0.0).sum()
+
+
+def _with_partial(
+    action: ActionNetwork,
+    u_prime: Cauchy,
+    labels: TokenLabels,
+    options: LossOptions,
+    token_weight: float,
+    group: ProcessGroup | None,
+    out: VocabParallelOutput,
+) -> tuple[Tensor, Tensor]:
+    """The words' loss and sum of `out`, with those of partial labels where any rank of the group has some."""
+    if labels.partial is None or not any(labels.partial_counts or [len(labels.partial)]):
+        return out.loss, out.per_token.sum()
+    place, words = labels.partial.unbind(1)
+    seen = action.word_part(u_prime)
+    loss, own = vocab_parallel_partial(
+        Cauchy(seen.loc[place], seen.scale[place]),
+        action.word_head(options.used_rows),
+        words,
+        token_weight,
+        options.ovr,
+        group,
+        labels.partial_counts,
+    )
+    return out.loss + loss, out.per_token.sum() + own

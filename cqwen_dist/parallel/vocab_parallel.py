@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
+from cqwen_dist.ops.ovr.reference import ovr_partial
 from cqwen_dist.ops.ovr.topk import RankBy, prob_at, topk
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 
@@ -111,6 +112,32 @@ def vocab_parallel_loss(
         prob_sum=own[:, 1].detach(),
         p_num=own[:, 2] if num_token_id is not None else None,
     )
+
+
+def vocab_parallel_partial(
+    u: Cauchy,
+    head: WordHead,
+    words: Tensor,
+    token_weight: float,
+    options: OvrOptions = PLAIN,
+    group: ProcessGroup | None = None,
+    counts: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(loss, own sum): BCE of single words only, w_k in it (S4 3.3.1); the loss as `VocabParallelOutput`'s.
+
+    u: U' of each label's token [M_r,C]; words [M_r]: as `ovr_partial`'s; counts: M_r of every rank of the group. The
+    own sum is of this rank's labels, detached and without token_weight. Collective over `group`, forward and backward.
+    """
+    counts = counts or exchange_counts(len(words), group, words.device)
+    every = gather_tokens(words, counts, group)
+    bce = ovr_partial(gather_law(u, counts, group), head, every, options.slope_limit)
+    if options.class_weights is not None and len(head.weight):
+        row = (torch.where(every < 0, ~every, every) - head.start).clamp(0, len(head.weight) - 1)
+        bce = bce * options.class_weights[row]
+    if options.vocab_reduction == "mean":
+        bce = bce / (len(head.weight) if head.limit is None else head.limit)
+    own = scatter_sum_tokens(bce.detach(), counts, group)
+    return sum_partials(token_weight * bce.sum(), group), own.sum()
 
 
 def gather_law(u: Cauchy, counts: list[int], group: ProcessGroup | None) -> Cauchy:

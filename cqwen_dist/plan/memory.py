@@ -132,7 +132,7 @@ def _heads(s: Sizes) -> Iterator[Part]:
     """The heads lie outside the engine, in fp32, with an AdamW of their own: small ones whole, rows over the group."""
     reached = reached_groups(s)
     c, h, v, words = s.causal, s.base.hidden, s.rows, s.words
-    for name, count in (("abduction", 2 * (c * h + c)), ("regression", c + 1), ("noise", c)):
+    for name, count in (("abduction", 2 * (c * h + c)), ("regression", s.regressions * (c + 1)), ("noise", c)):
         size = count * (FP32 + ADAM_MOMENTS * (name in reached))
         yield Part(name, size, f"{count:,} x 4 bytes" + (", 8 more for moments" if name in reached else ""))
     trained = "classifier" in reached

@@ -156,11 +156,17 @@ class Sizes:
             found.append(self.rows)
         return found
 
+    @property
+    def regressions(self) -> int:
+        """Rows of W_reg: of the values of a number, or of each type its value and its score."""
+        data = self.config.data
+        return 2 * len(data.types) if data.types else 1 + len(data.more_values)
+
     def whole_head(self, groups: frozenset[str]) -> int:
         """Trained numbers of the heads that every rank holds whole, where `groups` are trainable."""
         c, h = self.causal, self.base.hidden
         scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
-        sizes = {"abduction": 2 * (c * h + c), "regression": c + 1, "noise": c}
+        sizes = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1), "noise": c}
         return sum(size for name, size in sizes.items() if name in groups) + scalar
 
     @cached_property

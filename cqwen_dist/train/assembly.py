@@ -168,6 +168,8 @@ def build_training(
         scale_activation=config.model.scale_activation,
         scalar_threshold=config.train.thresholds == "scalar",
         target=target,
+        number_types=config.data.types,
+        more_values=config.data.more_values or None,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
     )
     if config.model.gradient_checkpointing:

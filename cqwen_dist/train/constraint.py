@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.resume import refuse_strange
 from cqwen_dist.config import ConstraintConfig, UserError
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, is_lora_b
@@ -113,16 +114,20 @@ class Constraint:
         """Restore what `save` wrote and `state_dict` returned. Raises `UserError`."""
         try:
             tensors = load_file(path)
-            self._abduction = _frozen_copy(self.model)  # for its scale's floor, which is no tensor
-            self._abduction.load_state_dict(
-                {name.removeprefix("abduction."): v for name, v in tensors.items() if name.startswith("abduction.")}
-            )
-            self._embedding = self._own(tensors["w_num"]), self._own(tensors["num_row"])
-            self.spread = self._own(tensors["spread"])
-            self._adapted = bool(tensors["adapted"])
+            adapted = tensors.pop("adapted").reshape(())
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
             raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
+        self._abduction = _frozen_copy(self.model)  # for its scale's floor, which is no tensor
+        own, config = self._abduction.state_dict(), self.model.config
+        shapes = {f"abduction.{name}": value.shape for name, value in own.items()}
+        shapes |= {name: torch.Size([config.hidden_size]) for name in ("w_num", "num_row")}
+        shapes["spread"] = torch.Size([config.causal_hidden_size])
+        refuse_strange(tensors, shapes, path, key="loss.constraint")
+        self._abduction.load_state_dict({name: tensors[f"abduction.{name}"] for name in own})
+        self._embedding = self._own(tensors["w_num"]), self._own(tensors["num_row"])
+        self.spread = self._own(tensors["spread"])
+        self._adapted = bool(adapted)
         self._set_unit()
         self.multiplier.fill_(state["multiplier"])
         self._answer.fill_(state["answer"])

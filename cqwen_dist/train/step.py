@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cqwen_dist.batch import Batch
+from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import LossConfig
 from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
@@ -19,6 +19,7 @@ from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.train.constraint import Constraint
 from cqwen_dist.train.evaluation.evaluator import top1
 from cqwen_dist.train.frequency import class_weights
+from cqwen_dist.train.number_labels import number_labels
 from cqwen_dist.train.stages import StagePlan
 from cqwen_dist.train.zero.engine import Engine
 
@@ -33,6 +34,7 @@ class StepCounts:
     numbers: float  # denominator of L_reg
     tokens: int  # input positions, for tokens/s
     labels: list[list[int]]  # [micro-batch][rank of the vocabulary group]: label positions
+    partial: list[list[int]]  # [micro-batch][rank of the vocabulary group]: partial labels
     all_labels: int  # label positions of all ranks and micro-batches
 
 
@@ -81,7 +83,7 @@ class Stepper:
         counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
 
         # Denominators, from all ranks
-        keeps = [batch.kept for batch in micro_batches]
+        keeps = [batch.learnt for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
 
         # Gradients, accumulated over micro-batches
@@ -95,7 +97,7 @@ class Stepper:
             z_start = self.constraint.start_features(batch_on_device, keep) if second else None
             z = self.engine.forward(batch_on_device, keep) if cached is None else self._fitting(cached[i], keep)
             u = self.model.abduction(z)
-            terms = self._loss(u, batch_on_device, keep, counts, counts.labels[i], reg_weight)
+            terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight)
             loss = terms.loss
             if measures_kl:
                 weight = self.groups.world_size / max(counts.all_labels, 1)
@@ -138,18 +140,22 @@ class Stepper:
             "train/reg_weight": reg_weight,
         }
 
-    def _loss(
-        self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, kept: list[int], reg_weight: float
-    ) -> LossTerms:
-        """The fused loss of one micro-batch, weighted so that the ranks' average is the global mean."""
+    def _loss(self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, i: int, reg_weight: float) -> LossTerms:
+        """The fused loss of micro-batch i, weighted so that the ranks' average is the global mean."""
         loss, world = self.loss, self.groups.world_size
+        at, words = batch.partial.unbind(1)
+        values, weights, types = number_labels(batch, keep, self.model.config, self.loss.value_weights)
         return fused_loss(
             self.model.action,
             u,
             TokenLabels(
                 batch.labels.flatten()[keep],
-                self.model.target.forward(batch.numeric_labels.flatten()[keep]),
+                self.model.target.forward(values),
                 batch.numeric_mask.flatten()[keep],
+                weights,
+                types,
+                partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
+                partial_counts=counts.partial[i],
             ),
             LossOptions(
                 num_token_id=self.model.config.num_token_id,
@@ -163,7 +169,7 @@ class Stepper:
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),
             group=self.groups.vocab,
-            token_counts=kept,
+            token_counts=counts.labels[i],
         )
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
@@ -174,20 +180,24 @@ class Stepper:
         words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
         numbers = sum(kept) if every else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
-        table = self._gather([words, numbers, tokens], kept)
+        table = self._gather([words, numbers, tokens], [*kept, *(len(b.partial) for b in micro_batches)])
         totals = [sum(row[k] for row in table) for k in range(3)]
         first = self.engine.runtime.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
         group = table[first : first + self.groups.vocab_size]
-        by_micro_batch = [[row[4 + i] for row in group] for i in range(len(kept))]
-        everything = sum(sum(row[4:]) for row in table)
-        return StepCounts(totals[0], totals[1], totals[2], by_micro_batch, everything)
+        n = len(kept)
+        by_micro_batch = [[row[4 + i] for row in group] for i in range(2 * n)]
+        everything = sum(sum(row[4 : 4 + n]) for row in table)
+        return StepCounts(totals[0], totals[1], totals[2], by_micro_batch[:n], by_micro_batch[n:], everything)
 
     def give_up(self, micro_steps: int) -> None:
         """A rank that was told to stop while it waited for data says so in its place in the exchange: `Stopped`."""
-        self._gather([0, 0, 0], [0] * micro_steps)
+        self._gather([0, 0, 0], [0] * (2 * micro_steps))
 
     def _gather(self, sums: list[int], kept: list[int]) -> list[list[int]]:
-        """[rank][sums, told to stop, kept] of all ranks. Raises `Stopped` on all of them where any was told to."""
+        """[rank][sums, told to stop, kept] of all ranks. kept: label positions, then partial labels, by micro-batch.
+
+        Raises `Stopped` on all of them where any was told to.
+        """
         stop = self.engine.runtime.stop
         mine = torch.tensor([*sums, stop.reason is not None, *kept], device=self.device)
         table: list[list[int]] = gather_rows(mine).tolist()
@@ -199,7 +209,7 @@ class Stepper:
         """[right, seen] of argmax P over a micro-batch's tokens: U [N,C], labels [N]."""
         u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
         ids = top1(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
-        return torch.stack([(ids == labels).sum().float(), torch.full((), labels.numel(), device=labels.device)])
+        return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
         """Features that were computed before, on the device; a cache of other samples would train on nonsense."""

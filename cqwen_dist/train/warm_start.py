@@ -30,6 +30,8 @@ _SHAPE = {
     "abduction": "model.abduction",
     "scale_activation": "model.scale_activation",
     "scalar_threshold": "train.thresholds",
+    "number_types": "data.number_types",
+    "more_values": "data.more_values",
     "num_token_id": "model.num_token_id",
     "vocab_size": KEY,
     "hidden_size": KEY,
@@ -68,7 +70,7 @@ class WarmStart:
     def _check_shape(self, ours: Any, config: Config) -> None:
         saved = self.state["model"]
         for name, key in _SHAPE.items():
-            here, there = getattr(ours, name), saved[name]
+            here, there = getattr(ours, name), saved.get(name)
             if here != there:
                 raise UserError(key, here, f"{there!r}, as in {self.source}")
         unit = TargetTransform.from_dict(saved["target"]).name

@@ -31,8 +31,8 @@ def _dataset(tokenizer: NumericalAwareTokenizer, *texts: str, **config: object) 
 
 def test_a_text_gets_an_end_and_its_values(tokenizer: NumericalAwareTokenizer) -> None:
     dataset = _dataset(tokenizer, "aged 59 with 2.5")
-    ((ids, values, targets, learnt),) = dataset[0]
-    assert learnt is None
+    ((ids, values, targets, learnt, types, more, labels),) = dataset[0]
+    assert learnt is types is more is labels is None
     text_ids, text_values = tokenizer.encode("aged 59 with 2.5")
     assert ids.tolist() == [*text_ids, tokenizer.eos_token_id]
     assert values.tolist() == [*text_values, 0.0]

@@ -245,6 +245,50 @@ def logits(model: CausalQwenModel, features: torch.Tensor) -> tuple[torch.Tensor
     return tuple(model.action(u.loc, u.scale))
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_words_that_are_known_to_hold_or_not_are_the_labels_behind_a_text(
+    tmp_path: Path, tokenizer: NumericalAwareTokenizer, cache: bool
+) -> None:
+    """S4 3.3.1, of each sample: nothing is said of the other words, and nothing else changes."""
+    texts = ["age 3 sex", "age 4 and a body mass index of 3, which is long enough to be cut", "age 5"]
+    known = [{" age": True, " sex": False, " of": None}, {" sex": True}, None]
+    records = [{"text": t} | ({} if k is None else {"labels": k}) for t, k in zip(texts, known, strict=True)]
+    options: dict[str, Any] = {"sequence_length": 12, "pack": True}
+    if cache:
+        options["cache_dir"] = str(tmp_path / "cache")
+    dataset = _data(tmp_path / "a.jsonl", records, tokenizer, labels_field="labels", **options)
+    plain = _data(tmp_path / "a.jsonl", records, tokenizer, **options)
+    assert dataset.digest() != plain.digest()
+    ids = {"pad_token_id": tokenizer.pad_token_id, "num_token_id": tokenizer.num_token_id}
+    batch = collate([dataset[i] for i in range(len(dataset))], **ids)
+    usual = collate([plain[i] for i in range(len(plain))], **ids)
+    word = {w: tokenizer.encode(w)[0][0] for w in (" age", " sex")}
+    at = batch.partial[:, 0]
+    assert sorted(batch.partial[:, 1].tolist()) == sorted([word[" age"], ~word[" sex"], word[" sex"]])
+    assert (usual.labels.flatten()[at] == tokenizer.eos_token_id).all()  # behind the text, where its end is elsewhere
+    assert (batch.labels.flatten()[at] == IGNORE_INDEX).all()
+    changed = (batch.labels != usual.labels).flatten().nonzero()[:, 0]
+    assert changed.tolist() == sorted(set(at.tolist()))
+    assert batch.learnt.tolist() == usual.kept.tolist()
+    assert torch.equal(batch.input_ids, usual.input_ids)
+    assert not len(usual.partial)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ({" unheard of": True}, "words of one token"),
+        ({" age": 1}, "wrong labels|true or false"),
+        ("age", "true or fal"),
+    ],
+)
+def test_labels_that_are_none_are_refused(
+    tmp_path: Path, tokenizer: NumericalAwareTokenizer, labels: Any, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        _data(tmp_path / "a.jsonl", [{"text": "age", "labels": labels}], tokenizer, labels_field="labels")
+
+
 @torch.no_grad()
 def test_packed_logits_are_those_of_the_documents_alone(tmp_path: Path, tokenizer: NumericalAwareTokenizer) -> None:
     """Attention stays inside documents: what a packed row's tokens become equals what each document's do alone."""

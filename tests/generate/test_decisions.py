@@ -57,6 +57,11 @@ def test_every_word_above_the_threshold_holds_and_none_may(model: CausalQwenForC
             assert h.strength == pytest.approx(math.tan(math.pi * (h.p - 0.5)), rel=1e-6)
     assert any(len(row) > 1 for row in found)
     assert all(len(row) <= 1 for row in multi_label(model, batch, 0.9999999))
+    scores = at_every_position(model, PROMPTS[0])[2]
+    strict = {int(i) for i in (scores.sf(1.5)[-1][: NUM + 1] > 0.3).nonzero()}
+    some = [int(h.id) for h in multi_label(model, batch, 0.3, decision_threshold=1.5)[0]]
+    assert set() != strict == set(some) != {h.id for h in multi_label(model, batch, 0.3)[0]}
+    assert {h.id for h in multi_label(model, batch, 0.3, some[:1], 1.5)[0]} == set(some[:1])
     asked = multi_label(model, batch, 1e-6, words=[7, VOCAB - 1, 3])
     assert {h.id for h in asked[0]} <= {3, 7, VOCAB - 1}
     for options, match in (({"prob_threshold": 1.0}, "prob_threshold"), ({"words": [VOCAB]}, r"ids in \[0, 101\)")):

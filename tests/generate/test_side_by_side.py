@@ -11,7 +11,7 @@ from support.tiny import NUM, tiny_causal_lm
 from support.words import Words
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.continuation import Diversity, continue_text, counterfactuals
+from cqwen_dist.generate.continuation import Diversity, continue_text, counterfactuals, treatments
 from cqwen_dist.generate.plot import Mark, interval_plot
 from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.ops.cauchy import Cauchy
@@ -80,6 +80,39 @@ def test_a_row_keeps_its_draw_over_the_whole_generation_and_over_prompts(
     eps = torch.stack(draws)  # [steps, rows, C]
     assert float((eps - eps[0]).detach().abs().max()) < 2e-4
     assert float((eps[0, 0] - eps[0, 1]).detach().abs().mean()) > 0.1, "rows are different individuals"
+
+
+@pytest.mark.parametrize("mode", ["individual", "noise"])
+def test_the_same_individuals_answer_every_prompt(model: CausalQwenForCausalLM, mode: str) -> None:
+    """Y(t), S3 1: equal treatments have equal answers, and the number is that of eps in each treatment's law."""
+    prompts, count = [PROMPT, "w60 w2", PROMPT], 6
+    found = treatments(model, Words(), prompts, count, mode, max_new_tokens=8)
+    for individual in found:
+        assert individual.texts[0] == individual.texts[2]
+        assert individual.values[0] == individual.values[2]
+        for value, more in zip(individual.values, individual.differences, strict=True):
+            first = individual.values[0]
+            assert more == (None if value is None or first is None else value - first)
+    assert any(individual.texts[0] != individual.texts[1] for individual in found)
+    assert len({individual.texts[0] for individual in found}) > 1
+    net, seed = model.model, 5
+    eps = torch.rand(count, net.config.causal_hidden_size, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        net.action.threshold[NUM] = -1e4  # a number comes at once
+    try:
+        told = treatments(model, Words(), prompts[:2], count, mode, seed=seed, max_new_tokens=1)
+        for t, prompt in enumerate(prompts[:2]):
+            ids, values = Words().encode(prompt)
+            with torch.no_grad():
+                u = net.infer(torch.tensor([ids]), torch.tensor([values], dtype=torch.float64))
+                law = Cauchy(u.loc[0, -1], u.scale[0, -1])
+                noise = Cauchy(torch.zeros_like(law.loc), net.action.b_noise.abs())
+                at = law.sample(eps) if mode == "individual" else law.loc + noise.sample(eps)
+                wanted = net.target.inverse((at @ net.action.reg_weight + net.action.reg_bias).double())
+            assert [individual.values[t] for individual in told] == pytest.approx(wanted.tolist(), rel=1e-3)
+    finally:
+        with torch.no_grad():
+            net.action.threshold[NUM] = -0.5
 
 
 def test_what_is_refused(model: CausalQwenForCausalLM) -> None:

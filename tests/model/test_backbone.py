@@ -12,7 +12,7 @@ from support.tiny import CONTEXT, random_batch, random_ids, tiny_base
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.backbone import build_base, load_base
+from cqwen_dist.model.backbone import FeatureExtractionNetwork, build_base, load_base
 
 BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
 
@@ -30,6 +30,8 @@ def test_features_are_the_base_last_hidden_state(kind: str, tied: bool) -> None:
     zeros = torch.zeros(ids.shape, dtype=torch.float64)
     assert torch.equal(model.features(ids, zeros, mask), expected)
     assert torch.equal(model.features(ids, zeros), alone)
+    seeds = FeatureExtractionNetwork(base)  # S2 3.2: of the whole causal model, as a seeds' reader has it
+    assert torch.equal(seeds(base.get_input_embeddings()(ids), mask), expected)
 
 
 @torch.no_grad()

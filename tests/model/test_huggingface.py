@@ -26,6 +26,8 @@ SHAPES = {
     "scalar C, exp": {"scalar_threshold": True, "scale_activation": "exp"},
     "standardised": {"target": {"name": "standardise", "median": 152.0, "scale": 40.5}},
     "lora": {"lora": LORA},
+    "types of number": {"number_types": ["other", "price", "age"], "number_dims": 2},
+    "several values": {"more_values": ["high"]},
 }
 
 
@@ -220,6 +222,12 @@ def test_from_base_calibrated(base_folder: Path) -> None:
     assert float(model.model.action.threshold.detach()[0]) != 0.0
 
 
+def test_an_argument_that_is_none_is_refused_by_its_name() -> None:
+    for odd in ("nonsense", "value"):
+        with pytest.raises(UserError, match=f"{odd}: found 3, allowed: .*'number_dims'"):
+            tiny_model(number_dims=2, **{odd: 3})
+
+
 def test_from_base_refuses_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.name_or_path"):
         CausalQwenForCausalLM.from_base(str(tmp_path / "nothing"))
@@ -227,7 +235,7 @@ def test_from_base_refuses_what_is_not_there(tmp_path: Path) -> None:
 
 def test_the_seeds_constructor(base_folder: Path) -> None:
     """S2 5: CausalQwenModel(qwen_model_path, causal_hidden_size), forward -> four tensors."""
-    model = CausalQwenModel(str(base_folder), HIDDEN + 2).eval()
+    model = CausalQwenModel(qwen_model_path=str(base_folder), causal_hidden_size=HIDDEN + 2).eval()
     shapes = [tuple(t.shape) for t in model(random_ids(2, 5), torch.zeros(2, 5))]
     assert shapes == [(2, 5, VOCAB), (2, 5, VOCAB), (2, 5), (2, 5)]
 
@@ -282,6 +290,29 @@ def test_labels_as_hugging_face_users_give_them_set_the_seeds_loss(numbers: bool
         wanted = {name: g for name, g in wanted.items() if float(g.abs().max())}
     assert_all_close({name: found[name] for name in wanted}, wanted, 2e-4)
     assert model(ids, values, mask, labels=torch.full_like(ids, -100)).loss == 0.0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding_is_not_learnt_however_it_is_labelled(side: str) -> None:
+    """S0 5.3: what is masked counts in neither mean, labelled -100 or not; the loss is that of the texts alone."""
+    model, batch = worn(number_dims=2), random_batch()
+    mask = torch.arange(12) < torch.tensor([12, 9, 6, 7])[:, None]
+    mask = mask.flip(1) if side == "left" else mask
+    ids, values = batch.input_ids.masked_fill(~mask, NUM), batch.numeric_values.masked_fill(~mask, 1e6)
+    found = model(ids, values, mask.long(), labels=ids).loss
+    assert_close(model(ids, values, mask, labels=ids.masked_fill(~mask, -100)).loss, found, 1e-6, "-100")
+
+    oracle, sums = CausalQwenLoss(VOCAB, NUM), torch.zeros(4, dtype=torch.float64)
+    oracle.ovr_loss.threshold = model.model.action.threshold
+    for row in range(len(ids)):
+        text, v = ids[row : row + 1, mask[row]], values[row : row + 1, mask[row]]
+        scores = [t[:, :-1] for t in model.model(text, v)]
+        _, terms = oracle(*scores, text[:, 1:], v[:, 1:], torch.ones_like(text[:, 1:]))
+        words, numbers = text.shape[1] - 1, int((text[:, 1:] == NUM).sum())
+        parts = (terms["cls_loss_mean"] * words, words, terms["reg_loss_effective"] * numbers, numbers)
+        sums += torch.tensor(parts, dtype=torch.float64)
+    assert_close(found, (sums[0] / sums[1] + sums[2] / sums[3]).float(), 1e-5, "the texts alone")
 
 
 def test_loading_takes_no_second_copy(tmp_path: Path) -> None:

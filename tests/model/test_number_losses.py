@@ -1,5 +1,6 @@
 """Several values a position, and values of several types (S4 4.7.1, 4.7.2): as the formulas read, by hand."""
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -28,13 +29,12 @@ def case() -> dict[str, Tensor]:
         "labels": labels,
         "values": torch.randn(N, R, generator=draw) * 2,
         "types": torch.randint(-1, R, (N,), generator=draw),
-        "p_type": torch.rand(N, R, generator=draw),
     }
 
 
-def action() -> ActionNetwork:
+def action(kind: str = "several") -> ActionNetwork:
     torch.manual_seed(1)
-    return ActionNetwork(C, V, values=R)
+    return ActionNetwork(C, V, values=R) if kind == "several" else ActionNetwork(C, V, types=R)
 
 
 def p_num(model: ActionNetwork, case: dict[str, Tensor]) -> Tensor:
@@ -47,6 +47,8 @@ def by_hand(model: ActionNetwork, case: dict[str, Tensor], kind: str) -> Tensor:
     gate = p_num(model, case).detach().double()
     loc = (case["loc"] @ model.reg_weight.T + model.reg_bias).double()
     scale = ((case["scale"] + model.b_noise.abs()) @ model.reg_weight.abs().T).double()
+    if kind == "by type":
+        p_type = 0.5 + torch.atan(loc[:, R:] / scale[:, R:]) / math.pi
     total = torch.zeros((), dtype=torch.float64)
     for i in range(N):
         if case["labels"][i] != NUM:
@@ -57,12 +59,12 @@ def by_hand(model: ActionNetwork, case: dict[str, Tensor], kind: str) -> Tensor:
             if kind == "several":
                 total = total + gate[i] * WEIGHTS[r] * nll
             elif case["types"][i] == r:
-                total = total + gate[i] * case["p_type"][i, r] * nll
+                total = total + gate[i] * p_type[i, r].detach() * nll
     return total
 
 
 def fused(model: ActionNetwork, case: dict[str, Tensor], kind: str, **options: object) -> LossTerms:
-    several = {"value_weights": WEIGHTS} if kind == "several" else {"types": case["types"], "p_type": case["p_type"]}
+    several = {"value_weights": WEIGHTS} if kind == "several" else {"types": case["types"]}
     if "value_weights" in options:
         several = {"value_weights": options.pop("value_weights")}  # type: ignore[dict-item]
     labels = TokenLabels(
@@ -71,17 +73,17 @@ def fused(model: ActionNetwork, case: dict[str, Tensor], kind: str, **options: o
         case["labels"] == NUM,
         **several,
     )
-    u = Cauchy(case["loc"], case["scale"])
-    return fused_loss(model, u, labels, LossOptions(NUM, **options), 0.0, 1.0)  # type: ignore[arg-type]
+    u, token_weight = Cauchy(case["loc"], case["scale"]), float(options.pop("token_weight", 0.0))  # type: ignore[arg-type]
+    return fused_loss(model, u, labels, LossOptions(NUM, **options), token_weight, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["several", "by type"])
 def test_the_formula_and_its_gradients(case: dict[str, Tensor], kind: str) -> None:
     """Loss and gradients of W_reg, b_reg against the sum by hand, relative 1e-5."""
-    wanted = action()
+    wanted = action(kind)
     expected = by_hand(wanted, case, kind)
     expected.backward()
-    model = action()
+    model = action(kind)
     terms = fused(model, case, kind)
     terms.loss.backward()
     assert_close(terms.loss, expected.float(), 1e-5, "loss")
@@ -93,12 +95,15 @@ def test_the_formula_and_its_gradients(case: dict[str, Tensor], kind: str) -> No
 @pytest.mark.parametrize("kind", ["several", "by type"])
 @pytest.mark.parametrize("gate_grad", ["stop", "full"])
 def test_the_seeds_module_gives_the_same(case: dict[str, Tensor], kind: str, gate_grad: str) -> None:
-    model = action()
+    model = action(kind)
     terms = fused(model, case, kind, gate_grad=gate_grad, alpha=0.3)
     loss = CausalQwenLoss(V, NUM, alpha=0.3, gate_grad=gate_grad, value_weights=WEIGHTS if kind == "several" else None)
-    outputs = [t.unsqueeze(0) for t in model(case["loc"], case["scale"])]
+    u_prime = model.add_noise(Cauchy(case["loc"], case["scale"]))
+    outputs = [t.unsqueeze(0) for law in (model.scores(u_prime), model.values(u_prime)) for t in law]
     values = case["values"] if kind == "several" else case["values"][:, 0]
-    typed = {} if kind == "several" else {name: case[name].unsqueeze(0) for name in ("types", "p_type")}
+    typed = {}
+    if kind == "by type":
+        typed = {"types": case["types"][None], "p_type": model.type_scores(u_prime).sf(0.0)[None]}
     labels = case["labels"].unsqueeze(0)
     _, figures = loss(*outputs, labels, values.unsqueeze(0), torch.ones_like(labels), **typed)
     numbers = int((labels == NUM).sum())
@@ -106,15 +111,36 @@ def test_the_seeds_module_gives_the_same(case: dict[str, Tensor], kind: str, gat
 
 
 @pytest.mark.parametrize("gate_grad", ["stop", "full"])
-def test_p_of_the_type_has_gradient_only_when_asked(case: dict[str, Tensor], gate_grad: str) -> None:
-    case["p_type"].requires_grad_(True)
-    fused(action(), case, "by type", gate_grad=gate_grad).loss.backward()
-    grad = case["p_type"].grad
-    assert (grad is None) == (gate_grad == "stop")
-    if grad is not None:
-        assert not grad[case["labels"] != NUM].any()
-        true = torch.nn.functional.one_hot(case["types"].clamp(min=0), R).bool() & (case["types"] >= 0)[:, None]
-        assert not grad[~true].any()
+def test_p_of_the_type_has_gradient_from_the_gate_only_when_asked(case: dict[str, Tensor], gate_grad: str) -> None:
+    """Its own cross entropy, one against the rest, trains it whatever the gate does; against float64."""
+    model = action("by type")
+    fused(model, case, "by type", gate_grad=gate_grad).loss.backward()
+    scores = model.reg_weight.grad[R:]
+    assert bool(scores.any()) == (gate_grad == "full")
+    for p in model.parameters():
+        p.grad = None
+    both = fused(model, case, "by type", token_weight=0.3)
+    without = fused(model, {**case, "types": torch.full((N,), -1)}, "by type", token_weight=0.3)
+    wide = copy.deepcopy(model).double()
+    s = wide.type_scores(wide.add_noise(Cauchy(case["loc"].double(), case["scale"].double())))
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(N):
+        for t in range(R) if case["labels"][i] == NUM and case["types"][i] >= 0 else ():
+            p = 0.5 + torch.atan(s.loc[i, t] / s.scale[i, t]) / math.pi
+            expected = expected - torch.log(p if case["types"][i] == t else 1 - p)
+    assert float(both.cls_sum - without.cls_sum) == pytest.approx(float(expected), rel=1e-5)
+    both.loss.backward()
+    (0.3 * expected).backward()
+    assert_close(model.reg_weight.grad[R:], wide.reg_weight.grad[R:].float(), 1e-4, "scores of the types")
+
+
+def test_the_value_is_that_of_the_likeliest_type(case: dict[str, Tensor]) -> None:
+    model = action("by type")
+    u = model.add_noise(Cauchy(case["loc"], case["scale"]))
+    kind, y, laws = model.type_scores(u).sf(0.0).argmax(-1), model.value(u), model.values(u)
+    assert len(kind.unique()) > 1
+    assert torch.equal(y.loc, laws.loc[torch.arange(N), kind])
+    assert torch.equal(y.scale, laws.scale[torch.arange(N), kind])
 
 
 def test_a_value_that_is_not_there_weighs_nothing(case: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import WordHead, linear_ovr, ovr_prob_at, ovr_topk
+from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr, ovr_prob_at, ovr_topk
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best, vocab_parallel_ovr, vocab_range
@@ -277,6 +277,65 @@ def fused_losses(groups: Groups) -> None:
                 assert_close(a, one[1].get_parameter(name).grad, 1e-5, name)
 
 
+def partial_labels(groups: Groups) -> None:
+    """S4 3.3.1: of some tokens single words alone are known; many on one rank, none on another. Against float64."""
+    ranks, rank = members(groups), dist.get_rank()
+    v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
+    for counts in COUNTS[dist.get_world_size()]:
+        problem = Problem(13, counts, seed=6)
+        g = torch.Generator().manual_seed(1)
+        known = {  # of each rank: a few labels of its first token or two
+            r: [(i, int(w)) for i in range(min(2, n)) for w in torch.randint(-13, 13, (3 - i,), generator=g)]
+            for r, n in enumerate(counts)
+        }
+        tokens, net = problem.tokens([rank]), head(problem, v0, v1)
+        u = leaves(problem.loc[tokens], problem.scale[tokens])
+        labels = problem.labels.clone()
+        for r in ranks:
+            labels[[problem.tokens([r]).start + i for i, _ in known[r]]] = -100
+        out = fused_loss(
+            net,
+            Cauchy(*u),
+            TokenLabels(
+                labels[tokens],
+                torch.zeros(counts[rank]),
+                torch.zeros(counts[rank], dtype=torch.bool),
+                partial=torch.tensor(known[rank], dtype=torch.int64).view(-1, 2),
+                partial_counts=[len(known[r]) for r in ranks],
+            ),
+            LossOptions(4, ovr=OvrOptions(problem.class_weights[v0:v1])),
+            token_weight=0.2,
+            number_weight=0.5,
+            group=groups.vocab,
+        )
+        out.loss.backward()
+
+        whole = head(problem, 0, 13).double()
+        loc, scale = leaves(problem.loc.double(), problem.scale.double())
+        scores = whole.scores(whole.add_noise(Cauchy(loc, scale)))
+        hit, miss = scores.log_sf(whole.threshold.double()), scores.log_cdf(whole.threshold.double())
+        weights, sums = problem.class_weights.double(), {r: torch.zeros((), dtype=torch.float64) for r in ranks}
+        for r in ranks:
+            first = problem.tokens([r]).start
+            for i in range(counts[r]):
+                if labels[first + i] >= 0:
+                    y = torch.nn.functional.one_hot(labels[first + i], 13).bool()
+                    sums[r] = sums[r] - (weights * torch.where(y, hit[first + i], miss[first + i])).sum()
+            for i, w in known[r]:
+                sums[r] = sums[r] - (weights[w] * hit[first + i, w] if w >= 0 else weights[~w] * miss[first + i, ~w])
+        assert abs(float(out.cls_sum) - float(sums[rank])) <= 1e-5 * max(float(sums[rank].detach()), 1.0)
+        total = 0.2 * sum(sums.values())
+        if not total.requires_grad:
+            continue
+        total.backward()
+        assert_close(out.loss, total.float(), 1e-5, "loss of the group")
+        for a, b in ((u[0], loc), (u[1], scale)):
+            assert_close(a.grad, b.grad[tokens].float(), 1e-4, "U") if counts[rank] else None
+        for name in ("cls_weight", "cls_bias", "threshold"):
+            wanted = whole.get_parameter(name).grad[v0:v1].float()
+            assert_close(net.get_parameter(name).grad, wanted, 1e-4, name) if v1 > v0 else None
+
+
 def calibration(groups: Groups) -> None:
     """Every rank ends with the same constants, and with one process's on all the tokens."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -317,6 +376,7 @@ CHECKS = (
     frozen_inputs,
     best_words,
     fused_losses,
+    partial_labels,
 )
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -68,6 +69,32 @@ def test_individuals_side_by_side_with_a_picture(cqwen: Callable[..., Ran], tmp_
     assert json.loads(cqwen("generate", "--prompt", PROMPT, "--noises", 3, "--json").stdout)["mode"] == "noise"
 
 
+def test_the_same_individuals_under_several_prompts(cqwen: Callable[..., Ran]) -> None:
+    prompts = ("--prompt", PROMPT, "--prompt", "milk costs", "--prompt", PROMPT)
+    args = (*prompts, "--individuals", 3, "--seed", 1, "--max-new-tokens", 8)
+    found = json.loads(cqwen("generate", *args, "--json").stdout)
+    assert found["prompts"] == [PROMPT, "milk costs", PROMPT]
+    assert len(found["individuals"]) == 3
+    for individual in found["individuals"]:
+        assert individual["texts"][0] == individual["texts"][2]
+        assert individual["differences"][2] in (0.0, None)
+    shown = cqwen("generate", *args).stdout
+    assert "2: milk costs" in shown
+    assert "(+0)" in shown
+
+
+def test_every_word_that_holds(cqwen: Callable[..., Ran]) -> None:
+    args = ("--prompt", PROMPT, "--prompt", "we have", "--above", 0.02)
+    found = json.loads(cqwen("generate", *args, "--json").stdout)
+    assert [output["prompt"] for output in found["outputs"]] == [PROMPT, "we have"]
+    words = found["outputs"][0]["words"]
+    assert words[0]["text"] == "<NUM>"
+    assert all(a["p"] >= b["p"] > 0.02 for a, b in pairwise(words))
+    assert f"'<NUM>'   P {words[0]['p']:.4g}" in cqwen("generate", *args).stdout
+    none = cqwen("generate", *args, "--decision-threshold", 1e9, "--json").stdout
+    assert not any(output["words"] for output in json.loads(none)["outputs"])
+
+
 def test_a_table_in_and_a_table_out(cqwen: Callable[..., Ran], tmp_path: Path) -> None:
     table, out = tmp_path / "in.csv", tmp_path / "out.csv"
     table.write_text("item,cost\ntea,3.5\nmilk,12\n")
@@ -100,7 +127,9 @@ def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> No
         ("generate", ["--prompt", "x", "--individuals", 2, "--noises", 2], "not together with --noises"),
         ("generate", ["--prompt", "x", "--plot", "a.svg"], "--plot"),
         ("generate", ["--prompt", "x", "--stream", "--json"], "--stream"),
-        ("generate", ["--prompt", "x", "--prompt", "y", "--individuals", 2], "--prompt: found '2 prompts'"),
+        ("generate", ["--prompt", "x", "--prompt", "y", "--individuals", 2, "--plot", "a.svg"], "and one prompt"),
+        ("generate", ["--prompt", "x", "--above", 2], "prob_threshold: found 2.0, allowed: above 0, below 1"),
+        ("generate", ["--prompt", "x", "--decision-threshold", 2], "--decision-threshold: found 2.0, allowed: with"),
         ("generate", ["--prompt", "x", "--digits", "many"], "--digits: found 'many'"),
         ("generate", ["--prompt", "x", "--digits", "99"], "digits: found 99"),
         ("generate", ["--prompt", "x", "--top-p", 0.5], "top_p: found 0.5, allowed: nothing but in mode compatible"),

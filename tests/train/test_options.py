@@ -4,13 +4,14 @@ An option is told from one that nothing reads by the losses: they differ from th
 the same (recomputed activations, another implementation of the loss, a gate that comes to the default's).
 """
 
+import json
 import math
 import traceback
 from pathlib import Path
 
 import pytest
 from support.ranks import run_ranks
-from support.runs import as_rank, losses, write_config
+from support.runs import as_rank, losses, write_config, write_texts
 
 from cqwen_dist.config import load_config
 
@@ -30,6 +31,7 @@ CHANGES = [
     "data.pack=true",
     "data.numeric_targets=last",
     "data.numbers.signs=false",
+    "data.labels_field=labels",
     "start=seed",
     "start=seed-100",
     "loss.gate=soft",
@@ -74,8 +76,13 @@ SAME = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] | str]:
     """Losses by option, or the traceback of what failed; "" is the run without any."""
+    folder = tmp_path_factory.mktemp("options")
+    records = [json.loads(line) for line in write_texts(folder / "texts.jsonl").read_text().splitlines()]
+    known = [{"labels": {" and": False, " costs": bool(i % 2)}} if i % 3 else {} for i in range(len(records))]
+    lines = [json.dumps(record | labels) for record, labels in zip(records, known, strict=True)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
     config = write_config(
-        tmp_path_factory.mktemp("options"),
+        folder,
         model__architecture__vocab_size=361,  # more rows than the texts give words
         data__eval_fraction=0.0,
         stages__0__steps=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.exported import tiny_pair, write_folder
 from support.runs import cqwen_forked, set_back
+from support.tiny import HIDDEN, tiny_base, tiny_model
 from torch import Tensor
 
 from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import UserError
+from cqwen_dist.config.training import ConstraintConfig
+from cqwen_dist.model.backbone import load_base
 from cqwen_dist.run.files import file_record
+from cqwen_dist.train.constraint import Constraint
 
 ROWS = "rows-00000000-00000291"
 Change = Callable[[dict[str, Tensor]], object]
@@ -70,6 +75,46 @@ def test_a_checkpoint_is_not_gone_on_with_nor_used(one_rank: Path, tmp_path: Pat
     if "moments" not in name:
         with pytest.raises(UserError, match=said):
             load_trained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("num_row"), "no num_row"),
+        (lambda t: t.pop("abduction.loc_net.weight"), "no abduction.loc_net.weight"),
+        (lambda t: t.update(x=torch.zeros(2)), "x, which is no part of the model"),
+        (put("w_num", lambda v: v[:1]), "w_num of shape [1]"),
+        (put("spread", lambda v: v[:1]), "spread of shape [1]"),
+        (put("spread", with_nan), "spread with a NaN or an infinity"),
+    ],
+)
+def test_the_constraints_start_is_taken_whole(tmp_path: Path, change: Change, said: str) -> None:
+    model = tiny_model(number_dims=2)
+    constraint = Constraint(model, ConstraintConfig(), lambda batch, keep: model.kept_features(batch, keep))
+    tensors = {f"abduction.{name}": value for name, value in model.abduction.state_dict().items()}
+    tensors |= {"w_num": torch.ones(HIDDEN), "num_row": torch.ones(HIDDEN), "spread": torch.ones(HIDDEN + 2)}
+    tensors["adapted"] = torch.tensor(True)
+    path = tmp_path / "start.safetensors"
+    save_file(tensors, path)
+    constraint.load(path, constraint.state_dict())
+    constraint.save(path)
+    tensors = load_file(path)
+    change(tensors)
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path)
+    with pytest.raises(UserError, match=re.escape(f"loss.constraint: found {said}")):
+        constraint.load(path, constraint.state_dict())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_base_lacks_nothing(tmp_path: Path, tied: bool) -> None:
+    """transformers fills a gap with random numbers and a warning."""
+    tiny_base(tied=tied).save_pretrained(tmp_path)
+    load_base(str(tmp_path), torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"model.name_or_path: found .*no model.layers.1.mlp.up_proj.weight"):
+        load_base(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("case", ["no rows", "broadcast", "nan"])

@@ -24,9 +24,7 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
     gap = used.threshold.to(real) - loc
 
     is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
-    if targets.slope_limit and gap.requires_grad:
-        gap = _limited(gap, scale, is_label, targets.slope_limit)
-    bce = -log_prob_above(scale, torch.where(is_label, gap, -gap))  # -log P of the label, -log(1-P) of the others
+    bce = _bce(gap, scale, is_label, targets.slope_limit)
     if targets.class_weights is not None:
         bce = bce * targets.class_weights[:rows].to(real)
     per_token = bce.sum(1)
@@ -34,6 +32,29 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
     loss = (weights.to(real) * torch.where(weights != 0, per_token, 0.0)).sum()
     prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
     return OvrSums(loss, per_token.detach(), prob_sum)
+
+
+def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0.0) -> Tensor:
+    """BCE of single words [M], 0 of those outside the slice's rows in use (S4 3.3.1: only what is labelled is trained).
+
+    u: U' of each label's token [M, C]; words [M] int64, in the whole vocabulary: w where w holds, ~w where not.
+    Differentiable in U', weight, bias and threshold; fp32 (fp64 for fp64).
+    """
+    row = torch.where(words < 0, ~words, words) - head.start
+    here = (row >= 0) & (row < head.rows)
+    if not len(head.weight):
+        return (u.loc.sum(1) + u.scale.sum(1)).to(head.real) * 0.0  # connected, as on the ranks that hold words
+    own, u = head.take(row.clamp(0, len(head.weight) - 1)), u.to(head.real)
+    loc, scale = (u.loc * own.weight).sum(1), (u.scale * own.weight.abs()).sum(1)
+    loc = loc if own.bias is None else loc + own.bias
+    return torch.where(here, _bce(own.threshold - loc, scale, words >= 0, slope_limit), 0.0)
+
+
+def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, slope_limit: float) -> Tensor:
+    """-log P where is_label, -log(1 - P) elsewhere; the slope cut as `linear_ovr` says."""
+    if slope_limit and gap.requires_grad:
+        gap = _limited(gap, scale, is_label, slope_limit)
+    return -log_prob_above(scale, torch.where(is_label, gap, -gap))
 
 
 def _limited(gap: Tensor, scale: Tensor, is_label: Tensor, limit: float) -> Tensor:

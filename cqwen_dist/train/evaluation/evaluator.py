@@ -36,6 +36,7 @@ from cqwen_dist.train.evaluation.conformal import IntervalFactors
 from cqwen_dist.train.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.train.evaluation.spread import Spread
 from cqwen_dist.train.frequency import band_names, band_of
+from cqwen_dist.train.number_labels import count_further
 
 Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
 PROBED = 48  # tokens whose U is followed from evaluation to evaluation
@@ -149,6 +150,7 @@ class Evaluator:
                 probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
             lists["prob_sum"].append(self._count_words(u_prime, labels, sums, banded))
             self._list_numbers(u_prime, batch, keep, texts, lists)
+            count_further(self.model, u_prime, batch, keep, sums, lists)
             texts += int(batch.attention_mask.any(1).sum())
             lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
             spreads["U_loc"].add(u.loc)
@@ -248,6 +250,11 @@ class Evaluator:
         if self.decisions.reject_below is not None:
             metrics["eval/reject_rate"] = 1.0 - c["answered"] / tokens
             metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
+        if "types" in c:
+            metrics["eval/type_accuracy"] = c["types_right"] / max(c["types"], 1)
+        metrics |= {
+            f"eval/mdae_{name}": _median(lists[f"error {name}"]) for name in self.model.config.more_values or ()
+        }
         for mode, name in (("standard", "prob_sum"), ("causal", "prob_sum_causal")):
             metrics[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
         return metrics

@@ -145,8 +145,8 @@ def _write_shards(
     done = 0
     with torch.no_grad():
         for batch in batches:
-            mask = batch.label_mask
-            keep = batch.kept.to(runtime.device)
+            mask = batch.learnt_mask
+            keep = batch.learnt.to(runtime.device)
             z = features(batch.to(runtime.device), keep).cpu().contiguous()
             rows = min(mask.shape[0], len(samples) - done)  # a row of padding stands for no sample
             done += rows

@@ -39,7 +39,7 @@ def of_model(model: Any) -> Work:
         layers=base.num_hidden_layers,
         attention=base.num_attention_heads * width,
         hidden=base.hidden_size,
-        causal=model.action.reg_weight.shape[0],
+        causal=model.action.reg_weight.shape[-1],
         words=model.action.word_size,
         vocab=model.action.vocab_size,
     )

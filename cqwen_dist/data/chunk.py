@@ -1,0 +1,175 @@
+"""Texts to rows of `cqwen_dist.data.store.SCHEMA`: ids, numbers, which of them are learnt and of what type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from cqwen_dist.config import UserError
+from cqwen_dist.data.encoder import NumberEncoder, Reading
+from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.records import Text
+from cqwen_dist.data.sources import text_digest
+from cqwen_dist.data.store import SCHEMA, offsets_of
+
+
+class Recipe(NamedTuple):
+    """What becomes of a text behind the encoder."""
+
+    end: int  # the id that ends every text
+    numeric_targets: str
+    min_tokens: int
+    max_tokens: int
+
+
+class Chunk(NamedTuple):
+    """Some texts tokenised: a row each; overflows as (row, place, literal); which rows are not of a length to stay."""
+
+    batch: pa.RecordBatch
+    overflows: list[tuple[int, str, str]]
+    too_short: np.ndarray  # [n] bool
+    too_long: np.ndarray  # [n] bool
+
+
+class _Row(NamedTuple):
+    """A text that was read: its segments, whether each is learnt, what was read in each; tokens that are not learnt."""
+
+    text: Text
+    segments: list[tuple[str, bool]]
+    readings: list[Reading]
+    unlearnt: list[int]  # start, end, start, end, ...
+
+    def ids(self) -> bytes:
+        """As int32, without the end token."""
+        return b"".join([reading.ids for reading in self.readings])
+
+    def overflows(self) -> list[str]:
+        """Literals too large for float64."""
+        return [literal for reading in self.readings for literal in reading.overflows]
+
+
+def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) -> Chunk:
+    """Tokenise some texts, an end token behind each; a number that opens a text is no target (nothing predicts it)."""
+    rows = _read(texts, encoder)
+    ids = [row.ids() for row in rows]
+    sizes = np.array([len(own) // 4 + 1 for own in ids], np.int64)
+    offsets = offsets_of(sizes)
+    flat = np.frombuffer(np.int32(recipe.end).tobytes().join([*ids, b""]), np.int32)
+    numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
+    numbers_at, targets = _targets(rows, flat, offsets, encoder, recipe)
+    overflows = [row.overflows() for row in rows]
+    columns = [
+        _lists(flat, offsets),
+        _lists(numbers, numbers_at),
+        _lists(targets, numbers_at),
+        _nested([row.unlearnt for row in rows], np.int32),
+        _nested([_labels(text, encoder) for text in texts], np.int32),
+        _nested([text.more for text in texts], np.float64),
+        pa.array(map(len, overflows), pa.int32()),
+        pa.array([sum(reading.left for reading in row.readings) for row in rows], pa.int32()),
+        pa.array(map(text_digest, texts), pa.binary(32)),
+    ]
+    found = [(i, texts[i].where, literal) for i, own in enumerate(overflows) for literal in own]
+    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    return Chunk(batch, found, sizes < recipe.min_tokens, sizes > recipe.max_tokens)
+
+
+def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
+    """The partial labels of a text, as the column has them. Raises `UserError` for a word that is not one token."""
+    found = []
+    for (word, holds), reading in zip(text.labels, encoder.read([word for word, _ in text.labels]), strict=True):
+        if len(reading.ids) != 1:
+            raise UserError("data.labels_field", word, "words of one token, mostly with the space before", text.where)
+        found.append(reading.ids[0] if holds else ~reading.ids[0])
+    return found
+
+
+def _targets(
+    rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, encoder: NumberEncoder, recipe: Recipe
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where each row's numbers begin among all [n+1], and which of them are targets [M] int8."""
+    places = np.flatnonzero(flat == encoder.num_token_id)
+    owner = np.searchsorted(offsets, places, "right") - 1
+    numbers_at = offsets_of(np.bincount(owner, minlength=len(rows)))
+    targets = (places > offsets[owner]).astype(np.int8)
+    if recipe.numeric_targets == "last":
+        targets[:-1] *= owner[1:] != owner[:-1]
+    for i, row in enumerate(rows):
+        mine = slice(numbers_at[i], numbers_at[i + 1])
+        if row.text.target is not None or row.unlearnt:
+            targets[mine] *= _allowed(row, places[mine] - offsets[i], encoder)
+        for kind, span in enumerate(row.text.typed, 1):
+            targets[mine] *= np.where(_inside(row.segments, span, encoder), 1 + kind, 1).astype(np.int8)
+        if row.text.more and targets[mine].sum() != 1:
+            found, allowed = int(targets[mine].sum()), "one number in data.target_field, with data.more_values"
+            raise UserError("data.target_field", f"{found} numbers", allowed, row.text.where)
+    return numbers_at, targets
+
+
+def _read(texts: Sequence[Text], encoder: NumberEncoder) -> list[_Row]:
+    """Every segment of every text, read all at once."""
+    segments = [_segments(text) for text in texts]
+    readings = iter(encoder.read([segment for own in segments for segment, _ in own]))
+    rows = []
+    for text, own in zip(texts, segments, strict=True):
+        found = list(islice(readings, len(own)))
+        rows.append(_Row(text, own, found, _unlearnt(text, own, found)))
+    return rows
+
+
+def _segments(text: Text) -> list[tuple[str, bool]]:
+    """The text cut where learning starts or stops: (piece, whether it is learnt)."""
+    if text.learnt is None:
+        return [(text.text, True)]
+    pieces, position = [], 0
+    for start, end in text.learnt:
+        pieces += [(text.text[position:start], False), (text.text[start:end], True)]
+        position = end
+    pieces.append((text.text[position:], False))
+    return [piece for piece in pieces if piece[0]]
+
+
+def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Reading]) -> list[int]:
+    if text.learnt is None:
+        return []
+    found, position = [], 0
+    for (_, learnt), reading in zip(segments, readings, strict=True):
+        if not learnt:
+            found += [position, position + len(reading.ids)]
+        position += len(reading.ids)
+    if not segments[-1][1]:  # a text whose end is not learnt has an end token that is not, either
+        found[-1] += 1
+    return found
+
+
+def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: NumberEncoder) -> np.ndarray:
+    """Which numbers stand inside the characters of `target` [M] bool."""
+    found, position = [], 0
+    for segment, _ in segments:
+        for start, end, value in find_numbers(segment, encoder.policy) if encoder.policy is not None else ():
+            if np.isfinite(value):
+                found.append(target[0] <= position + start and position + end <= target[1])
+        position += len(segment)
+    return np.array(found, bool)
+
+
+def _allowed(row: _Row, places: np.ndarray, encoder: NumberEncoder) -> np.ndarray:
+    """Which numbers of a text may be targets [M] bool: inside `text.target`, and learnt. places [M]: among its ids."""
+    target = row.text.target
+    found = np.ones(len(places), bool) if target is None else _inside(row.segments, target, encoder)
+    for first, last in zip(row.unlearnt[::2], row.unlearnt[1::2], strict=True):
+        found &= (places < first) | (places >= last)
+    return found
+
+
+def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+
+
+def _nested(rows: Sequence[Sequence[float]], dtype: Any) -> pa.ListArray:
+    """A list a row."""
+    return _lists(np.fromiter(chain.from_iterable(rows), dtype), offsets_of([len(row) for row in rows]))
