@@ -159,9 +159,6 @@ class Config(Section):
                 self.train.global_batch_size,
                 f"a multiple of train.micro_batch_size ({self.train.micro_batch_size})",
             )
-        if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
-            allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
-            raise refused("loss.value_weights", self.loss.value_weights, allowed)
         names = [stage.name for stage in self.stages]
         for index, name in enumerate(names):
             if name in names[:index]:
@@ -175,14 +172,21 @@ class Config(Section):
         for key, length in self.sequence_lengths().items():
             if isinstance(context, int) and length > context:
                 raise refused(key, length, f"at most {context}, model.architecture.max_position_embeddings")
+        if self.run.stop_after not in (None, *names):
+            raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
+        self._check_heads()
+        self._check_adapters()
+        return self
+
+    def _check_heads(self) -> None:
+        """What is given for each value, and for each word, fits their number."""
+        if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
+            allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
+            raise refused("loss.value_weights", self.loss.value_weights, allowed)
         if self.train.thresholds == "scalar" and isinstance(self.model.threshold_init, str):
             raise refused(
                 "model.threshold_init", self.model.threshold_init, "a number where train.thresholds is scalar"
             )
-        if self.run.stop_after not in (None, *names):
-            raise refused("run.stop_after", self.run.stop_after, f"a stage: {', '.join(names)}")
-        self._check_adapters()
-        return self
 
     def _check_lengths(self, index: int, stage: Stage) -> None:
         """What a stage sets for itself fits the rest."""
