@@ -83,10 +83,10 @@ def load_trained(
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), moments=False)
     saved = state.state["model"]
+    base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
     tokenizer = NumericalAwareTokenizer.from_pretrained(
         config.tokenizer_source, saved["num_token_id"], saved["vocab_size"], config.data.numbers
     )
-    base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
     known = {"tokenizer": tokenizer.digest(), "base": base}
     refuse_exchanged(state.state.get("inputs", {}), known, config.run.accept, folder)
     model = assemble(state, config, folder)

@@ -13,6 +13,7 @@ from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.parallel.collectives import is_communication
 from cqwen_dist.run.files import AWAY, REFUSED
 from cqwen_dist.train.replicas import RanksDiffer
+from cqwen_dist.train.zero.engine import NonFiniteStep
 
 
 class Cause(NamedTuple):
@@ -29,6 +30,7 @@ DEVICE = Cause("a device", True)
 MEMORY = Cause("memory", False)
 CORRUPTION = Cause("ranks that differ", True)
 LASTING_CORRUPTION = Cause("ranks that differ again", False)
+DIVERGED = Cause("a loss that is not finite", False)
 INPUT = Cause("input", False)
 PROGRAM = Cause("the program", False)
 
@@ -44,6 +46,8 @@ def cause_of(error: BaseException) -> Cause:
         return INPUT
     if isinstance(error, RanksDiffer):
         return LASTING_CORRUPTION if error.again else CORRUPTION
+    if isinstance(error, NonFiniteStep):
+        return DIVERGED
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return MEMORY
     if is_communication(error):

@@ -166,7 +166,9 @@ def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_st
     status = read_status(run)
     assert status["status"] == "fatal"
     assert "step 5, stage lora" in status["reason"]
-    assert status["reason"] in done.stderr
+    cause, _, reason = status["reason"].partition(": ")
+    assert cause == "a loss that is not finite"
+    assert reason in done.stderr
     assert [record["step"] for record in metrics(run)] == [1, 2, 3, 4], "every step that was taken is logged"
     folder = latest_checkpoint(run)
     assert folder is not None
