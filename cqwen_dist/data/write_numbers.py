@@ -28,6 +28,9 @@ def _forms(value: float, policy: NumberPolicy) -> list[str]:
         forms.append(scientific)
         whole, places = mantissa.replace(".", ""), len(mantissa.partition(".")[2])
         forms.append(f"{whole}e{int(exponent) - places}")  # a row of digits, as a phone number in front may need
+    if policy.leading_zeros and "e" not in forms[0]:  # so many digits behind a "+" may make what is in front a phone's
+        sign, plain = ("-", forms[0][1:]) if forms[0][0] == "-" else ("", forms[0])
+        forms += [f"{sign}{'0' * zeros}{plain}" for zeros in range(1, 7)]
     if policy.accounting and policy.thousands and value < 0:  # where a minus would be none
         forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
     return forms
@@ -65,20 +68,28 @@ class _Writing:
                 return i
         return None
 
-    def behind_misread_text(self, spans: list[NumberSpan]) -> int | None:
-        """The first number behind a text that is read as a number: in another form it may leave that a text."""
+    def beside_misread_text(self, spans: list[NumberSpan]) -> int | None:
+        """The first number beside a text that is read as a number: in another form it may leave that a text.
+
+        Behind it ("555-123-" and 4567.0), or in front ("(1,234)" and "x5").
+        """
         starts = [span.start for span in spans if math.isfinite(span.value)]
-        end, extra = 0, False
+        end = 0
         for i, form in enumerate(self.written()):
             start, end = end, end + len(form)
-            if self.texts[i]:
-                extra = extra or bisect_left(starts, start) < bisect_left(starts, end)
-            elif extra and self.numbers[i] and i not in self.given_up:
-                self.plain.setdefault(i, self.chosen[i])
-                return i
-            else:
-                extra = False
+            if self.texts[i] and bisect_left(starts, start) < bisect_left(starts, end):
+                for near in (self._next_to(i, 1), self._next_to(i, -1)):
+                    if near is not None:
+                        self.plain.setdefault(near, self.chosen[near])
+                        return near
         return None
+
+    def _next_to(self, i: int, step: int) -> int | None:
+        """The number next to text i, if it still has forms to try."""
+        i += step
+        while 0 <= i < len(self.texts) and self.texts[i]:
+            i += step
+        return i if 0 <= i < len(self.texts) and self.numbers[i] and i not in self.given_up else None
 
     def try_next_form(self, i: int) -> None:
         """Of number i; where all were tried, the plain one stays."""
@@ -102,7 +113,7 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
         spans = find_numbers(text, policy)
         wrong = writing.misread(spans)
         if wrong is None:
-            wrong = writing.behind_misread_text(spans)
+            wrong = writing.beside_misread_text(spans)
         if wrong is None:
             return text
         writing.try_next_form(wrong)

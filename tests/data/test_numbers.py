@@ -161,6 +161,8 @@ def test_what_is_written_is_read_as_the_same_numbers_between_the_same_texts() ->
         "0123.,eExXA_ ",
         "12.,000",
         "0129年月日.",
+        "(),0123456xX-",
+        "+8 01-7",
     ]
     for _ in range(20_000):
         alphabet = random.choice(alphabets)
@@ -197,6 +199,8 @@ def test_numbers_are_written_so_that_they_are_not_misread(pieces: list[str | flo
         ("(434,556)", NumberPolicy(accounting=True, signs=False), "(434,556)"),
         ("a (1,234.50) b", NumberPolicy(accounting=True, signs=False), "a (1,234.5) b"),
         ("x -5", NumberPolicy(accounting=True, signs=False), "x -5"),
+        ("(1,234)x5", NumberPolicy(accounting=True), "(1,234)x5"),  # -1234x5 is a product of two
+        ("+8 0101-170 01", NumberPolicy(leading_zeros=True), "+8 0101-170 01"),  # with 1 it dials no more
     ],
 )
 def test_neither_a_value_nor_their_count_changes_where_a_text_is_written_again(
@@ -205,6 +209,14 @@ def test_neither_a_value_nor_their_count_changes_where_a_text_is_written_again(
     assert write_numbers(_pieces(text, policy), policy) == written
     again = [span.value for span in find_numbers(written, policy)]
     assert again == [span.value for span in find_numbers(text, policy)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(texts, policies)
+def test_values_and_their_count_are_kept_under_every_policy(text: str, policy: NumberPolicy) -> None:
+    pieces = _pieces(text, policy)
+    again = _pieces(write_numbers(pieces, policy), policy)
+    assert repr([p for p in again if type(p) is float]) == repr([p for p in pieces if type(p) is float])
 
 
 @settings(max_examples=400, deadline=None)
