@@ -221,6 +221,7 @@ def predict(
     within: Annotated[
         int, typer.Option(min=1, help="Tokens in which the number has to come: 1 is directly behind.")
     ] = 8,
+    empty: Annotated[str | None, typer.Option(help="What stands for an empty cell, as data.empty_cell did.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 16,
     device: DeviceOption = "auto",
 ) -> None:
@@ -233,7 +234,7 @@ def predict(
     from cqwen_dist.generate.table import predict_table, prompts_of, read_table
     from cqwen_dist.run.files import written_whole
 
-    prompts_of(template, *read_table(table))  # a mistake is refused before the model is read
+    prompts_of(template, *read_table(table), empty)  # a mistake is refused before the model is read
     model, tokenizer = load_trained(checkpoint, device)
     options = {
         "options": option or (),
@@ -241,6 +242,7 @@ def predict(
         "batch_size": batch_size,
         "digits": chosen_digits,
         "within": within,
+        "empty": empty,
     }
     if out is None:
         predict_table(model, tokenizer, table, template, sys.stdout, **options)

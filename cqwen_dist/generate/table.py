@@ -44,10 +44,13 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     return columns, rows
 
 
-def prompts_of(template: str, columns: Sequence[str], rows: Sequence[dict[str, str]]) -> list[str]:
+def prompts_of(
+    template: str, columns: Sequence[str], rows: Sequence[dict[str, str]], empty: str | None = None
+) -> list[str]:
     """The template, such as "age {age}, bmi {bmi}: score", filled with each row's cells as they stand.
 
-    Raises `UserError` for a name that is no column, and a template that is the same for every row.
+    empty: what stands for an empty cell, as data.empty_cell in training. Raises `UserError` for a name that is no
+    column, a template that is the same for every row, and an empty cell without `empty`.
     """
     try:
         parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
@@ -57,7 +60,19 @@ def prompts_of(template: str, columns: Sequence[str], rows: Sequence[dict[str, s
     odd = next((name for name in names if name not in columns), None)
     if odd is not None or not names:
         raise UserError("--template", odd or template, f"columns in braces, out of {', '.join(columns)}")
-    return ["".join(text + (row[name] if name is not None else "") for text, name in parts) for row in rows]
+    filled = (_filled(parts, row, number, empty) for number, row in enumerate(rows, 2))
+    return ["".join(text + cell for text, cell in pieces) for pieces in filled]
+
+
+def _filled(
+    parts: list[tuple[str, str | None]], row: dict[str, str], number: int, empty: str | None
+) -> Iterator[tuple[str, str]]:
+    """The template's texts, each with the cell behind it."""
+    for text, name in parts:
+        if name is not None and not row[name] and empty is None:
+            found = Said(f"row {number} with an empty cell in the column {name}")
+            raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
+        yield text, "" if name is None else row[name] or empty or ""
 
 
 def predict_numbers(
@@ -125,6 +140,7 @@ def predict_table(
     batch_size: int = 16,
     digits: Digits = "auto",
     within: int = 8,
+    empty: str | None = None,
 ) -> int:
     """Write the table with its new columns as CSV; returns its rows.
 
@@ -132,7 +148,7 @@ def predict_table(
     and `p OPTION`). Raises `UserError`, also where the table has one of the new columns already.
     """
     columns, rows = read_table(path)
-    prompts = prompts_of(template, columns, rows)
+    prompts = prompts_of(template, columns, rows, empty)
     added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model)
     taken = [name for name in added if name in columns]
     if taken:

@@ -36,7 +36,7 @@ def table(tmp_path: Path) -> Path:
 def test_rows_become_prompts(table: Path) -> None:
     columns, rows = read_table(table)
     assert columns == ["item", "amount", "note"]
-    assert prompts_of("{{{note}}} {item}: {item}", columns, rows) == [
+    assert prompts_of("{{{note}}} {item}: {item}", columns, rows, "") == [
         "{a, b} tea: tea",
         "{} milk: milk",
         '{{z}} rice "x": rice "x"',
@@ -75,6 +75,14 @@ def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair
     (row,) = predict_numbers(model, tokenizer, ["tea costs"])
     assert row["predicted"] == row["low_90"] == ""
     assert 0.0 < row["p_num"] < 0.1
+
+
+def test_an_empty_cell_is_no_number_unless_something_stands_for_it() -> None:
+    rows = [{"a": "1", "b": ""}, {"a": "", "b": "x"}]
+    said = r"FILE: found row 3 with an empty cell in the column a, allowed: .*--empty TEXT"
+    with pytest.raises(UserError, match=said):
+        prompts_of("{a} is", ["a", "b"], rows)
+    assert prompts_of("{a} is", ["a", "b"], rows, "unknown") == ["1 is", "unknown is"]
 
 
 def test_choices_and_rejection(pair, table: Path) -> None:
