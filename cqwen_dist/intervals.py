@@ -1,7 +1,7 @@
 """How wide an interval around a predicted number is: a Cauchy's own quantiles, or those times a measured factor.
 
 A Cauchy fitted to light-tailed errors is too wide at 90 %; held-out numbers say by what factor (`conformal`).
-A run keeps the factors with its figures, an exported folder in `calibration.json`:
+A run keeps the factors with its metrics, an exported folder in `calibration.json`:
 {"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n}.
 """
 

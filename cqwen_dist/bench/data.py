@@ -118,7 +118,7 @@ def _rows(times: dict[str, list[Took]]) -> list[dict[str, Any]]:
 
 
 def table(found: dict[str, Any]) -> Any:
-    """The figures for a person."""
+    """The measurements for a person."""
     from rich.console import Group
     from rich.table import Table
 

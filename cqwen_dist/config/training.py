@@ -151,7 +151,7 @@ class Until(Section):
     @model_validator(mode="after")
     def _held_out(self) -> Until:
         if not self.metric.startswith(JUDGED):
-            raise refused("metric", self.metric, "a figure of an evaluation, such as eval/cls_loss_mean")
+            raise refused("metric", self.metric, "a metric of an evaluation, such as eval/cls_loss_mean")
         return self
 
     @property

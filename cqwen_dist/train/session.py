@@ -66,7 +66,7 @@ def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
     metric = config.train.best_metric
     if config.train.keep_best and metrics and metric not in metrics:
         known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
-        raise UserError("train.best_metric", metric, f"a figure of an evaluation: {known}")
+        raise UserError("train.best_metric", metric, f"a metric of an evaluation: {known}")
 
 
 def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[str], None]) -> Saver:

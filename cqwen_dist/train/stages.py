@@ -104,7 +104,7 @@ class Schedule:
             metric = None if plan.stage.until is None else plan.stage.until.metric
             if metric is not None and metric not in metrics:
                 known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
-                raise UserError(f"stages.{plan.index}.until.metric", metric, f"a figure of an evaluation: {known}")
+                raise UserError(f"stages.{plan.index}.until.metric", metric, f"a metric of an evaluation: {known}")
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Note an evaluation after `step` steps; True where it ends the stage of the last step.

@@ -41,7 +41,7 @@ def test_what_is_written_is_what_there_is(tmp_path: Path) -> None:
     [
         (["stages.0.merge=true"], "stages.0.merge", "no merging between stages"),
         (["stages.0.steps=3"], "stages.0.steps", "both steps and until"),
-        (["stages.0.until.metric=loss"], "stages.0.until.metric", "a figure of an evaluation"),
+        (["stages.0.until.metric=loss"], "stages.0.until.metric", "a metric of an evaluation"),
         (["data.eval_fraction=0.0"], "stages.0.until", "data.eval or data.eval_fraction"),
         (["stages.1.micro_batch_size=5"], "stages.1.micro_batch_size", r"global_batch_size \(32\)"),
         (["stages.1.global_batch_size=12"], "stages.1.global_batch_size", r"micro_batch_size \(8\)"),

@@ -108,6 +108,6 @@ def test_a_watched_figure_that_there_is_not_is_one_line(tmp_path: Path) -> None:
     done = cqwen_forked("train", write_config(tmp_path, stages=[stage]))
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
-    assert "stages.0.until.metric: found 'eval/acuracy', allowed: a figure of an evaluation: eval/accuracy" in said
+    assert "stages.0.until.metric: found 'eval/acuracy', allowed: a metric of an evaluation: eval/accuracy" in said
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["status"] == "fatal"

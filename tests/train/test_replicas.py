@@ -14,25 +14,31 @@ from support.runs import as_rank, losses, train_run, write_config
 
 from cqwen_dist.config import load_config
 from cqwen_dist.run.status import read_status
-from cqwen_dist.train.replicas import RanksDiffer, bit_hash
+from cqwen_dist.train.replicas import RanksDiffer, _place_sum, bit_hash
 from cqwen_dist.train.trainer import Trainer, train_on
 
 
-def test_one_bit_anywhere_changes_the_hash_and_so_does_an_exchange() -> None:
-    for dtype, kind in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+@pytest.mark.parametrize("kind", ["on a CPU", "on a GPU"])
+def test_one_bit_anywhere_changes_the_hash_and_so_does_an_exchange(kind: str) -> None:
+    def hashed(value: torch.Tensor) -> int:
+        if kind == "on a CPU":
+            return int(bit_hash(value))
+        return int(_place_sum(value.reshape(-1).view({2: torch.int16, 4: torch.int32}[value.element_size()])))
+
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
         value = torch.randn(7, 300).to(dtype)
-        usual = int(bit_hash(value))
-        assert int(bit_hash(value.clone())) == usual
-        width = torch.iinfo(kind).bits
+        usual = hashed(value)
+        assert hashed(value.clone()) == usual
+        width = torch.iinfo(bits).bits
         for place, bit in ((0, 0), (2099, width - 1), (1000, 3)):
-            flipped = value.clone()
-            flipped.view(kind).view(-1)[place] ^= -(2 ** (width - 1)) if bit == width - 1 else 1 << bit
-            assert int(bit_hash(flipped)) != usual, (dtype, place, bit)
+            changed = value.clone()
+            changed.view(bits).view(-1)[place] ^= -(2 ** (width - 1)) if bit == width - 1 else 1 << bit
+            assert hashed(changed) != usual, (dtype, place, bit)
         exchanged = value.clone()
         exchanged[0, 0], exchanged[6, 299] = value[6, 299], value[0, 0]
-        assert int(bit_hash(exchanged)) != usual
-    assert int(bit_hash(torch.empty(0))) == 0
-    assert int(bit_hash(torch.tensor(3.0))) != int(bit_hash(torch.tensor(4.0))), "a step count"
+        assert hashed(exchanged) != usual
+    assert hashed(torch.tensor(3.0)) != hashed(torch.tensor(4.0)), "a step count"
+    assert isinstance(hashed(torch.empty(0)), int)
 
 
 def flipped(config: str, overrides: list[str], rank: int, part: str, steps: list[int]) -> str:

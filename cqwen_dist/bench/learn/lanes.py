@@ -23,7 +23,7 @@ import torch
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.run.files import write_atomically
 
-Work = Callable[..., dict[str, Any]]  # (options of the task, runtime) -> figures
+Work = Callable[..., dict[str, Any]]  # (options of the task, runtime) -> metrics
 
 
 @dataclass(frozen=True)
