@@ -11,7 +11,7 @@ import typer
 from cqwen_dist.config import UserError
 
 PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
-HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, is 0.012 / H
+HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, goes by it
 CONFIG = """\
 # Made by `cqwen init`: {name}.
 # Keys that are not here have defaults: cqwen config schema --basic
@@ -27,7 +27,7 @@ data:
   - name: heads
     train: [heads]
     epochs: 2
-    lr: {rate}
+    lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; the words' own rows at a tenth of it
     lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3}}
     warmup_steps: 20
   - name: lora
@@ -98,6 +98,8 @@ def _config(data: str, base: str, recipe: Any, out: Path) -> str:
         length=length,
         keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
         rate=f"{0.012 / hidden:.1e}",
+        hidden=hidden,
+        guess="" if path.is_dir() else " of Qwen2.5-0.5B (put your base's)",
         tenth=f"{0.0012 / hidden:.1e}",
         run=json.dumps(f"runs/{out.stem}"),
     )

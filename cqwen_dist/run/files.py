@@ -40,7 +40,8 @@ HISTORY = "history.jsonl"  # in `slurm`: starts and ends
 
 # What a disk says that takes no more until someone mends it, and one whose file system is away.
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
-AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO)
+_AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO")
+AWAY = tuple(getattr(errno, name) for name in _AWAY if hasattr(errno, name))  # not every system has all
 
 
 @contextmanager
