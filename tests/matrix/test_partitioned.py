@@ -182,7 +182,7 @@ def test_files_that_lack_something_are_refused(tmp_path: Path) -> None:
         WeightFiles(tmp_path).slice_of("model.layers.9.mlp.up_proj.weight")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.slow), "llama"])
 def test_a_run_in_stage_3_is_the_run_in_stage_1(kind: str, tmp_path: Path) -> None:
     """The whole trainer: calibrated start, evaluation, both stages; and it goes on from a checkpoint of stage 1.
 

@@ -94,7 +94,12 @@ def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("zero", "precision", "offload"),
-    [(1, "fp32", "none"), (3, "fp32", "none"), (1, "bf16", "none"), (2, "bf16", "optimizer")],
+    [
+        pytest.param(1, "fp32", "none", marks=pytest.mark.slow),
+        (3, "fp32", "none"),
+        pytest.param(1, "bf16", "none", marks=pytest.mark.slow),
+        (2, "bf16", "optimizer"),
+    ],
 )
 def test_after_a_refused_step_the_next_one_is_as_if_it_had_not_been(
     tmp_path: Path, zero: int, precision: str, offload: str

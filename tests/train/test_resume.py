@@ -32,7 +32,7 @@ def test_going_on_within_a_stage_and_over_its_end_is_equal_to_the_bit(
     assert read_status(copy)["status"] == "done"
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_two_ranks_go_on_as_one(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
     copy = tmp_path / "run"
     config = set_back(two_ranks, copy, step)

@@ -244,7 +244,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+QUICK = ("used negatives, class weights and biases, means", "fixed thresholds, smaller U, ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, o in OPTIONS.items()],
+)
 def test_whatever_the_options_two_ranks_that_share_the_vocabulary_train_as_one(
     tmp_path: Path, options: list[str]
 ) -> None:
