@@ -353,7 +353,9 @@ def test_status_list_and_verify_of_a_good_run(cqwen: Command, one_rank: Path) ->
         [f"step {step}", f"stage {'heads' if step <= 3 else 'lora'}"] for step in range(1, 7)
     ]
     assert cqwen("checkpoint", "verify", one_rank)[1].endswith("good\n")
-    assert cqwen("config", "validate", one_rank / "config.yaml")[1] == (one_rank / "config.yaml").read_text()
+    _, resolved, told = cqwen("config", "validate", one_rank / "config.yaml")
+    assert resolved == (one_rank / "config.yaml").read_text()
+    assert told.endswith("config.yaml: valid\n")
 
 
 def test_a_run_that_was_stopped_before_its_first_step_ends_without_a_report(

@@ -18,6 +18,7 @@ def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
     from cqwen_dist.config import load_config
 
     typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
+    typer.echo(f"{config}: valid", err=True)
 
 
 def config_schema(
