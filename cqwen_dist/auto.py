@@ -3,7 +3,7 @@
 import cqwen_dist.auto
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-ids, numbers = model.generate(**tokenizer("He paid"), return_numbers=True)
+ids, numbers = model.generate(**tokenizer("He paid", return_tensors="pt"), return_numbers=True)
 print(tokenizer.decode(ids[0], numbers.values[0]))
 """
 

@@ -110,7 +110,8 @@ def _use() -> list[str]:
         "",
         'model = AutoModelForCausalLM.from_pretrained(".")',
         'tokenizer = AutoTokenizer.from_pretrained(".")',
-        'ids, numbers = model.generate(**tokenizer("He paid"), mode="standard", return_numbers=True)',
+        'prompt = tokenizer("He paid", return_tensors="pt")',
+        'ids, numbers = model.generate(**prompt, mode="standard", return_numbers=True)',
         "print(tokenizer.decode(ids[0], numbers.values[0]), numbers.interval(0.9))",
     ]
 

@@ -24,7 +24,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import numeral_ids
 from cqwen_dist.generate.generator import Watch, at_hand, generate
-from cqwen_dist.generate.hugging_face import CausalQwenGeneration, translate
+from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import (
@@ -265,6 +265,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         ids = inputs if input_ids is None else input_ids
         if ids is None:
             raise UserError("prompt", None, "token ids [B,T], int64")
+        ids, numeric_values, attention_mask = as_rows(self.device, ids, numeric_values, attention_mask)
         request = translate(
             self,
             ids,

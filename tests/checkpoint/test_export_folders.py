@@ -111,12 +111,16 @@ def test_shards_auto_classes_and_a_tokenizer_folder(tmp_path: Path) -> None:
     same(model, again.eval())
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert isinstance(tokenizer, CausalQwenTokenizer)
-    batch = tokenizer([TEXT, "12"])
+    batch = tokenizer([TEXT, "12"], padding=True, return_tensors="pt")
     assert batch["attention_mask"].sum(1).tolist() == [len(tokenizer.encode(TEXT)[0]), 1]
     assert batch["numeric_values"][1, -1] == 12.0
     assert batch["attention_mask"][1, 0] == 0, "padding is on the left, as generating needs it"
     ids, numbers = again.generate(**batch, max_new_tokens=5, return_numbers=True)
     assert ids.shape == numbers.values.shape
+    alone = again.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=5)
+    assert torch.equal(again.generate(**tokenizer(TEXT), max_new_tokens=5), alone), "lists, as a tokenizer gives them"
+    with pytest.raises(UserError, match="prompt: found no tensor, allowed: rows of one length"):
+        again.generate(**tokenizer([TEXT, "12"]))
     tokenizer.save_pretrained(tmp_path / "second")
     second = AutoTokenizer.from_pretrained(tmp_path / "second")
     assert (second.num_token_id, second.policy) == (tokenizer.num_token_id, tokenizer.policy)
@@ -217,7 +221,7 @@ def test_intervals_go_with_the_model(tmp_path: Path) -> None:
         model, tokenizer = load_trained(path)
         assert model.config.calibration == factors
     hub = AutoModelForCausalLM.from_pretrained(out)
-    batch = CausalQwenTokenizer.of(tokenizer)([TEXT])
+    batch = CausalQwenTokenizer.of(tokenizer)(TEXT, return_tensors="pt")
     _, numbers = hub.generate(**batch, max_new_tokens=20, return_numbers=True)
     at = numbers.generated.nonzero()
     assert len(at)
@@ -286,7 +290,7 @@ def test_a_run_s_own_figures_are_on_the_card(one_rank: Path, tmp_path: Path) -> 
 def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, place: dict[str, str]) -> None:
     """accelerate's own machinery; parts on a disk stand for GPUs that this machine does not have."""
     model, folder = folder_of(tmp_path)
-    batch = CausalQwenTokenizer.from_pretrained(folder)([TEXT, "12"])
+    batch = CausalQwenTokenizer.from_pretrained(folder)([TEXT, "12"], padding=True, return_tensors="pt")
     placed = CausalQwenForCausalLM.from_pretrained(folder, device_map=place, offload_folder=tmp_path / "offload").eval()
     if "disk" in place.values():
         assert any(p.device.type == "meta" for p in placed.parameters())
