@@ -38,7 +38,8 @@ class CausalQwenTokenizer(NumericalAwareTokenizer, PushToHubMixin):
 
     def __setattr__(self, name: str, value: Any) -> None:
         made = "encoder" in self.__dict__  # what __init__ sets last
-        if made and name not in self.__dict__ and name != "padding_side" and hasattr(self.tokenizer, name):
+        ours = name in self.__dict__ or (hasattr(type(self), name) and name not in ("eos_token_id", "pad_token_id"))
+        if made and not ours and hasattr(self.tokenizer, name):
             setattr(self.tokenizer, name, value)
         else:
             super().__setattr__(name, value)

@@ -59,10 +59,12 @@ NEUTRAL = {"num_beams": 1, "guidance_scale": 1.0, "cache_implementation": "dynam
 
 @dataclass
 class CausalQwenGeneration(ModelOutput):
-    """With return_dict_in_generate: sequences [B,T'] int64, prompt + continuation, and their numbers."""
+    """With return_dict_in_generate: sequences [B,T'] int64, prompt + continuation, their numbers, and of these again
+    the values [B,T'] float64, for callers that hand on tensors only."""
 
     sequences: Tensor | None = None
     numbers: GeneratedNumbers | None = None
+    numeric_values: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ def test_the_rest_is_the_wrapped_tokenizers_own(tokenizer: CausalQwenTokenizer) 
     tokenizer.pad_token = "<|im_end|>"
     assert tokenizer.pad_token_id == tokenizer.tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokenizer(ROWS, padding=True)["input_ids"][1][0] == tokenizer.pad_token_id
+    tokenizer.pad_token_id = tokenizer.eos_token_id
+    assert tokenizer.tokenizer.pad_token == end
     tokenizer.pad_token = None
     assert tokenizer(ROWS, padding=True)["input_ids"][1][0] == tokenizer.eos_token_id
     assert tokenizer.pad_token is None
