@@ -3,8 +3,8 @@
 import cqwen_dist.auto
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-ids, numbers = model.generate(**tokenizer("He paid", return_tensors="pt"), return_numbers=True)
-print(tokenizer.decode(ids[0], numbers.values[0]))
+ids, numbers = model.generate(**tokenizer("He paid", return_tensors="pt"), digits="auto", return_numbers=True)
+print(tokenizer.decode(ids[0], numbers.values[0]), *numbers.records(0))
 """
 
 from transformers import AutoTokenizer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exported import ROWS, tiny_pair, write_folder
+from support.exported import ROWS, run_snippet, tiny_pair, write_folder
 from support.numerics import assert_close
 from support.runs import command_environment
 from support.tiny import HIDDEN
@@ -210,7 +210,7 @@ def test_a_curved_abduction_is_no_plain_qwen(tmp_path: Path) -> None:
         export(folder, tmp_path / "out", as_base=True)
 
 
-def test_intervals_go_with_the_model(tmp_path: Path) -> None:
+def test_intervals_go_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     _, folder = folder_of(tmp_path)
     (folder / "calibration.json").write_text(json.dumps(factors))
@@ -228,6 +228,7 @@ def test_intervals_go_with_the_model(tmp_path: Path) -> None:
     low, high = (x[at[:, 0], at[:, 1]] for x in numbers.interval(0.9))
     expected = 2 * 0.25 * 6.313751514675043 * 40.0 * numbers.scale[at[:, 0], at[:, 1]]
     assert_close(high - low, expected, 1e-9)
+    assert "with 90 % between" in run_snippet(out / "README.md", ".", out, capsys)[-1]
     (folder / "calibration.json").write_text('{"levels": 3}')
     with pytest.raises(UserError, match=r"calibration\.json"):
         load_trained(folder)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.exported import TEXTS, tiny_pair, write_folder
+from support.exported import TEXTS, run_snippet, tiny_pair, write_folder
 from support.numerics import assert_close
 from support.tiny import tiny_base
 from torch.utils.data import DataLoader
@@ -75,6 +75,20 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
     }
     with pytest.raises(UserError, match=r"temperature: found 0\.7, allowed: none in mode standard"):
         pipe(PROMPTS[0], do_sample=True, temperature=0.7)
+
+
+def test_the_readmes_snippet_prints_numbers_and_an_interval_of_each(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, *lines = run_snippet(Path(__file__).parents[2] / "README.md", "out/gsm8k", folder, capsys)
+    prompt = "Tom has 3 bags of 12 apples. He has"
+    assert text.startswith(prompt)
+    found = [re.fullmatch(r"(\S+), with 90 % between (\S+) and (\S+)", line).groups() for line in lines]
+    assert [number for number, *_ in found] == re.findall(r"-?\d+\.?\d*", text[len(prompt) :])
+    assert found
+    for number, low, high in found:
+        assert float(low) < float(number) < float(high)
+        assert len(number) <= 4, "two digits of a spread of some ten: no decimals"
 
 
 def test_other_models_get_the_pipeline_of_transformers(pair) -> None:
