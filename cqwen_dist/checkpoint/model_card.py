@@ -110,8 +110,10 @@ def _use() -> list[str]:
         "",
         'model = AutoModelForCausalLM.from_pretrained(".")',
         'tokenizer = AutoTokenizer.from_pretrained(".")',
-        'ids, numbers = model.generate(**tokenizer("He paid"), mode="standard", return_numbers=True)',
-        "print(tokenizer.decode(ids[0], numbers.values[0]), numbers.interval(0.9))",
+        'prompt = tokenizer("He paid", return_tensors="pt")',
+        'ids, numbers = model.generate(**prompt, digits="auto", return_numbers=True)',
+        "print(tokenizer.decode(ids[0], numbers.values[0]))",
+        'print(*numbers.records(0), sep="\\n")  # one line a number, with its 90 % interval',
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import (
@@ -58,10 +59,12 @@ NEUTRAL = {"num_beams": 1, "guidance_scale": 1.0, "cache_implementation": "dynam
 
 @dataclass
 class CausalQwenGeneration(ModelOutput):
-    """With return_dict_in_generate: sequences [B,T'] int64, prompt + continuation, and their numbers."""
+    """With return_dict_in_generate: sequences [B,T'] int64, prompt + continuation, their numbers, and of these again
+    the values [B,T'] float64, for callers that hand on tensors only."""
 
     sequences: Tensor | None = None
     numbers: GeneratedNumbers | None = None
+    numeric_values: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,23 @@ class Request:
     options: dict[str, Any]
     copies: int
     as_output: bool
+
+
+def as_rows(device: torch.device, ids: Any, values: Any, mask: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A prompt as tensors [B,T]: what a tokenizer gives without return_tensors are lists, of one text or of several.
+
+    Raises `UserError` for rows of different lengths.
+    """
+    if isinstance(ids, Tensor):
+        return ids, values, mask
+    given = ((ids, torch.int64), (values, torch.float64), (mask, torch.int64))
+    try:
+        rows: list[Any] = [
+            x if x is None else torch.atleast_2d(torch.tensor(x, dtype=dtype, device=device)) for x, dtype in given
+        ]
+    except (TypeError, ValueError):
+        raise UserError("prompt", "no tensor", "rows of one length: tokenizer(texts, padding=True, ...)") from None
+    return rows[0], rows[1], rows[2]
 
 
 def translate(

@@ -91,6 +91,11 @@ class GeneratedNumbers:
             more=more,
         )
 
+    def records(self, row: int = 0, digits: Digits = "auto") -> list[NumberRecord]:
+        """`record` of each number that the model wrote in a row, in their order."""
+        found = (self.record(row, position, digits) for position in range(self.values.shape[1]))
+        return [each for each in found if each is not None]
+
     def _spans(self, y: Cauchy, intervals: Intervals) -> dict[str, tuple[float, float]]:
         found = {f"{level:g}": number_interval(y, self.target, intervals, level) for level in LEVELS}
         return {level: (float(low), float(high)) for level, (low, high) in found.items()}
@@ -119,6 +124,12 @@ class NumberRecord:
     p_num: float
     type: str | None = None
     more: dict[str, FurtherValue] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """As it is written, and its 90 % interval to the digits that its uncertainty leaves."""
+        low, high = self.intervals["0.5"]
+        ends = (shown(end, (high - low) / 2) for end in self.intervals["0.9"])
+        return "{:.15g}, with 90 % between {:.15g} and {:.15g}".format(self.written, *ends)
 
 
 def shown(value: float, spread: float, digits: Digits = "auto") -> float:

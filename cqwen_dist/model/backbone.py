@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,23 @@ class FeatureExtractionNetwork(nn.Module):
             past_key_values=past_key_values,
             use_cache=past_key_values is not None,
         ).last_hidden_state
+
+
+@contextmanager
+def hidden_states(transformer: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, a call of the transformer leaves its hidden states [B,T,H] here: embeddings, each layer's, the last z."""
+    seen: list[Tensor] = []
+    hooks = (
+        transformer.register_forward_pre_hook(
+            lambda _, args, given: (args, {**given, "output_hidden_states": True}), with_kwargs=True
+        ),
+        transformer.register_forward_hook(lambda _, args, output: seen.extend(output.hidden_states)),
+    )
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def load_base(

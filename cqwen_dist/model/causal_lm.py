@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    DynamicCache,
     GenerationConfig,
     GenerationMixin,
     PreTrainedModel,
@@ -22,10 +24,16 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import numeral_ids
 from cqwen_dist.generate.generator import Watch, at_hand, generate
-from cqwen_dist.generate.hugging_face import CausalQwenGeneration, translate
+from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.backbone import load_base, rows_with_number_for, tokenizer_beside, tokenizer_rows
+from cqwen_dist.model.backbone import (
+    hidden_states,
+    load_base,
+    rows_with_number_for,
+    tokenizer_beside,
+    tokenizer_rows,
+)
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
@@ -39,9 +47,11 @@ class CausalQwenOutput(ModelOutput):
     """What a forward pass gives, in fp32; Y is in the target's unit (`CausalQwenConfig.target`).
 
     loss: scalar, where labels are given: the mean OvR loss of the words plus the gated mean NLL of the numbers.
-    logits: loc_S [B,k,V] of the last k = logits_to_keep positions, on demand; scale_S likewise, with output_scales.
+    logits: loc_S [B,k,V] of the positions that logits_to_keep names; with labels only if it is given.
+    scale_S, log_probs: of the same positions, on demand: S's scale, and log P(S_k > C_k), one word against the rest.
     loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the law of the number, if one comes next.
-    past_key_values: the cache that was given, extended.
+    past_key_values: the cache that was given or asked for, extended. hidden_states: on demand, [B,T,H] each: the
+    embeddings, then each layer's, in the backbone's dtype; the last is z.
     """
 
     loss: Tensor | None = None
@@ -52,6 +62,8 @@ class CausalQwenOutput(ModelOutput):
     loc_Y: Tensor | None = None
     scale_Y: Tensor | None = None
     past_key_values: Any = None
+    log_probs: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
 
 
 class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
@@ -137,50 +149,69 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         numeric_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         labels: Tensor | None = None,
-        logits_to_keep: int | None = None,
+        logits_to_keep: int | Tensor | None = None,
         output_scales: bool = False,
-    ) -> CausalQwenOutput:
-        """[B,T] each -> `CausalQwenOutput`.
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_log_probs: bool = False,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalQwenOutput | tuple[Any, ...]:
+        """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of what of it is not None.
 
         labels [B,T]: as Hugging Face's, not shifted (position t learns labels[t+1] and, where that is <NUM>, its
         numeric_values); -100 is ignored, and so is what the attention_mask [B,T] hides: padding neither learns nor is
-        learnt, on either side (S0 5.3). logits_to_keep: loc_S of the last so many positions (default: none).
+        learnt, on either side (S0 5.3). logits_to_keep: of which positions there are logits: 0 all, k the last k, or
+        indices [k]; default: all without labels, none with them, for training needs no [B,T,V]. output_scales,
+        output_log_probs: further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is
+        added to it. use_cache: begin a cache where none is given. Raises `UserError`.
         """
-        u = self.model.infer(
-            input_ids,
-            numeric_values,
-            attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-        )
-        action, logits, scale_s, loss = self.model.action, None, None, None
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("input_ids", "none" if input_ids is None else "inputs_embeds too", "one of the two")
+        if output_attentions:
+            raise UserError("output_attentions", True, "False: attention weights are not kept")
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config.base_config)
+        with hidden_states(self.model.transformer) if output_hidden_states else nullcontext() as states:
+            u = self.model.infer(
+                input_ids,
+                numeric_values,
+                attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+            )
+        action = self.model.action
         with at_hand(action):
             u_prime = action.add_noise(u)
             y = action.value(u_prime)
-            if logits_to_keep:
-                kept = Cauchy(u_prime.loc[:, -logits_to_keep:], u_prime.scale[:, -logits_to_keep:])
-                scores = action.scores(kept) if output_scales else None
-                seen = action.word_part(kept).loc
-                logits = seen @ action.cls_weight.T + action.cls_bias if scores is None else scores.loc
-                scale_s = None if scores is None else scores.scale
-            if labels is not None:
-                loss = self._loss(u, labels, numeric_values, attention_mask)
-        return CausalQwenOutput(
-            loss=loss,
-            logits=logits,
-            scale_S=scale_s,
-            loc_U=u.loc,
-            scale_U=u.scale,
-            loc_Y=y.loc,
-            scale_Y=y.scale,
-            past_key_values=past_key_values,
-        )
+            asked = labels is None or logits_to_keep is not None or output_scales or output_log_probs
+            scores = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if asked else {}
+            loss = None if labels is None else self._loss(u, labels, numeric_values, attention_mask)
+        laws = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
+        seen = tuple(states) if states else None
+        output = CausalQwenOutput(loss=loss, past_key_values=past_key_values, hidden_states=seen, **scores, **laws)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if as_dict else output.to_tuple()
+
+    def _scores(self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool) -> dict[str, Tensor]:
+        """loc_S, and on demand the rest, [B,k,V] each, of the positions that logits_to_keep names."""
+        action, at = self.model.action, slice(-keep, None) if isinstance(keep, int) else keep
+        kept = u_prime if at is None else Cauchy(u_prime.loc[:, at], u_prime.scale[:, at])
+        if not scales and not log_probs:
+            return {"logits": action.word_part(kept).loc @ action.cls_weight.T + action.cls_bias}
+        found = action.scores(kept)
+        further = {"scale_S": found.scale} if scales else {}
+        if log_probs:
+            further["log_probs"] = found.log_sf(action.threshold)
+        return {"logits": found.loc, **further}
 
     def _loss(self, u: Cauchy, labels: Tensor, values: Tensor | None, mask: Tensor | None) -> Tensor:
         """`fused_loss` of one process: S0 5.3 with alpha 0, the gate without gradient, lambda 1."""
@@ -234,6 +265,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         ids = inputs if input_ids is None else input_ids
         if ids is None:
             raise UserError("prompt", None, "token ids [B,T], int64")
+        ids, numeric_values, attention_mask = as_rows(self.device, ids, numeric_values, attention_mask)
         request = translate(
             self,
             ids,
@@ -256,7 +288,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if streamer is not None:
             streamer.end()
         if request.as_output:
-            return CausalQwenGeneration(sequences=written, numbers=numbers)
+            return CausalQwenGeneration(sequences=written, numbers=numbers, numeric_values=numbers.values)
         return (written, numbers) if return_numbers else written
 
     def merge_adapters(self) -> None:

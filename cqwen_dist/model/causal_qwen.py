@@ -40,15 +40,19 @@ class FeatureStack(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         numeric_values: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         keep: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """[B,T] each -> z [B,T,H]; with keep [N] (indices into the flattened B*T) only those, [N,H]."""
-        embeddings = self.embedding(input_ids, numeric_values)
+        """[B,T] each -> z [B,T,H]; with keep [N] (indices into the flattened B*T) only those, [N,H].
+
+        inputs_embeds [B,T,H]: instead of input_ids (`NumericalAwareEmbedding`).
+        """
+        embeddings = self.embedding(input_ids, numeric_values, inputs_embeds)
         z = self.backbone(embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values)
         return z if keep is None else z.flatten(0, 1).index_select(0, keep)
 
@@ -199,14 +203,15 @@ class CausalQwenModel(nn.Module):
 
     def infer(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         numeric_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
         **context: Any,
     ) -> Cauchy:
-        """U of every position [B,T,C]. context: position_ids, past_key_values, keep."""
+        """U of every position [B,T,C]. context: position_ids, past_key_values, keep, inputs_embeds."""
         if numeric_values is None:
-            numeric_values = torch.zeros(input_ids.shape, dtype=torch.float64, device=input_ids.device)
+            at = context["inputs_embeds"][..., 0] if input_ids is None else input_ids
+            numeric_values = torch.zeros(at.shape, dtype=torch.float64, device=at.device)
         features = self.features(input_ids, numeric_values, attention_mask, **context)
         with at_hand(self.abduction):
             return self.abduction(features)

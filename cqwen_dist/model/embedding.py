@@ -47,11 +47,14 @@ class NumericalAwareEmbedding(nn.Module):
         finally:
             self._instead = None
 
-    def forward(self, input_ids: Tensor, numeric_values: Tensor) -> Tensor:
-        """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype."""
-        base = self.token_embedding(input_ids)
+    def forward(self, input_ids: Tensor | None, numeric_values: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype.
+
+        inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added, but not `num_row`: where <NUM> is, is not known.
+        """
+        base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
         number = phi(numeric_values).unsqueeze(-1) * w_num.float()
-        if self.num_token_id is not None:
+        if self.num_token_id is not None and input_ids is not None:
             number = number + (input_ids == self.num_token_id).unsqueeze(-1) * num_row.float()
         return (base.float() + number).to(base.dtype)

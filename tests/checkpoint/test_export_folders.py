@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exported import ROWS, tiny_pair, write_folder
+from support.exported import ROWS, run_snippet, tiny_pair, write_folder
 from support.numerics import assert_close
 from support.runs import command_environment
 from support.tiny import HIDDEN
@@ -111,12 +111,16 @@ def test_shards_auto_classes_and_a_tokenizer_folder(tmp_path: Path) -> None:
     same(model, again.eval())
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert isinstance(tokenizer, CausalQwenTokenizer)
-    batch = tokenizer([TEXT, "12"])
+    batch = tokenizer([TEXT, "12"], padding=True, return_tensors="pt")
     assert batch["attention_mask"].sum(1).tolist() == [len(tokenizer.encode(TEXT)[0]), 1]
     assert batch["numeric_values"][1, -1] == 12.0
     assert batch["attention_mask"][1, 0] == 0, "padding is on the left, as generating needs it"
     ids, numbers = again.generate(**batch, max_new_tokens=5, return_numbers=True)
     assert ids.shape == numbers.values.shape
+    alone = again.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=5)
+    assert torch.equal(again.generate(**tokenizer(TEXT), max_new_tokens=5), alone), "lists, as a tokenizer gives them"
+    with pytest.raises(UserError, match="prompt: found no tensor, allowed: rows of one length"):
+        again.generate(**tokenizer([TEXT, "12"]))
     tokenizer.save_pretrained(tmp_path / "second")
     second = AutoTokenizer.from_pretrained(tmp_path / "second")
     assert (second.num_token_id, second.policy) == (tokenizer.num_token_id, tokenizer.policy)
@@ -206,7 +210,7 @@ def test_a_curved_abduction_is_no_plain_qwen(tmp_path: Path) -> None:
         export(folder, tmp_path / "out", as_base=True)
 
 
-def test_intervals_go_with_the_model(tmp_path: Path) -> None:
+def test_intervals_go_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     _, folder = folder_of(tmp_path)
     (folder / "calibration.json").write_text(json.dumps(factors))
@@ -217,13 +221,14 @@ def test_intervals_go_with_the_model(tmp_path: Path) -> None:
         model, tokenizer = load_trained(path)
         assert model.config.calibration == factors
     hub = AutoModelForCausalLM.from_pretrained(out)
-    batch = CausalQwenTokenizer.of(tokenizer)([TEXT])
+    batch = CausalQwenTokenizer.of(tokenizer)(TEXT, return_tensors="pt")
     _, numbers = hub.generate(**batch, max_new_tokens=20, return_numbers=True)
     at = numbers.generated.nonzero()
     assert len(at)
     low, high = (x[at[:, 0], at[:, 1]] for x in numbers.interval(0.9))
     expected = 2 * 0.25 * 6.313751514675043 * 40.0 * numbers.scale[at[:, 0], at[:, 1]]
     assert_close(high - low, expected, 1e-9)
+    assert "with 90 % between" in run_snippet(out / "README.md", ".", out, capsys)[-1]
     (folder / "calibration.json").write_text('{"levels": 3}')
     with pytest.raises(UserError, match=r"calibration\.json"):
         load_trained(folder)
@@ -286,7 +291,7 @@ def test_a_run_s_own_figures_are_on_the_card(one_rank: Path, tmp_path: Path) -> 
 def test_device_map_places_parts_and_generation_is_the_same(tmp_path: Path, place: dict[str, str]) -> None:
     """accelerate's own machinery; parts on a disk stand for GPUs that this machine does not have."""
     model, folder = folder_of(tmp_path)
-    batch = CausalQwenTokenizer.from_pretrained(folder)([TEXT, "12"])
+    batch = CausalQwenTokenizer.from_pretrained(folder)([TEXT, "12"], padding=True, return_tensors="pt")
     placed = CausalQwenForCausalLM.from_pretrained(folder, device_map=place, offload_folder=tmp_path / "offload").eval()
     if "disk" in place.values():
         assert any(p.device.type == "meta" for p in placed.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -243,26 +244,70 @@ def test_the_seeds_constructor(base_folder: Path) -> None:
 # ---- the output ----
 
 
-def test_forward_gives_a_documented_output_and_scores_on_demand() -> None:
+def test_forward_gives_logits_as_transformers_models_do_and_none_where_it_learns() -> None:
     model = worn(number_dims=2)
     batch = random_batch()
-    out = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
-    assert out.logits is None
+    given = (batch.input_ids, batch.numeric_values, batch.attention_mask)
+    out = model(*given)
     assert out.loc_U.shape == out.scale_U.shape == (*batch.input_ids.shape, HIDDEN + 2)
     loc_s, _, loc_y, scale_y = outputs(model)
     assert_close(out.loc_Y, loc_y, 1e-6)
     assert_close(out.scale_Y, scale_y, 1e-6)
-    last = model(batch.input_ids, batch.numeric_values, batch.attention_mask, logits_to_keep=2).logits
-    assert_close(last, loc_s[:, -2:], 1e-5)
+    for keep, wanted in [(None, loc_s), (0, loc_s), (2, loc_s[:, -2:]), (torch.tensor([1, 4]), loc_s[:, [1, 4]])]:
+        assert_close(model(*given, logits_to_keep=keep).logits, wanted, 1e-5, f"logits_to_keep={keep}")
+    learning = model(*given, labels=batch.input_ids)
+    assert learning.logits is None, "training forms no [B,T,V]"
+    both = model(*given, labels=batch.input_ids, logits_to_keep=0, return_dict=False)
+    assert isinstance(both, tuple)
+    assert torch.equal(both[0], learning.loss)
+    assert_close(both[1], loc_s, 1e-5, "the logits stand second in the tuple")
+
+
+@torch.no_grad()
+def test_embeddings_instead_of_ids_and_hidden_states() -> None:
+    model, batch = worn(), random_batch()
+    ids, values, mask = batch.input_ids, batch.numeric_values, batch.attention_mask
+    embedded = model.get_input_embeddings()(ids) + (ids == NUM)[..., None] * model.model.features.embedding.num_row
+    wanted = model(ids, values, mask, output_hidden_states=True)
+    found = model(inputs_embeds=embedded, numeric_values=values, attention_mask=mask)
+    assert_close(found.loc_U, wanted.loc_U, 1e-5)
+    assert float((model(inputs_embeds=embedded, attention_mask=mask).loc_U - wanted.loc_U).abs().max()) > 1e-2
+    assert len(wanted.hidden_states) == 1 + model.config.base_config.num_hidden_layers
+    assert torch.equal(wanted.hidden_states[-1], model.model.features(ids, values, mask))
+    assert found.hidden_states is None
+    for odd, match in [
+        ({}, "input_ids: found 'none'"),
+        ({"input_ids": ids, "inputs_embeds": embedded}, "inputs_embeds too"),
+        ({"input_ids": ids, "output_attentions": True}, "output_attentions"),
+    ]:
+        with pytest.raises(UserError, match=match):
+            model(**odd)
+
+
+@torch.no_grad()
+def test_a_cache_that_is_asked_for_goes_on_where_it_ended() -> None:
+    model, batch = worn(), random_batch(rows=1)
+    ids, values = batch.input_ids, batch.numeric_values
+    whole = model(ids, values)
+    assert whole.past_key_values is None
+    first = model(ids[:, :7], values[:, :7], use_cache=True)
+    assert first.past_key_values.get_seq_length() == 7
+    rest = model(ids[:, 7:], values[:, 7:], past_key_values=first.past_key_values)
+    assert_close(torch.cat([first.logits, rest.logits], 1), whole.logits, 1e-4)
 
 
 def test_scores_with_their_scales_on_demand() -> None:
     model = worn(number_dims=2)
     batch = random_batch()
     loc_s, scale_s, _, _ = outputs(model)
-    out = model(batch.input_ids, batch.numeric_values, batch.attention_mask, logits_to_keep=3, output_scales=True)
+    given = (batch.input_ids, batch.numeric_values, batch.attention_mask)
+    out = model(*given, logits_to_keep=3, output_scales=True)
     assert_close(out.logits, loc_s[:, -3:], 1e-5)
     assert_close(out.scale_S, scale_s[:, -3:], 1e-5)
+    assert out.log_probs is None
+    log_probs = model(*given, logits_to_keep=3, output_log_probs=True).log_probs
+    p = 0.5 + ((loc_s - model.model.action.threshold).double() / scale_s.double()).atan() / math.pi  # S0 5.1
+    assert_close(log_probs, p[:, -3:].log(), 1e-4)
 
 
 @pytest.mark.parametrize("numbers", [True, False])

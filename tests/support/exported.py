@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.tiny import tiny_causal_lm
 
@@ -30,6 +32,15 @@ def tiny_pair(**shape: Any) -> tuple[CausalQwenForCausalLM, NumericalAwareTokeni
         model.model.action.threshold.fill_(1.0)
         model.model.action.threshold[tokenizer.num_token_id] = -1.5
     return model, tokenizer
+
+
+def run_snippet(page: Path, name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run the Python of a page on a folder instead of the one it names; the lines that it prints."""
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    assert snippet.count(f'"{name}"') == 2
+    capsys.readouterr()
+    exec(snippet.replace(f'"{name}"', repr(str(folder))), {})
+    return capsys.readouterr().out.splitlines()
 
 
 def write_folder(folder: Path, model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer) -> Path:

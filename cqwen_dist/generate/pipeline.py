@@ -1,0 +1,53 @@
+"""transformers' text-generation pipeline with the values of numbers; `cqwen_dist.auto` puts it into the registry."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+from transformers import GenerationConfig, TextGenerationPipeline
+from transformers.pipelines import PIPELINE_REGISTRY
+
+
+class CausalQwenTextGeneration(TextGenerationPipeline):
+    """`pipeline("text-generation", ...)` of a CausalQwen; for every other model it makes transformers' own pipeline.
+
+    That one hands the model ids without values, and decodes ids without values. This one keeps both together. Numbers
+    are written with the digits that their uncertainty leaves, unless it is called with `digits`.
+    """
+
+    # transformers' own asks for samples at temperature 0.7, which the default mode does not have
+    _default_generation_config = GenerationConfig(max_new_tokens=256)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        if getattr(model.config, "model_type", None) != "causal_qwen":
+            return TextGenerationPipeline(*args, **kwargs)
+        return super().__new__(cls)
+
+    def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]  # as the parent's
+        values = model_inputs.pop("numeric_values")[:, -model_inputs["input_ids"].shape[1] :]  # a cut prompt's
+        options = {"digits": "auto", **generate_kwargs, "numeric_values": values, "return_dict_in_generate": True}
+        return super()._forward(model_inputs, **options)
+
+    def postprocess(self, model_outputs: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        """A record for each text, as transformers' own."""
+        start = model_outputs["input_ids"].shape[-1]
+        values, sequences = model_outputs.pop("numeric_values")[0], model_outputs["generated_sequence"][0]
+        records, tokenizer = [], self.tokenizer
+        try:
+            for ids, row in zip(sequences, values, strict=True):
+                reading: Any = copy.copy(tokenizer)
+                reading.decode = partial(reading.decode, values=row[start:])
+                self.tokenizer = reading
+                one = {**model_outputs, "generated_sequence": ids[None, None]}
+                records += super().postprocess(one, *args, **kwargs)
+        finally:
+            self.tokenizer = tokenizer
+        return records
+
+
+def register_pipeline() -> None:
+    """Make `pipeline("text-generation", ...)` know CausalQwen."""
+    PIPELINE_REGISTRY.supported_tasks["text-generation"]["impl"] = CausalQwenTextGeneration

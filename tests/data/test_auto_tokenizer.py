@@ -1,0 +1,121 @@
+"""CausalQwenTokenizer as libraries touch tokenizers: padding, collators, chats, special tokens, decoding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.exported import TEXTS
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding
+
+from cqwen_dist.config import UserError
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.data.tokenizer import train_tokenizer
+
+BIG = 1234567.890123  # fp32 does not hold it
+ROWS = [f"he paid {BIG}", "tea"]
+
+
+@pytest.fixture
+def tokenizer() -> CausalQwenTokenizer:
+    return CausalQwenTokenizer(train_tokenizer(TEXTS, 270), vocab_size=300)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_called_as_transformers_tokenizers_are(tokenizer: CausalQwenTokenizer, side: str) -> None:
+    lists = [tokenizer.encode(text) for text in ROWS]
+    one = tokenizer(ROWS[0])
+    assert (one["input_ids"], one["numeric_values"]) == lists[0]
+    assert tokenizer(ROWS)["input_ids"] == [ids for ids, _ in lists]
+    with pytest.raises(ValueError, match="padding"):
+        tokenizer(ROWS, return_tensors="pt")
+    tokenizer.padding_side = side
+    for batch in (
+        tokenizer(ROWS, padding=True, return_tensors="pt"),
+        tokenizer.pad([tokenizer(text) for text in ROWS], return_tensors="pt"),
+        tokenizer.pad([{k: torch.tensor(v, dtype=torch.float64 if k == "numeric_values" else None)
+                        for k, v in tokenizer(text).items()} for text in ROWS]),
+    ):  # fmt: skip
+        wanted = tokenizer.preprocess(ROWS, side)
+        assert set(batch) == set(wanted)
+        for name, tensor in wanted.items():
+            assert torch.equal(batch[name], tensor), name
+        assert batch["numeric_values"].dtype == torch.float64
+    assert BIG in tokenizer(ROWS, padding="max_length", max_length=50, return_tensors="np")["numeric_values"][0]
+    assert len(tokenizer(ROWS, padding="max_length", max_length=50)["numeric_values"][1]) == 50
+
+
+def test_truncation_keeps_ids_and_values_together(tokenizer: CausalQwenTokenizer) -> None:
+    ids, values = tokenizer.encode(ROWS[0])
+    cut = tokenizer(ROWS[0], truncation=True, max_length=2)
+    assert (cut["input_ids"], cut["numeric_values"]) == (ids[:2], values[:2])
+    tokenizer.truncation_side = "left"
+    cut = tokenizer(ROWS[0], truncation=True, max_length=2)
+    assert (cut["input_ids"], cut["numeric_values"]) == (ids[-2:], values[-2:])
+    assert BIG in cut["numeric_values"]
+    assert tokenizer(ROWS[0], truncation=True)["input_ids"] == ids
+
+
+def test_collators_keep_the_values(tokenizer: CausalQwenTokenizer) -> None:
+    rows = [dict(tokenizer(text)) for text in ROWS]
+    wanted = tokenizer.preprocess(ROWS, "left")
+    labelled = [{**row, "labels": row["input_ids"]} for row in rows]
+    for found in (
+        DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows),
+        DataCollatorForSeq2Seq(tokenizer)(labelled),
+        DataCollatorWithPadding(tokenizer)(rows),
+    ):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        if "labels" in found:
+            assert torch.equal(found["labels"] == -100, wanted["attention_mask"] == 0)
+
+
+def test_the_rest_is_the_wrapped_tokenizers_own(tokenizer: CausalQwenTokenizer) -> None:
+    end = "<|endoftext|>"
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (end, end, None)
+    assert tokenizer.is_fast
+    assert tokenizer.vocab_size == tokenizer.num_token_id == len(tokenizer) - 1
+    assert tokenizer.convert_tokens_to_ids(end) == tokenizer.eos_token_id
+    tokenizer.pad_token = "<|im_end|>"
+    assert tokenizer.pad_token_id == tokenizer.tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer(ROWS, padding=True)["input_ids"][1][0] == tokenizer.pad_token_id
+    tokenizer.pad_token_id = tokenizer.eos_token_id
+    assert tokenizer.tokenizer.pad_token == end
+    tokenizer.pad_token = None
+    assert tokenizer(ROWS, padding=True)["input_ids"][1][0] == tokenizer.eos_token_id
+    assert tokenizer.pad_token is None
+    with pytest.raises(AttributeError):
+        _ = tokenizer.no_such_thing
+    again = copy.deepcopy(tokenizer)
+    assert again(ROWS).data == tokenizer(ROWS).data
+
+
+def test_no_token_takes_the_row_of_num(tokenizer: CausalQwenTokenizer) -> None:
+    for add in (lambda: tokenizer.add_tokens("<new>"), lambda: tokenizer.add_special_tokens({"pad_token": "<pad>"})):
+        with pytest.raises(UserError, match=r"add_tokens: found '<(new|pad)>'.*<NUM>"):
+            add()
+    assert tokenizer.add_special_tokens({"pad_token": "<|im_end|>"}) == 0
+    assert tokenizer.pad_token == "<|im_end|>"
+
+
+def test_decoding_shows_that_there_is_a_number(tokenizer: CausalQwenTokenizer) -> None:
+    text = "he paid 12.5 for the tea<|endoftext|>"
+    ids, values = tokenizer.encode(text)
+    assert tokenizer.decode(ids, values) == text
+    assert tokenizer.decode(ids) == text.replace("12.5", "<NUM>")
+    assert tokenizer.decode(torch.tensor(ids), skip_special_tokens=True) == "he paid <NUM> for the tea"
+    assert tokenizer.batch_decode([ids, ids[:1]], [values, values[:1]], skip_special_tokens=True)[0] == text[:-13]
+    assert tokenizer.decode([ids], [values]) == [text]
+    assert tokenizer.decode([]) == ""
+
+
+def test_chats(tokenizer: CausalQwenTokenizer) -> None:
+    chat = [{"role": "user", "content": "tea costs 3.5"}]
+    text = "<|im_start|>user\ntea costs 3.5<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == text
+    found = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    assert torch.equal(found["numeric_values"], tokenizer.preprocess([text])["numeric_values"])
+    assert 3.5 in found["numeric_values"]
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    assert tokenizer.apply_chat_template(chat, return_dict=False) == tokenizer.encode("tea costs 3.5!")[0]

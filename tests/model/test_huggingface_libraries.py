@@ -1,0 +1,164 @@
+"""What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate.
+
+TRL and lm-eval ask for tokenizers of transformers' own classes, which this one is not (docs/generation.md): no test.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.exported import TEXTS, run_snippet, tiny_pair, write_folder
+from support.numerics import assert_close
+from support.tiny import tiny_base
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    TextGenerationPipeline,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import cqwen_dist.auto
+from cqwen_dist.config import UserError
+from cqwen_dist.generate.continuation import continue_text
+
+PROMPTS = ["he paid 1234.5 for the", "tea costs"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("exported"), *tiny_pair())
+
+
+@pytest.fixture
+def pair(folder: Path) -> tuple[cqwen_dist.auto.CausalQwenForCausalLM, cqwen_dist.auto.CausalQwenTokenizer]:
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def batches(tokenizer: Any) -> list[dict[str, torch.Tensor]]:
+    """Three texts with numbers, one a batch, as a collator of transformers makes them."""
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    return list(DataLoader([dict(tokenizer(text)) for text in TEXTS], batch_size=3, collate_fn=collate))
+
+
+def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
+    model, tokenizer = pair
+    pipe = pipeline("text-generation", model=str(folder))
+    expected = [w.text for w in continue_text(model, tokenizer, PROMPTS, max_new_tokens=20)]
+    assert any(re.search(r"\d", text) for text in expected)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    found = [pipe(prompt, **options)[0]["generated_text"] for prompt in PROMPTS]
+    assert found == [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
+    together = pipe(PROMPTS, batch_size=2, return_full_text=False, **options)
+    assert [rows[0]["generated_text"] for rows in together] == expected
+    assert pipe(PROMPTS[0], max_new_tokens=20)[0]["generated_text"] == found[0], "greedy by default"
+    stopped = pipe(PROMPTS[0], stop_sequence="tea", return_full_text=False, **options)[0]["generated_text"]
+    assert stopped == expected[0][: expected[0].index("tea") + 3]
+    objects = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    several = objects(PROMPTS[0], mode="causal", seed=1, num_return_sequences=2, max_new_tokens=20)
+    assert len({record["generated_text"] for record in several}) == 2
+    chat = [{"role": "user", "content": "tea costs 3.5"}]
+    answer = pipe(chat, **options)[0]["generated_text"][-1]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert answer == {
+        "role": "assistant",
+        "content": continue_text(model, tokenizer, [prompt], max_new_tokens=20)[0].text.replace("<|endoftext|>", ""),
+    }
+    with pytest.raises(UserError, match=r"temperature: found 0\.7, allowed: none in mode standard"):
+        pipe(PROMPTS[0], do_sample=True, temperature=0.7)
+
+
+def test_the_readmes_snippet_prints_numbers_and_an_interval_of_each(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, *lines = run_snippet(Path(__file__).parents[2] / "README.md", "out/gsm8k", folder, capsys)
+    prompt = "Tom has 3 bags of 12 apples. He has"
+    assert text.startswith(prompt)
+    found = [re.fullmatch(r"(\S+), with 90 % between (\S+) and (\S+)", line).groups() for line in lines]
+    assert [number for number, *_ in found] == re.findall(r"-?\d+\.?\d*", text[len(prompt) :])
+    assert found
+    for number, low, high in found:
+        assert float(low) < float(number) < float(high)
+        assert len(number) <= 4, "two digits of a spread of some ten: no decimals"
+
+
+def test_other_models_get_the_pipeline_of_transformers(pair) -> None:
+    plain = tiny_base(vocab_size=300)
+    pipe = pipeline("text-generation", model=plain, tokenizer=pair[1].tokenizer)
+    assert type(pipe) is TextGenerationPipeline
+    assert pipe("tea", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("tea")
+
+
+def test_peft_adapts_it_and_writes_with_it(folder: Path, pair, tmp_path: Path) -> None:
+    model, tokenizer = pair
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        (batch,) = batches(tokenizer)
+        loss = adapted(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    after = {name.replace(".base_layer", ""): p for name, p in adapted.named_parameters()}
+    assert all(torch.equal(after[f"base_model.model.{name}"], p) for name, p in before.items()), "adapters alone move"
+    ids = adapted.eval().generate(**tokenizer("tea costs 3.5", return_tensors="pt"), max_new_tokens=4)
+    assert ids.shape[1] > len(tokenizer.encode("tea costs 3.5")[0])
+    adapted.save_pretrained(tmp_path)
+    logits = adapted(**batch, logits_to_keep=0).logits
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
+    assert torch.equal(again(**batch, logits_to_keep=0).logits, logits)
+    assert_close(adapted.merge_and_unload()(**batch, logits_to_keep=0).logits, logits, 1e-4, "W + BA is rounded once")
+
+
+def test_trainer_takes_two_steps(pair, tmp_path: Path) -> None:
+    model, tokenizer = pair
+    rows = [dict(tokenizer(text)) for text in TEXTS]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=3, learning_rate=1e-3, use_cpu=True, report_to=[],
+        logging_steps=1, disable_tqdm=True,
+    )  # fmt: skip
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = Trainer(model, arguments, collate, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+    (batch,) = batches(tokenizer)
+    with torch.no_grad():
+        wanted = float(model(**batch).loss)
+        valueless = float(model(**{**batch, "numeric_values": torch.zeros_like(batch["numeric_values"])}).loss)
+    assert abs(trainer.evaluate()["eval_loss"] - wanted) < 1e-3 * abs(wanted) < abs(wanted - valueless)
+    trainer.train()
+    first = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert abs(first - wanted) < 1e-2 * abs(wanted), "the loss that is logged is the model's"
+    trainer.save_model(str(tmp_path / "end"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "end").eval()
+    kept = AutoTokenizer.from_pretrained(tmp_path / "end")
+    assert kept.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    with torch.no_grad():
+        assert float(again(**batch).loss) == pytest.approx(float(model.eval()(**batch).loss), rel=1e-5)
+        assert float(again(**batch).loss) < wanted
+
+
+def test_accelerate_takes_a_step(pair) -> None:
+    model, tokenizer = pair
+    accelerator = Accelerator(cpu=True)
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    loader = DataLoader([dict(tokenizer(text)) for text in TEXTS], batch_size=3, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), loader)
+    for batch in loader:
+        assert batch["numeric_values"].dtype == torch.float64
+        before = model(**batch).loss
+        accelerator.backward(before)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(model(**batch).loss.detach()) < float(before.detach())
