@@ -60,7 +60,8 @@ def test_it_stops_everywhere_and_goes_on_as_if_it_never_had(
     status = json.loads((run / "status.json").read_text())
     assert status.keys() == KEYS
     assert (status["status"], status["total_steps"]) == ("preempted", 10 if step else None)
-    assert status["step"] in (step, step + (blow.point == "save"))
+    # A signal that is quicker than the step's first all-reduce stops before it.
+    assert status["step"] in (step - (blow.point == "step"), step, step + (blow.point == "save"))
     assert status["checkpoint"] == (f"step-{status['step']:08d}" if step else None)
     assert "told to stop: " in status["reason"]
 
