@@ -185,6 +185,8 @@ class Trainer:
             at_end = run.schedule.observe(step, metrics) or at_end
             run.progress.total = run.schedule.total_steps
         if saves or at_end:
+            if not saves:  # the evaluation ended the stage
+                self._judge(step, run.replicas.check(step, due=True))
             if self.log is not None:
                 self.log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
             self._save()
@@ -246,6 +248,7 @@ class Trainer:
         self.run.saver.wait()  # raises what stopped the run where that was a save
         self.run.progress.say("told to stop: saving")
         if self.place.step > self.saved_step:
+            self.run.replicas.check(self.place.step, due=True)
             self._save()
         self.run.saver.wait()
         self.status.write(checkpoint=self.run.saver.newest)

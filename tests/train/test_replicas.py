@@ -47,10 +47,14 @@ def flipped(config: str, overrides: list[str], rank: int, part: str, steps: list
 
     def struck(self: Trainer, plan: Any, step: int, batches: Any) -> dict[str, Any]:
         record = plain(self, plan, step, batches)
+        if part == "stop":
+            self.run.replicas.every = 10**6  # on every rank no check but the one before a save
         if runtime.rank == rank and left and step + 1 == left[0]:
             del left[0]
+            if part == "stop":
+                runtime.stop.reason = "a test"
             members = [*self.run.engine.heads.members, *self.run.engine.feature_members]
-            parameter = next(m.parameter for m in members if part in m.name)
+            parameter = next(m.parameter for m in members if {"stop": "b_noise"}.get(part, part) in m.name)
             parameter.data.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
         return record
 
@@ -111,6 +115,10 @@ def test_a_fault_that_comes_again_ends_the_run_and_one_before_any_checkpoint_is_
     status = read_status(tmp_path / "a")
     assert status["status"] == "fatal"
     assert status["checkpoint"] == "step-00000004", "what differs is never saved"
+
+    stopped = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'c'}"], 1, "stop", [5], timeout=120.0)
+    assert "action.b_noise is not equal" in stopped[0]
+    assert read_status(tmp_path / "c")["checkpoint"] == "step-00000004", "nor where the run is told to stop"
 
     early = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'b'}"], 1, "b_noise", [1], timeout=120.0)
     assert "and was after step 0" in early[0]
