@@ -135,6 +135,7 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
     meant = (
         value is None
         or isinstance(value, str)
+        or (isinstance(value, (int, float)) and not isinstance(value, bool) and float in kinds)
         or (isinstance(value, list) and any(get_origin(kind) is list for kind in kinds))
     )
     return raw if str in kinds and not meant else value
