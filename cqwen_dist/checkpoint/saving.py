@@ -42,7 +42,7 @@ from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import Groups, side_group
 from cqwen_dist.run.environment import git_commit, versions
-from cqwen_dist.run.files import AWAY, LATEST, MANIFEST, STATE, file_record, let_read, sync, write_atomically
+from cqwen_dist.run.files import LATEST, MANIFEST, STATE, file_record, let_read, sync, words_of_disk, write_atomically
 
 SAMPLES = 8  # tensors of a file that are read back after it was written
 
@@ -212,10 +212,8 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
 
 def _told(error: Exception, beside: Path) -> tuple[str, str, bool]:
     """(path if a disk error, else ""; message; whether the file system is away)."""
-    if isinstance(error, OSError):
-        return str(error.filename or beside), error.strerror or str(error), error.errno in AWAY
-    if isinstance(error, SafetensorError):  # how safetensors reports a disk error
-        return str(beside), str(error), False
+    if isinstance(error, (OSError, SafetensorError)):
+        return words_of_disk(error, beside)
     return "", f"{type(error).__name__}: {error}", False
 
 

@@ -58,22 +58,20 @@ def init(
     from cqwen_dist.data.recipes import recognise
     from cqwen_dist.data.records import ReadReport
     from cqwen_dist.data.sources import read_texts
+    from cqwen_dist.run.files import written_whole
 
     if out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
     recipe = recognise(data, target)
     text = _config(data, base, recipe, out)
-    beside = out.with_name(f".{out.name}.new")
     try:
-        beside.write_text(text, encoding="utf-8")
-        checked = load_config(beside)
-        shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
-        first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
-        beside.replace(out)
+        with written_whole(out) as beside:
+            beside.write_text(text, encoding="utf-8")
+            checked = load_config(beside)
+            shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
+            first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
     except OSError as error:
         raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
-    finally:
-        beside.unlink(missing_ok=True)
     typer.echo(f"{data}: {recipe.name}")
     if first is not None:
         typer.echo("the first text as it will be read:")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -35,10 +34,8 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
         raise UserError("--data", source, "at least one record")
     if isinstance(records[0], Text):
         return DataRecipe("plain texts", {}, _length([text.text for text in records]))
-    shared = {name for name in records[0] if all(name in record for record in records)}
-    keys = _of_target(records, target, source) if target is not None else _of_fields(records, shared, source)
-    name, found = keys
-    return DataRecipe(name, found, _length([" ".join(map(str, record.values())) for record in records]))
+    name, keys = _of_fields(records, source) if target is None else _of_target(records, target, source)
+    return DataRecipe(name, keys, _length([" ".join(map(str, record.values())) for record in records]))
 
 
 def _records(source: str) -> Iterator[Any]:
@@ -61,23 +58,24 @@ def _rows_of_parquet(path: Path) -> Iterator[Record]:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=RECORDS):
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, gzip.BadGzipFile) as error:
+    except pyarrow.ArrowException as error:
         raise UserError("--data", str(path), f"a Parquet file ({error})") from None
 
 
-def _of_fields(records: list[Any], shared: set[str], source: str) -> tuple[str, dict[str, Any]]:
-    ordered = [name for name in records[0] if name in shared]
+def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
+    """By the names and kinds of the fields that all records have."""
+    shared = [name for name in records[0] if all(name in record for record in records)]
 
     def all_are(kind: Callable[[Any], bool]) -> list[str]:
-        return [name for name in ordered if all(kind(record[name]) for record in records)]
+        return [name for name in shared if all(kind(record[name]) for record in records)]
 
     if chats := all_are(_is_chat):
         return "chats", {"messages_field": chats[0]}
-    if {"instruction", "output"} <= shared:
+    if {"instruction", "output"} <= {*shared}:
         prompt = "{instruction}\n{input}\n" if "input" in shared else "{instruction}\n"
         return "instructions (Alpaca)", {"prompt_template": prompt, "text_template": "{output}"}
     for question, answer in _QUESTION_AND_ANSWER:
-        if {question, answer} <= shared:
+        if {question, answer} <= {*shared}:
             keys = {"prompt_template": f"{{{question}}}\n", "text_template": f"{{{answer}}}"}
             return f"{question}s and {answer}s", keys
     texts = all_are(lambda value: isinstance(value, str))

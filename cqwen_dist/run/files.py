@@ -44,6 +44,12 @@ _AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", 
 AWAY = tuple(getattr(errno, name) for name in _AWAY if hasattr(errno, name))  # not every system has all
 
 
+def words_of_disk(error: Exception, place: Path) -> tuple[str, str, bool]:
+    """Of an OSError, or one of safetensors', which has no number: the path, what was said, whether the disk is away."""
+    said = getattr(error, "strerror", None) or str(error)
+    return str(getattr(error, "filename", None) or place), said, getattr(error, "errno", None) in AWAY
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write a file to; it then replaces `path`, durably also after a power loss.

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.parallel.collectives import is_communication
-from cqwen_dist.run.files import AWAY, REFUSED
+from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
 from cqwen_dist.train.replicas import RanksDiffer
 from cqwen_dist.train.zero.engine import NonFiniteStep
 
@@ -59,10 +59,8 @@ def cause_of(error: BaseException) -> Cause:
 
 def of_disk(error: Exception, folder: Path) -> DiskError | None:
     """A failure as a disk's, in one line, where it is one."""
-    number = getattr(error, "errno", None)
-    # safetensors reports a disk's errors as its own, without a number.
-    if not isinstance(error, SafetensorError) and not (isinstance(error, OSError) and number in REFUSED + AWAY):
+    if not isinstance(error, SafetensorError) and not (isinstance(error, OSError) and error.errno in REFUSED + AWAY):
         return None
-    said, place = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None) or folder
+    place, said, away = words_of_disk(error, folder)
     allowed = "a disk that can be read and written; then the same command goes on"
-    return DiskError("run.dir", Said(said), allowed, str(place), away=number in AWAY)
+    return DiskError("run.dir", Said(said), allowed, place, away)
