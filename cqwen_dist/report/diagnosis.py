@@ -13,6 +13,9 @@ from cqwen_dist.report.run_data import RunData
 
 Level = Literal["good", "note", "warn", "bad"]
 
+FEW_WORDS = 0.2  # right of all: a pretrained model has 0.3 to 0.7 on texts of a kind that it knows
+USEFUL = 0.9  # median errors above this share of always-the-median's are hardly better than saying the median
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -30,6 +33,16 @@ def diagnose(run: RunData) -> list[Finding]:
     return sorted(found, key=lambda finding: order[finding.level])
 
 
+def _knows_words(run: RunData) -> bool:
+    """Whether it predicts enough words right for anything else about its words to be good."""
+    return run.last.get("eval/accuracy", 1.0) >= FEW_WORDS
+
+
+def _knows_numbers(run: RunData) -> bool:
+    """Whether its numbers are better than always saying the training median."""
+    return run.last.get("eval/reg_mdae", 0.0) < USEFUL * run.last.get("eval/baseline_mdae", math.inf)
+
+
 def _alarms(run: RunData) -> Iterator[Finding]:
     for alarm in run.alarms:
         level: Level = "warn" if alarm.get("kind") == "loss-spike" else "bad"
@@ -44,12 +57,22 @@ def _words(run: RunData) -> Iterator[Finding]:
         return
     gap = 100 * (accuracy - base)
     if gap < -1.0:
+        held = run.config.loss.constraint.mode in ("hinge", "dual")
+        hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: hinge)"
         yield Finding(
             "bad",
             f"It predicts {-gap:.1f} points fewer words right than its base model",
-            f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the rates, or hold U near its start "
-            "(loss.constraint).",
+            f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the rates, or {hold}.",
         )
+    elif accuracy < FEW_WORDS:
+        model = run.config.model
+        if model.architecture is None:
+            cause = "Are the texts of a kind, and in the template, that the base knows (data.prompt_template)?"
+        elif model.pretrain is None:
+            cause = "The base has random weights (model.architecture): name a pretrained one (model.name_or_path)."
+        else:
+            cause = f"The base was pretrained for {model.pretrain.steps} steps only (model.pretrain.steps)."
+        yield Finding("bad", f"Words: only {accuracy:.1%} right", f"Its base model has {base:.1%}. {cause}")
     else:
         how = f"{gap:+.1f} points against" if abs(gap) >= 0.05 else "as many as"
         yield Finding("good", f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
@@ -65,11 +88,23 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
             yield Finding(
                 "warn",
                 f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}",
-                "Freeze `classifier` and `thresholds` (a stage's train), or lower their rates (lr_groups): the rows of "
-                "words follow the training texts alone.",
+                _against_forgetting(run),
             )
         else:
-            yield Finding("good", f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")
+            level: Level = "good" if accuracy >= FEW_WORDS else "note"
+            yield Finding(level, f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")
+
+
+def _against_forgetting(run: RunData) -> str:
+    """What is left to do against it in this run."""
+    trained = [group for group in ("classifier", "thresholds") if run.config.trains(group)]
+    if not trained:
+        return "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
+    named = " and ".join(f"`{group}`" for group in trained)
+    return (
+        f"Freeze {named} (a stage's train), or lower their rates (lr_groups): the rows of words follow the training "
+        "texts alone."
+    )
 
 
 def _overfit(run: RunData) -> Iterator[Finding]:
@@ -80,8 +115,8 @@ def _overfit(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "warn",
             "The held-out word loss was lower before",
-            f"{min(losses):.3g} at step {at:.0f}, {losses[-1]:.3g} at the end: it overfits. Stop earlier, or more "
-            "dropout.",
+            f"{min(losses):.3g} at step {at:.0f}, {losses[-1]:.3g} at the end: it overfits. Stop earlier "
+            f"(stages' until), or more dropout (model.lora.dropout is {run.config.model.lora.dropout:g}).",
         )
 
 
@@ -129,18 +164,21 @@ def _errors(run: RunData) -> Iterator[Finding]:
             f"Median absolute error {mdae:.4g}, always the training median's {baseline:.4g}.",
         )
     elif baseline is not None:
+        useful = _knows_numbers(run)
         yield Finding(
-            "good",
+            "good" if useful else "warn",
             f"Numbers: median absolute error {mdae:.4g}",
-            f"{1 - mdae / baseline:.0%} less than always saying the training median ({baseline:.4g}).",
+            f"{'' if useful else 'Only '}{1 - mdae / baseline:.0%} less than always saying the training median "
+            f"({baseline:.4g}).",
         )
     if mae > 5 * mdae > 0:
+        logs = run.config.target_transform.endswith("_log")
         yield Finding(
             "note",
             "A few extreme errors",
             f"The mean absolute error, {mae:.4g}, is {mae / mdae:.0f} times the median one, {mdae:.4g}: few "
-            "predictions are far off, most are not. Numbers of very different size? Try "
-            "loss.target_transform: signed_log.",
+            "predictions are far off, most are not."
+            + ("" if logs else " Numbers of very different size? Try loss.target_transform: signed_log."),
         )
 
 
@@ -155,9 +193,11 @@ def _intervals(run: RunData) -> Iterator[Finding]:
             f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; the "
             "recalibrated ones are meant to be used.",
         )
-    if conformal is not None and count >= 1:
-        reach = 2.576 * math.sqrt(0.09 / count)
-        inside = abs(conformal - 0.9) <= reach
+    if conformal is None or count < 1:
+        return
+    reach = 2.576 * math.sqrt(0.09 / count)
+    inside = abs(conformal - 0.9) <= reach
+    if _knows_numbers(run) or not inside:  # wide enough to hold what was guessed is no achievement
         yield Finding(
             "good" if inside else "warn",
             f"Recalibrated 90 % intervals hold {conformal:.0%}",
@@ -168,12 +208,7 @@ def _intervals(run: RunData) -> Iterator[Finding]:
 
 def _distributions(run: RunData) -> Iterator[Finding]:
     # number dimensions have a scale of order 1 beside the words' 1e-3 and less: then the scales are skewed by design
-    numbered = (
-        run.config["start"] == "calibrated"
-        if run.config["model"]["number_dims"] is None
-        else run.config["model"]["number_dims"]
-    )
-    for name, what in (("U_loc", "locations"), *(() if numbered else (("U_scale", "scales"),))):
+    for name, what in (("U_loc", "locations"), *(() if run.config.number_dims else (("U_scale", "scales"),))):
         mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
         if mean is None or median is None or std is None or not iqr:
             continue
@@ -204,7 +239,11 @@ def _prob_sum(run: RunData) -> Iterator[Finding]:
     if total is None:
         return
     if 0.7 <= total <= 1.5:
-        yield Finding("good", f"The probabilities add up to {total:.2f}", "Of one next word; 1 is calibrated.")
+        text = "Of one next word; 1 is calibrated."
+        if not _knows_words(run):
+            text += " So they do where every word has the same probability, too: see how many words are right."
+        level: Level = "good" if _knows_words(run) else "note"
+        yield Finding(level, f"The probabilities add up to {total:.2f}", text)
     else:
         yield Finding(
             "warn" if total < 0.3 or total > 3 else "note",
@@ -234,12 +273,13 @@ def _gradients(run: RunData) -> Iterator[Finding]:
             f"The largest norm was {max(norms):.3g}, the median {median:.3g}. Look at <NUM>'s bias and the start of "
             "the heads.",
         )
-    if clipped > 0.9:
+    limit = run.config.max_grad_norm
+    if clipped > 0.9 and limit is not None:
         yield Finding(
-            "note",
+            "warn",
             f"{clipped:.0%} of the steps were clipped",
-            f"The median gradient norm is {median:.3g}: steps follow the gradient's direction alone. With "
-            "train.max_grad_norm: usual only those are clipped that are unlike the others.",
+            f"The median gradient norm is {median:.3g}, the limit (train.max_grad_norm) {limit:g}: steps follow the "
+            "gradient's direction alone. With `usual` only those are clipped that are unlike the others.",
         )
 
 
@@ -249,7 +289,7 @@ def _speed(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"{sum(waits) / sum(seconds):.0%} of the time went into waiting for data",
-            "Prepare the data beforehand, or give the loader more workers.",
+            f"Make more batches ahead (data.prefetch is {run.config.data.prefetch}), or use a faster disk.",
         )
     refused = len(run.raw.get("train/refused", []))
     if refused:

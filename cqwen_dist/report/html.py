@@ -84,7 +84,7 @@ def unique_names(runs: Sequence[RunData]) -> list[str]:
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """Config keys in which the runs differ, with each run's value; run.dir and run.name left out."""
-    flat = [dict(_flat(run.config)) for run in runs]
+    flat = [dict(_flat(run.config.model_dump(mode="json"))) for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in ("run.dir", "run.name")]
     rows = [(key, [json.dumps(one.get(key), ensure_ascii=False) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
@@ -170,7 +170,7 @@ def _drawn(name: str, run: RunData) -> dict[str, Any]:
         },
         "evaluations": run.evaluations,
         "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],
-        "transform": (run.config.get("loss") or {}).get("target_transform"),
+        "transform": run.config.loss.target_transform,
     }
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.run.files import (
     ALARMS,
     CONFIG,
@@ -53,7 +53,7 @@ class RunData:
     name: str
     folder: Path
     status: dict[str, Any]
-    config: dict[str, Any]
+    config: Config
     yaml: str
     environment: dict[str, Any]
     start: dict[str, Any]
@@ -81,7 +81,7 @@ def read_run(folder: Path) -> RunData:
         name=config.run.name or folder.resolve().name,
         folder=folder,
         status=read_object(folder / STATUS),
-        config=config.model_dump(mode="json"),
+        config=config,
         yaml=config.to_yaml(),
         environment=read_object(folder / ENVIRONMENT),
         start=start,

@@ -40,7 +40,7 @@ def begin(run: Run) -> Place:
 def open_log(run: Run, place: Place) -> MetricsLog:
     """The metrics' files and watchers; what was logged after the place (and is done again) is dropped. Rank 0 alone."""
     words = run.stepper.used_rows or run.model.config.vocab_size
-    alarms = Alarms.of(run.config.loss, words, run.evaluations.base_accuracy)
+    alarms = Alarms.of(run.config.loss, words, run.evaluations.base_accuracy, run.config.start == "calibrated")
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
     everything = run.config.model_dump(mode="json")

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.report.diagnosis import diagnose
+from cqwen_dist.config import Config
+from cqwen_dist.report.diagnosis import Finding, diagnose
 from cqwen_dist.report.run_data import Curve, RunData
 
-CONFIG = {"start": "seed", "model": {"number_dims": None}, "train": {"max_grad_norm": 1.0}}
+BASE = {"name_or_path": "Qwen/Qwen2.5-0.5B"}
 WELL = {
     "eval/accuracy": 0.50,
     "eval/base_accuracy": 0.48,
@@ -32,13 +33,18 @@ def said(changes: dict[str, float] | None = None, **raw: list[float]) -> list[st
 
 
 def findings(
-    changes: dict[str, float] | None = None, alarms: list | None = None, start: dict | None = None, **raw: list[float]
-):
+    changes: dict[str, float] | None = None,
+    alarms: list | None = None,
+    start: dict | None = None,
+    config: dict | None = None,
+    **raw: list[float],
+) -> list[Finding]:
     last = {**WELL, **(changes or {})}
     named = {name.replace("__", "/"): values for name, values in raw.items()}
+    checked = Config.model_validate({"model": BASE, "data": {"train": "x.jsonl"}, "start": "seed", **(config or {})})
     curves = {name: Curve(list(range(len(values))), values) for name, values in named.items()}
     return diagnose(
-        RunData("tea", Path(), {}, CONFIG, "", {}, start or {}, [], curves, last, [], alarms or [], 10, named)
+        RunData("tea", Path(), {}, checked, "", {}, start or {}, [], curves, last, [], alarms or [], 10, named)
     )  # fmt: skip
 
 
@@ -81,6 +87,61 @@ def test_of_a_run_that_is_well_only_good_is_said() -> None:
 )
 def test_each_rule_says_its_sentence_and_no_other(changes: dict, raw: dict, title: str) -> None:
     assert said(changes, **raw) == [title]
+
+
+def test_nothing_is_good_beside_words_that_it_does_not_know() -> None:
+    poor = {"eval/accuracy": 0.011, "eval/base_accuracy": 0.011, "watch/code/accuracy": 0.01}
+    found = findings({**poor, "watch/code/base_accuracy": 0.01})
+    assert [f.title for f in found if f.level == "bad"] == ["Words: only 1.1% right"]
+    assert [f.title for f in found if f.level == "good"] == [
+        "Numbers: median absolute error 3",
+        "Recalibrated 90 % intervals hold 89%",
+    ]
+    assert "every word has the same probability" in " ".join(f.text for f in found)
+    built = {"architecture": {"model_type": "qwen2"}, "tokenizer": "train"}
+    for model, cause in (
+        (BASE, "data.prompt_template"),
+        (built, "random weights"),
+        ({**built, "pretrain": {"steps": 7}}, "for 7 steps only"),
+    ):
+        assert cause in findings(poor, config={"model": model})[0].text
+
+
+def test_nothing_is_good_beside_numbers_that_it_does_not_know() -> None:
+    found = findings({"eval/reg_mdae": 19.0, "eval/reg_mae": 20.0})
+    assert (found[0].level, found[0].title) == ("warn", "Numbers: median absolute error 19")
+    assert [f.title for f in found if "intervals" in f.title] == [], "they hold what was guessed: no achievement"
+
+
+LOST = {"eval/accuracy": 0.45}
+FORGOT = {"watch/code/accuracy": 0.3, "watch/code/base_accuracy": 0.45}
+LORA = {"stages": [{"name": "a", "train": ["lora"], "steps": 9}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "advised"),
+    [
+        (LOST, {}, "loss.constraint.mode: hinge"),
+        (LOST, {"loss": {"constraint": {"mode": "dual"}}}, "smaller loss.constraint.eps"),
+        (FORGOT, {}, "Freeze `classifier` and `thresholds`"),
+        (FORGOT, LORA, "mix such texts into data.train"),
+        ({"eval/reg_mae": 80.0}, {}, "signed_log"),
+        ({"eval/reg_mae": 80.0}, {"loss": {"target_transform": "standardise_log"}}, "few predictions are far off"),
+    ],
+)
+def test_what_is_done_already_is_not_advised(changes: dict, config: dict, advised: str) -> None:
+    (text,) = (f.text for f in findings(changes, config=config) if f.level != "good")
+    assert advised in text
+    other = {"mode: hinge": "smaller", "smaller": "mode: hinge", "Freeze": "mix such", "mix such": "Freeze"}
+    assert not any(word in advised and not_now in text for word, not_now in other.items())
+    assert "signed_log" in text if advised == "signed_log" else "signed_log" not in text
+
+
+def test_clipping_at_what_is_usual_is_no_fault() -> None:
+    raw = {"train__grad_norm": [5.0] * 20, "train__clipped": [1.0] * 20}
+    (clipped,) = (f for f in findings(**raw) if f.level != "good")
+    assert (clipped.level, "the limit (train.max_grad_norm) 1" in clipped.text) == ("warn", True)
+    assert [f for f in findings(config={"train": {"max_grad_norm": "usual"}}, **raw) if f.level != "good"] == []
 
 
 def test_a_loss_of_numbers_that_never_falls_names_the_statistics_to_check() -> None:

@@ -36,6 +36,22 @@ def test_the_uniform_solution_is_told_once_though_its_loss_is_low() -> None:
     assert "accuracy only 0.2%" in found[0].text
 
 
+def test_the_way_out_of_it_is_none_that_was_taken() -> None:
+    def told(**about: Any) -> list[Alarm]:
+        return run(Alarms(V, **about), [trapped(step) for step in range(1, 40)])
+
+    ((seed,), (calibrated,)) = told(base_accuracy=0.4, calibrated=False), told(base_accuracy=0.4, calibrated=True)
+    assert "start: calibrated" in seed.text
+    assert "start: calibrated" not in calibrated.text
+    assert "lr_groups.scales" in calibrated.text
+    (untaught,) = told(base_accuracy=0.0)
+    assert untaught.step == 30, "a base that knows no words begins there"
+    assert "knows no words either (top-1 0.0%)" in untaught.text
+    falling = [record(step, p_num_mean=0.6 * 0.9**step) for step in range(1, 90)]
+    stop, full = (run(Alarms(V, gate_pays=pays), falling)[0].text for pays in (False, True))
+    assert ("gate_grad" in stop, "gate_grad" in full) == (True, False)
+
+
 @pytest.mark.parametrize(
     "changes", [{"accuracy": 0.3}, {"prob_sum_mean": 40.0}, {"cls_loss_mean": 5.0}, {"cls_loss_mean": 300.0}]
 )

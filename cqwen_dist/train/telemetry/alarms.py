@@ -44,19 +44,31 @@ class Alarms:
     """Watches the records of a run.
 
     words: how many words the loss sums over, None where its level says nothing (class weights). factor: what the
-    loss has to be multiplied by to be that sum (vocab_reduction: mean divides). base_accuracy: the base's own top-1.
+    loss has to be multiplied by to be that sum (vocab_reduction: mean divides). base_accuracy: the base's own top-1,
+    None where unknown. calibrated: how the run began. gate_pays: whether the gate passes gradients to P of <NUM>.
     """
 
-    TRAP_LOOKS = 3  # looks at train/accuracy in a row
+    TRAP_LOOKS = 3  # looks at train/accuracy in a row, of a base that knows words
+    UNTAUGHT_LOOKS = 30  # of one that knows none: at the uniform solution it begins
+    UNTAUGHT = 0.1  # top-1 below which a base knows none
     DEAD_STEPS = 20  # steps in a row without a gradient
     UNLEARNT_STEPS = 100  # steps with <NUM> labels, in a row, at which P_NUM stays near 0
     HISTORY = 64  # losses that a spike is measured against
     LEAST_HISTORY = 20
     SPIKE = 10.0  # robust deviations
 
-    def __init__(self, words: int | None, factor: float = 1.0, base_accuracy: float | None = None) -> None:
+    def __init__(
+        self,
+        words: int | None,
+        factor: float = 1.0,
+        base_accuracy: float | None = None,
+        *,
+        calibrated: bool = True,
+        gate_pays: bool = False,
+    ) -> None:
         self.uniform = None if words is None else 1.0 + math.log(words)
-        self.factor = factor
+        self.factor, self.base_accuracy, self.calibrated, self.gate_pays = factor, base_accuracy, calibrated, gate_pays
+        self.untaught = base_accuracy is not None and base_accuracy < self.UNTAUGHT
         self.poor = max(0.02, 0.2 * (base_accuracy or 0.0))
         self._stage: str | None = None
         self._told: set[str] = set()
@@ -67,11 +79,12 @@ class Alarms:
         self._losses: deque[float] = deque(maxlen=self.HISTORY)
 
     @classmethod
-    def of(cls, loss: LossConfig, words: int, base_accuracy: float | None) -> Alarms:
+    def of(cls, loss: LossConfig, words: int, base_accuracy: float | None, calibrated: bool) -> Alarms:
         """For a run with this loss. words: rows that the loss sums over."""
         weighted = loss.class_weights is not None
         factor = words if loss.vocab_reduction == "mean" else 1.0
-        return cls(None if weighted else words, factor, base_accuracy)
+        pays = loss.gate_grad == "full"
+        return cls(None if weighted else words, factor, base_accuracy, calibrated=calibrated, gate_pays=pays)
 
     def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
         """Alarms of one step's plain values. samples: that the step was taken with, over all ranks."""
@@ -102,11 +115,20 @@ class Alarms:
         level = loss * self.factor
         near = abs(level - self.uniform) < 0.05 * self.uniform and 0.5 < prob_sum < 2.0 and accuracy < self.poor
         self._trapped = self._trapped + 1 if near else 0
-        return self._trapped >= self.TRAP_LOOKS, (
+        return self._trapped >= (self.UNTAUGHT_LOOKS if self.untaught else self.TRAP_LOOKS), (
             f"the word loss is {level:.2f}; P = 1/V everywhere costs 1 + ln V = {self.uniform:.2f}. The sum of P is "
-            f"{prob_sum:.2f} but accuracy only {accuracy:.1%}. The run sits in the uniform solution: begin "
-            "again from `start: calibrated`, or with larger rates for {b_scale, C}"
+            f"{prob_sum:.2f} but accuracy only {accuracy:.1%}. The run sits in the uniform solution: {self._way_out()}"
         )
+
+    def _way_out(self) -> str:
+        """Of the uniform solution, by what the run began with."""
+        if self.untaught:
+            return (
+                f"its base knows no words either (top-1 {self.base_accuracy:.1%}); begin again from a pretrained one "
+                "(model.name_or_path), or with higher rates"
+            )
+        again = "" if self.calibrated else "from `start: calibrated`, or "
+        return f"begin again {again}with larger rates for {{b_scale, C}} (lr_groups.scales)"
 
     def _p_num_collapse(self, record: Mapping[str, Any]) -> tuple[bool, str]:
         p_num = record.get("train/p_num_mean")
@@ -123,7 +145,11 @@ class Alarms:
             how = f"has not risen in {self._unlearnt} steps while words are learnt: numbers are not"
         return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
             f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}. "
-            "`loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
+            + (
+                "lower the rates or reg_weight"
+                if self.gate_pays
+                else "`loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
+            )
         )
 
     def _dead_noise(self, record: Mapping[str, Any]) -> tuple[bool, str]:
