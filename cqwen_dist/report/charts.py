@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from cqwen_dist.config import GROUPS
+
+RIDGE = "eval/ridge_mdae"  # of the quickstart's study alone, which comes with its table
+
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves in one frame. series: (metric, label), those a run does not have are left out; say: what one should see;
-    log: the axis it begins with; at: (value, label) lines to compare with."""
+    """Curves in one frame. unit: of the axis; series: (metric, label), those a run does not have are left out; say:
+    what one should see; log: the axis it begins with; at: (value, label) lines to compare with."""
 
     title: str
+    unit: str
     series: tuple[tuple[str, str], ...]
     say: str = ""
     log: bool = False
@@ -20,21 +25,29 @@ class Chart:
 
 
 LEARNING = (
-    Chart("Total loss", (("train/total_loss", "training"),), "What the optimizer sees: words plus λ times numbers."),
+    Chart(
+        "Total loss",
+        "Loss",
+        (("train/total_loss", "training"),),
+        "What the optimizer sees: words plus λ times numbers.",
+    ),
     Chart(
         "Word loss",
+        "Nats a token",
         (("train/cls_loss_mean", "training"), ("eval/cls_loss_mean", "held out")),
         "One-vs-rest, summed over the vocabulary. A low loss alone does not mean a working model: see accuracy.",
         log=True,
     ),
     Chart(
         "Words right",
+        "Share of tokens",
         (("train/accuracy", "training"), ("eval/accuracy", "held out"), ("eval/base_accuracy", "base model")),
         "argmax P over every labelled position, beside the base model's own top-1.",
         percent=True,
     ),
     Chart(
         "Perplexity, held out",
+        "Perplexity",
         (
             ("eval/perplexity", "softmax of loc_S"),
             ("eval/perplexity_ovr", "P / ΣP"),
@@ -45,6 +58,7 @@ LEARNING = (
     ),
     Chart(
         "Sum of all P",
+        "ΣP",
         (
             ("train/prob_sum_mean", "training, mean"),
             ("dist/ovr_prob_sum_median_standard", "held out, median"),
@@ -56,6 +70,7 @@ LEARNING = (
     ),
     Chart(
         "Right, by how often training has the word",
+        "Share of tokens",
         tuple(
             (f"eval/accuracy_words_{band}", label)
             for band, label in (
@@ -71,6 +86,7 @@ LEARNING = (
     ),
     Chart(
         "Thresholds C, by how often training has the word",
+        "C",
         tuple(
             (f"dist/C_words_{band}", label)
             for band, label in (
@@ -87,33 +103,39 @@ LEARNING = (
 NUMBERS = (
     Chart(
         "Number loss",
+        "Nats a number",
         (("train/reg_loss_effective", "training, gated"), ("eval/reg_nll", "held out, ungated")),
         "Cauchy negative log likelihood in the target's unit.",
     ),
     Chart(
         "Absolute error, held out",
+        "The number's unit",
         (
             ("eval/reg_mdae", "median"),
             ("eval/reg_mae", "mean"),
             ("eval/baseline_mdae", "always the median: median"),
+            (RIDGE, "ridge regression: median"),
         ),
         "A mean far above the median: few extreme errors.",
         log=True,
     ),
     Chart(
         "Telling <NUM> from words",
+        "Share",
         (("eval/num_precision", "precision"), ("eval/num_recall", "recall"), ("eval/num_f1", "F1")),
         "Held out.",
         percent=True,
     ),
     Chart(
         "P of <NUM> where it is right",
+        "P",
         (("train/p_num_mean", "training, mean"),),
         "The gate of the regression. Falling towards 0, numbers are being unlearnt.",
         percent=True,
     ),
     Chart(
         "What 90 % intervals hold",
+        "Share of numbers",
         (
             ("eval/coverage_90", "the Cauchy's own"),
             ("eval/coverage_90_conformal", "recalibrated"),
@@ -124,6 +146,7 @@ NUMBERS = (
     ),
     Chart(
         "CRPS, held out",
+        "CRPS",
         (("eval/crps", "raw unit"), ("eval/crps_target", "target's unit")),
         "Smaller is better.",
         log=True,
@@ -132,6 +155,7 @@ NUMBERS = (
 INDIVIDUAL = (
     Chart(
         "Locations of U",
+        "Location",
         (
             ("dist/U_loc_mean", "mean"),
             ("dist/U_loc_median", "median"),
@@ -142,6 +166,7 @@ INDIVIDUAL = (
     ),
     Chart(
         "Scales of U",
+        "Scale",
         (
             ("dist/U_scale_mean", "mean"),
             ("dist/U_scale_median", "median"),
@@ -153,30 +178,56 @@ INDIVIDUAL = (
     ),
     Chart(
         "KL from the start",
+        "Nats a dimension",
         (("train/kl", "mean"), ("train/kl_over_eps", "share beyond ε")),
         "Of U against U before training, in nats a dimension: the guard against forgetting.",
         log=True,
     ),
     Chart(
-        "Drift of U's location", (("train/kl_drift", "in units of its spread"),), "Against its place before training."
+        "Drift of U's location",
+        "Spreads",
+        (("train/kl_drift", "in units of its spread"),),
+        "Against its place before training.",
     ),
 )
 OPTIMIZER = (
     Chart(
-        "Gradient norm", (("train/grad_norm", "before clipping"),), "Over everything that trains, all ranks.", log=True
+        "Gradient norm",
+        "Norm",
+        (("train/grad_norm", "before clipping"),),
+        "Over everything that trains, all ranks.",
+        log=True,
     ),
-    Chart("Learning rate", (("train/lr", "of the stage"),), "Groups may have their own."),
-    Chart("λ", (("train/reg_weight", "reg_weight"),), "Weight of the numbers' loss."),
-    Chart("Tokens per second", (("perf/tokens_per_s", "all ranks"),), "Evaluations and checkpoints left out."),
-    Chart("Seconds per step", (("perf/step_s", "whole step"), ("perf/data_wait_s", "waiting for data")), "", log=True),
+    Chart(
+        "Learning rate",
+        "Rate",
+        (("train/lr", "of the stage"), *((f"rate/{group}", group) for group in (*GROUPS, "b_scale"))),
+        "Each group's own; b_noise's is relative to its start.",
+        log=True,
+    ),
+    Chart("λ", "λ", (("train/reg_weight", "reg_weight"),), "Weight of the numbers' loss."),
+    Chart(
+        "Tokens per second", "Tokens/s", (("perf/tokens_per_s", "all ranks"),), "Evaluations and checkpoints left out."
+    ),
+    Chart(
+        "Seconds per step",
+        "Seconds",
+        (("perf/step_s", "whole step"), ("perf/data_wait_s", "waiting for data")),
+        "",
+        log=True,
+    ),
     Chart(
         "Model FLOP/s used",
+        "Share of the peak",
         (("perf/mfu", "of the peak"),),
         "Useful products of one rank over its device's peak.",
         percent=True,
     ),
     Chart(
-        "Peak memory, GiB", (("perf/peak_memory_gib", "rank 0"),), "Of the allocator on a GPU, of the process on a CPU."
+        "Peak memory, GiB",
+        "GiB",
+        (("perf/peak_memory_gib", "rank 0"),),
+        "Of the allocator on a GPU, of the process on a CPU.",
     ),
 )
 
@@ -191,6 +242,7 @@ def sections(metrics: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]
     watched = tuple(
         Chart(
             f"Kept: {name}",
+            "Share of tokens",
             ((f"watch/{name}/accuracy", "right"), (f"watch/{name}/base_accuracy", "base model")),
             "Words right in texts that are not trained on: what falls is forgotten.",
             percent=True,
@@ -214,6 +266,7 @@ GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (
     ("<NUM> F1", "eval/num_f1", "percent", True),
     ("Median absolute error", "eval/reg_mdae", "number", False),
     ("… always the median's", "eval/baseline_mdae", "number", None),
+    ("… ridge regression's", RIDGE, "number", None),
     ("Mean absolute error", "eval/reg_mae", "number", False),
     ("CRPS", "eval/crps", "number", False),
     ("90 % interval holds, raw", "eval/coverage_90", "percent", None),
@@ -225,20 +278,24 @@ GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (
     ("Peak memory, GiB", "perf/peak_memory_gib", "number", False),
 )
 
-# (label, metric, format, metric to compare with, its label)
-TILES: tuple[tuple[str, str, str, str, str], ...] = (
-    ("words right", "eval/accuracy", "percent", "eval/base_accuracy", "base model"),
-    ("perplexity, P / ΣP", "eval/perplexity_ovr", "number", "eval/base_perplexity", "base model"),
-    ("F1, number or word", "eval/num_f1", "percent", "", ""),
-    ("median absolute error", "eval/reg_mdae", "number", "eval/baseline_mdae", "always the median"),
-    ("in recalibrated 90 % intervals", "eval/coverage_90_conformal", "percent", "eval/coverage_90", "raw"),
+# (label, metric, format, metrics to compare with and their labels)
+TILES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Words right", "eval/accuracy", "percent", (("eval/base_accuracy", "base model"),)),
+    ("Perplexity, P / ΣP", "eval/perplexity_ovr", "number", (("eval/base_perplexity", "base model"),)),
+    ("F1, number or word", "eval/num_f1", "percent", ()),
     (
-        "sum of all P",
+        "Median absolute error",
+        "eval/reg_mdae",
+        "number",
+        (("eval/baseline_mdae", "always the median"), (RIDGE, "ridge")),
+    ),
+    ("In recalibrated 90 % intervals", "eval/coverage_90_conformal", "percent", (("eval/coverage_90", "raw"),)),
+    (
+        "Sum of all P",
         "dist/ovr_prob_sum_median_standard",
         "number",
-        "dist/ovr_prob_sum_median_causal",
-        "one individual",
+        (("dist/ovr_prob_sum_median_causal", "one individual"),),
     ),
-    ("KL from the start, nats", "train/kl", "number", "", ""),
-    ("tokens per second", "perf/tokens_per_s", "number", "", ""),
+    ("KL from the start, nats", "train/kl", "number", ()),
+    ("Tokens per second", "perf/tokens_per_s", "number", ()),
 )

@@ -59,6 +59,7 @@ def _described(name: str, run: RunData) -> dict[str, Any]:
         "name": name,
         "folder": str(run.folder),
         "status": _status(run),
+        "made_of": made_of(run),
         "findings": [asdict(finding) for finding in diagnose(run)],
         "yaml": run.yaml,
         "environment": json.dumps(run.environment, indent=1, ensure_ascii=False),
@@ -110,6 +111,25 @@ def _status(run: RunData) -> str:
     return f"{status} · {steps}{took}" + (f" · {ranks} rank{'s' if ranks != 1 else ''}" if ranks else "")
 
 
+def made_of(run: RunData) -> list[tuple[str, str]]:
+    """(what, which): the base model, the data and the machine of a run."""
+    model, found = run.config.model, run.environment
+    base = model.name_or_path or ""
+    if model.architecture is not None:
+        shape = model.architecture
+        made = f"pretrained for {model.pretrain.steps} steps" if model.pretrain else "with random weights"
+        base = (
+            f"{shape.get('model_type')}, {shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}, {made}"
+        )
+    train = run.config.data.train
+    data = train if isinstance(train, str) else ", ".join(train)
+    gpus = found.get("gpus") or []
+    machine = [", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"]
+    machine += [f"{found['cpus']} CPU cores"] if "cpus" in found else []
+    machine += [f"torch {found['packages']['torch']}"] if "torch" in found.get("packages", {}) else []
+    return [("Base", base), ("Data", data), *([("Machine of rank 0", ", ".join(machine))] if found else [])]
+
+
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -146,10 +166,10 @@ def _best(values: list[float | None], more: bool | None) -> float | None:
 def _tiles(run: RunData) -> list[dict[str, str]]:
     """The metrics that matter most of a single run, each with the one it has to be compared with."""
     tiles = []
-    for label, name, kind, other, other_label in TILES:
+    for label, name, kind, others in TILES:
         if name in run.last:
-            beside = f"{other_label} {_text(run.last[other], kind)}" if other in run.last else ""
-            tiles.append({"label": label, "value": _text(run.last[name], kind), "beside": beside})
+            beside = [f"{said} {_text(run.last[other], kind)}" for other, said in others if other in run.last]
+            tiles.append({"label": label, "value": _text(run.last[name], kind), "beside": ", ".join(beside)})
     return tiles
 
 

@@ -5,43 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from cqwen_dist.checkpoint.export import export, load_trained
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import load_config
-from cqwen_dist.data.diabetes import diabetes_table, diabetes_texts
+from cqwen_dist.data.diabetes import baselines, diabetes_texts
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.run.files import STATE
 from cqwen_dist.train.evaluation.conformal import CALIBRATION
-
-
-@dataclass(frozen=True)
-class Baselines:
-    """Held-out median absolute errors of what a statistician would try first, in the progression score's unit."""
-
-    median: float
-    ridge: float
-
-
-def baselines() -> Baselines:
-    """Always the training median, and a cross-validated ridge regression on the same ten measurements."""
-    from sklearn.linear_model import RidgeCV
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    table = diabetes_table()
-    ridge = make_pipeline(StandardScaler(), RidgeCV(np.logspace(-3, 3, 25))).fit(table.x_train, table.y_train)
-    return Baselines(
-        median=float(np.median(np.abs(table.y_test - np.median(table.y_train)))),
-        ridge=float(np.median(np.abs(table.y_test - ridge.predict(table.x_test)))),
-    )
 
 
 def learned(run_dir: Path) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config import Config, Stage, UserError, load_config
+from cqwen_dist.report.charts import RIDGE
 from cqwen_dist.run.files import (
     ALARMS,
     CONFIG,
@@ -23,6 +24,7 @@ from cqwen_dist.run.files import (
     read_lines,
     read_object,
 )
+from cqwen_dist.train.stages import StagePlan
 
 POINTS = 400  # of a curve; a longer one is drawn as medians of as many stretches, in a band from least to largest
 
@@ -76,6 +78,11 @@ def read_run(folder: Path) -> RunData:
     for name, value in (start.get("eval") or {}).items():
         _add(values, name, 0, value)
     stages, steps = _read_metrics(folder / METRICS, values)
+    _add_rates(values, config.stages, stages)
+    if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
+        from cqwen_dist.data.diabetes import baselines
+
+        values[RIDGE] = (values["eval/baseline_mdae"][0], [baselines().ridge] * len(values["eval/baseline_mdae"][0]))
     found = (read_object(path) for path in sorted((folder / EVALUATIONS).glob("step-*.json")))
     return RunData(
         name=config.run.name or folder.resolve().name,
@@ -111,7 +118,24 @@ def _read_metrics(path: Path, values: dict[str, tuple[list[float], list[float]]]
     return stages, step
 
 
-def _add(values: dict[str, tuple[list[float], list[float]]], name: str, step: int, value: Any) -> None:
+def _add_rates(
+    values: dict[str, tuple[list[float], list[float]]], stages: Sequence[Stage], taken: Sequence[Stretch]
+) -> None:
+    """The learning rate of each group that trains, from what is logged: the stage's own."""
+    by_name = {stage.name: StagePlan(stage, 0, 0, 1) for stage in stages}
+    for step, rate in list(zip(*values.get("train/lr", ([], [])), strict=True)):
+        name = next((stretch.name for stretch in taken if stretch.start < step <= stretch.stop), "")
+        if name not in by_name:
+            continue
+        plan = by_name[name]
+        now = rate / (plan.stage.lr * plan.factor(0))
+        for group in sorted(plan.stage.groups):
+            _add(values, f"rate/{group}", step, now * plan.lr(group, group in ("noise", "thresholds"), 0))
+        if "abduction" in plan.stage.groups:
+            _add(values, "rate/b_scale", step, now * plan.lr("abduction", True, 0))
+
+
+def _add(values: dict[str, tuple[list[float], list[float]]], name: str, step: float, value: Any) -> None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         x, y = values.setdefault(name, ([], []))
         x.append(step)

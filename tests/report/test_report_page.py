@@ -1,17 +1,22 @@
 """The report of real (tiny) runs: complete, self-contained, and drawn by a real browser."""
 
+import csv
 import html
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from support.browser import look
 from support.runs import cqwen_forked
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import UserError, load_config
 from cqwen_dist.report.html import render, write_report
 from cqwen_dist.report.run_data import POINTS, read_run
+from cqwen_dist.train.stages import StagePlan
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,14 @@ def test_a_real_browser_draws_every_chart_and_complains_of_nothing(one: Path, tm
     for figure in figures:
         title = re.search(r"<figcaption>(.*?)</figcaption>", figure)[1]
         assert re.search(r'<path class="line" d="M[\d.-]|<circle |<rect x=', figure), f"{title}: nothing drawn"
+        axes = re.findall(r'<text class="axis"[^>]*>(.+?)</text>', figure)
+        assert len(axes) == 2, f"{title}: both axes say what they are"
+        ticks = re.findall(r'text-anchor="end">(.*?)</text>', figure)
+        assert len(ticks) > 1, f"{title}: {ticks}"
+    heads = re.findall(r"<h3>(.*?)<|<h2>(.*?)<|<figcaption>(.*?)<|class=\"tile\"><b>.*?<span>(.*?)<", seen.stdout)
+    known = {name.split("/")[-1] for name in data["others"]}
+    said = [head for found in heads for head in found if head and head.split("/")[-1] not in known]
+    assert [head for head in said if not head[0].isupper() and head[0] not in "λ"] == [], "heads are alike"
     for bad in ("NaN", "undefined", "Infinity"):
         assert bad not in re.sub(r"<script.*?</script>", "", seen.stdout, flags=re.S), bad
     assert seen.stdout.count('class="heat"') == 2, "U's drift after each stage"
@@ -88,6 +101,9 @@ const figure = [...document.querySelectorAll("figure")].find(named);
 const ticks = () => [...figure.querySelectorAll("svg text")].map((t) => t.textContent).join(" ");
 const before = ticks();
 figure.querySelector("button").click();
+const link = figure.querySelector("a.csv");
+link.addEventListener("click", (event) => event.preventDefault());
+link.click();
 const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
 svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width * 0.6, clientY: box.top + 50 }));
 const lines = document.querySelectorAll("figure .line").length;
@@ -98,6 +114,7 @@ select.dispatchEvent(new Event("change"));
 document.getElementById("smooth").click();
 document.body.dataset.seen = JSON.stringify({
   switched: before !== ticks(),
+  csv: [link.download, decodeURIComponent(link.href.split(",").slice(1).join(","))],
   tip: figure.querySelector(".tip").innerText,
   lines,
   left: document.querySelectorAll("figure .line").length,
@@ -114,6 +131,13 @@ def test_axes_switch_curves_tell_their_values_and_runs_can_be_hidden(both: Path,
     assert "CONSOLE" not in seen.stderr, seen.stderr[-2000:]
     found = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', seen.stdout)[1]))
     assert found["switched"], "another axis has other ticks"
+    name, text = found["csv"]
+    table = list(csv.DictReader(io.StringIO(text)))
+    assert name == "word-loss.csv"
+    assert {row["run"] for row in table} == {run["name"] for run in data_of(both)["runs"]}
+    curve = data_of(both)["runs"][1]["curves"]["train/cls_loss_mean"]["y"]
+    second = [row for row in table if row["run"] == data_of(both)["runs"][1]["name"]]
+    assert [float(r["value"]) for r in second if r["metric"] == "train/cls_loss_mean"] == curve
     rows = found["tip"].split("\n")
     assert rows[0].startswith("step ")
     assert len(rows) == 1 + 4, "training and held out of two runs"
@@ -121,6 +145,67 @@ def test_axes_switch_curves_tell_their_values_and_runs_can_be_hidden(both: Path,
     assert 0 < found["left"] < found["lines"], "one run's curves are gone"
     assert found["chosen"] == "before training"
     assert found["drawn"] == 6, "three drawings a run"
+
+
+PHONE = """<script>
+const tops = [...document.querySelectorAll(".tile")].map((tile) => tile.getBoundingClientRect().top);
+document.body.dataset.phone = JSON.stringify({
+  first: document.querySelector(".charts figure").getBoundingClientRect().top,
+  rows: new Set(tops).size, tiles: tops.length, wide: document.documentElement.scrollWidth, window: innerWidth,
+});
+</script></body>"""
+
+
+def test_on_a_phone_the_curves_are_near_the_top(one: Path, tmp_path: Path) -> None:
+    page = tmp_path / "phone.html"
+    page.write_text(one.read_text(encoding="utf-8").replace("</body>", PHONE), encoding="utf-8")
+    seen = look(page, tmp_path / "profile", "--dump-dom", width=500, height=900)
+    found = json.loads(html.unescape(re.search(r'data-phone="(.*?)"', seen.stdout)[1]))
+    assert found["wide"] <= found["window"], "nothing is cut off"
+    assert 2 * found["rows"] <= found["tiles"] + 1, "two tiles in a row"
+    assert found["first"] < 1500
+
+
+def test_the_head_says_what_the_run_is_made_of(one: Path, one_rank: Path) -> None:
+    head = one.read_text()[: one.read_text().index("<main>")]
+    assert "qwen2, 2 layers of 16, with random weights" in head
+    assert str(one_rank.parent / "texts.jsonl") in head
+    assert f"torch {torch.__version__}" in head
+
+
+def test_each_group_has_its_rate(one_rank: Path, tmp_path: Path) -> None:
+    """As the stages plan them; a group that sleeps has none."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = yaml.safe_load((one_rank / "config.yaml").read_text())
+    config["stages"][0] |= {"lr_groups": {"classifier": 1e-4}, "warmup_steps": 1, "train": ["classifier", "thresholds"]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    stages = load_config(folder / "config.yaml").stages
+    plans = [StagePlan(stages[0], 0, 0, 3), StagePlan(stages[1], 1, 3, 6)]
+    taken = [plan for plan in plans for _ in range(3)]
+    lines = [
+        {"step": step + 1, "stage": plan.stage.name, "train/lr": plan.stage.lr * plan.factor(step)}
+        for step, plan in enumerate(taken)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curves = read_run(folder).curves
+    for group, first in (("classifier", 0), ("thresholds", 0), ("lora", 3)):
+        steps = range(first, 6)
+        assert curves[f"rate/{group}"].x == [step + 1 for step in steps]
+        rates = [taken[step].lr(group, group == "thresholds", step) for step in steps]
+        assert curves[f"rate/{group}"].y == pytest.approx(rates, rel=1e-4)
+
+
+def test_the_quickstarts_study_has_its_ridge_regression(one_rank: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = yaml.safe_load((one_rank / "config.yaml").read_text())
+    config["data"] |= {"train": "bundled:diabetes/train", "eval": "bundled:diabetes/test", "eval_fraction": 0.0}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    line = {"step": 1, "stage": "heads", "eval/reg_mdae": 38.1, "eval/baseline_mdae": 63.5}
+    (folder / "metrics.jsonl").write_text(json.dumps(line))
+    page = render([read_run(folder)])
+    assert "always the median 63.5, ridge 40.2" in page
 
 
 def test_it_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:

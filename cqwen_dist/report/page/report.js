@@ -35,13 +35,16 @@
     return out;
   };
   const logTicks = (low, high) => {
-    const out = [];
     const a = Math.floor(Math.log10(low)), b = Math.ceil(Math.log10(high));
     const every = Math.max(1, Math.ceil((b - a) / 6));
-    for (let p = a; p <= b; p++)
-      for (const m of b - a <= 2 ? [1, 2, 5] : [1])
-        if ((p - a) % every === 0 && m * 10 ** p >= low * 0.999 && m * 10 ** p <= high * 1.001) out.push(+(m * 10 ** p).toPrecision(3));
-    return out.length > 1 ? out : ticks(low, high, 4);
+    for (const [step, factors] of [[every, [1]], [1, [1]], [1, [1, 3]], [1, [1, 2, 5]]]) {
+      const out = [];
+      for (let p = a; p <= b; p++)
+        for (const m of factors)
+          if ((p - a) % step === 0 && m * 10 ** p >= low * 0.999 && m * 10 ** p <= high * 1.001) out.push(+(m * 10 ** p).toPrecision(3));
+      if (out.length > 2) return out;
+    }
+    return ticks(low, high, 4);
   };
   const scale = (low, high, from, to, log) => {
     const f = log ? Math.log10 : (v) => v;
@@ -49,7 +52,10 @@
     return (v) => from + ((f(v) - a) / (b - a || 1)) * (to - from);
   };
   const frame = (width, height, title) => make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
-  const axes = (svg, box, x, y, xs, ys, xFormat, yFormat) => {
+  const axes = (svg, box, x, y, xs, ys, xFormat, yFormat, xTitle, yTitle) => {
+    const middle = (box.top + box.bottom) / 2;
+    svg.append(make("text", { class: "axis", x: (box.left + box.right) / 2, y: box.bottom + 30, "text-anchor": "middle" }, xTitle));
+    svg.append(make("text", { class: "axis", x: 11, y: middle, transform: `rotate(-90 11 ${middle})`, "text-anchor": "middle" }, yTitle));
     for (const v of ys) {
       svg.append(make("line", { class: "grid", x1: box.left, x2: box.right, y1: y(v), y2: y(v) }));
       svg.append(make("text", { x: box.left - 6, y: y(v) + 3.5, "text-anchor": "end" }, yFormat(v)));
@@ -60,6 +66,8 @@
   const figure = (title, say) => {
     const node = make("figure", {}, make("figcaption", {}, title), make("div", { class: "say" }, say || ""));
     node.tip = make("div", { class: "tip" });
+    node.tools = make("div", { class: "tools" });
+    node.append(node.tools);
     return node;
   };
   const tipAt = (node, event, rows) => {
@@ -69,6 +77,17 @@
     const x = event.clientX - box.left;
     node.tip.style.left = `${Math.max(4, x + 14 + wide > box.width ? x - wide - 14 : x + 14)}px`;
     node.tip.style.top = `${event.clientY - box.top + 10}px`;
+  };
+  // a link that saves rows() as CSV; made when it is used, so that the page does not hold its data twice
+  const addCsv = (node, title, rows) => {
+    const quoted = (v) => (/[",\n]/.test(v) ? `"${v.replaceAll('"', '""')}"` : v);
+    const name = `${title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "") || "data"}.csv`;
+    const link = make("a", { class: "csv", href: "#", download: name, title: "Save what is drawn" }, "CSV");
+    link.addEventListener("click", () => {
+      const text = rows().map((row) => row.map((v) => quoted(String(v ?? ""))).join(",")).join("\n");
+      link.href = `data:text/csv;charset=utf-8,${encodeURIComponent(text + "\n")}`;
+    });
+    node.tools.append(link);
   };
   const smoothed = (ys) => {
     if (!smooth || ys.length < 12) return ys;
@@ -86,10 +105,10 @@
       if (hidden.has(r)) return;
       chart.series.forEach(([name, label], s) => {
         const curve = run.curves[name];
-        if (curve) lines.push({ run, label, curve, colour: colour(many ? r : s), dash: many ? DASHES[s % 5] : name.includes("base") ? "2 3" : "" });
+        if (curve) lines.push({ run, label, curve, colour: colour(many ? r : s), dash: many ? DASHES[s % 5] : /base|ridge/.test(name) ? "2 3" : DASHES[Math.floor(s / 6)] });
       });
     });
-    const W = 400, H = 232, box = { left: 52, right: W - 10, top: 20, bottom: H - 22 };
+    const W = Math.max(300, node.clientWidth - 28 || 372), H = 232, box = { left: 62, right: W - 10, top: 20, bottom: H - 36 };
     const svg = frame(W, H, chart.title);
     const values = lines.flatMap((l) => (l.curve.y.length > 40 ? [...l.curve.y].sort((a, b) => a - b).slice(Math.floor(l.curve.y.length * 0.005), Math.ceil(l.curve.y.length * 0.995)) : l.curve.y));
     const log = chart.log && values.some((v) => v > 0);
@@ -105,7 +124,7 @@
       if (i % 2) svg.append(make("rect", { class: "stage", x: x(stage.start), width: Math.max(0, x(Math.min(stage.stop, last)) - x(stage.start)), y: box.top, height: box.bottom - box.top }));
       if (stages.length > 1 && x(Math.min(stage.stop, last)) - x(stage.start) > 9 * stage.name.length * 0.62) svg.append(make("text", { x: x(stage.start) + 2, y: box.top - 7 }, stage.name));
     });
-    axes(svg, box, x, y, ticks(0, last, 5), log ? logTicks(low, high) : ticks(low, high, 5), show, chart.percent ? percent : show);
+    axes(svg, box, x, y, ticks(0, last, 5), log ? logTicks(low, high) : ticks(low, high, 5), show, chart.percent ? percent : show, "Optimizer step", chart.unit);
     for (const [v, label] of chart.at)
       if (v >= low && v <= high) svg.append(make("line", { class: "at", x1: box.left, x2: box.right, y1: y(v), y2: y(v) }, make("title", {}, label)));
     const clip = (v) => Math.min(box.bottom, Math.max(box.top, v));
@@ -154,22 +173,29 @@
   const addChart = (grid, chart) => {
     const node = figure(chart.title, chart.say);
     const body = make("div");
-    const button = make("button", { type: "button", "aria-pressed": String(chart.log) }, "log");
+    const button = make("button", { type: "button", "aria-pressed": String(chart.log) }, "Log");
     const draw = () => body.replaceChildren(...drawCurves(node, chart));
     button.addEventListener("click", () => { chart.log = !chart.log; button.setAttribute("aria-pressed", String(chart.log)); draw(); });
-    node.append(button, body, node.tip);
+    addCsv(node, chart.title, () => [
+      ["run", "metric", "step", "value", "least", "largest"],
+      ...data.runs.flatMap((run) => chart.series.flatMap(([name]) => {
+        const c = run.curves[name];
+        return c ? c.x.map((step, i) => [run.name, name, step, c.y[i], c.low && c.low[i], c.high && c.high[i]]) : [];
+      })),
+    ]);
+    node.tools.append(button);
+    node.append(body, node.tip);
     grid.append(node);
-    draw();
     redraws.push(draw);
   };
 
   // ------------------------------------------------------------------ one evaluation's numbers
   const drawCoverage = (node, n) => {
-    const W = 340, H = 300, box = { left: 46, right: W - 22, top: 8, bottom: H - 34 };
+    const W = 340, H = 300, box = { left: 56, right: W - 22, top: 8, bottom: H - 36 };
     const svg = frame(W, H, "Coverage");
     const x = scale(0, 1, box.left, box.right), y = scale(0, 1, box.bottom, box.top);
     const grid = [0, 0.25, 0.5, 0.75, 1];
-    axes(svg, box, x, y, grid, grid, percent, percent);
+    axes(svg, box, x, y, grid, grid, percent, percent, "Level of the interval", "Share of numbers in it");
     const m = n.measured || n.count;
     const reach = (p) => 2.576 * Math.sqrt((p * (1 - p)) / m);
     const ps = Array.from({ length: 41 }, (_, i) => i / 40);
@@ -182,28 +208,28 @@
       svg.append(make("path", { class: "line", d: pathOf(points.map(([p, v]) => [x(p), y(v)])), style: `stroke:${colour(c)}` }));
       for (const [p, v] of points) svg.append(make("circle", { cx: x(p), cy: y(v), r: 2.4, fill: colour(c) }, make("title", {}, `${percent(p)} intervals hold ${percent(v)}`)));
     }
-    svg.append(make("text", { x: (box.left + box.right) / 2, y: H - 3, "text-anchor": "middle" }, "level of the interval"));
+    addCsv(node, "Coverage", () => [["level", "raw", "recalibrated"], ...n.levels.map((p, i) => [p, n.raw[i], n.conformal[i]])]);
     const legend = make("div", { class: "legend" });
     for (const [, label, c] of drawn) legend.append(make("span", {}, make("i", { class: "swatch", style: `background:${colour(c)}` }), label));
     legend.append(make("span", {}, make("i", { class: "swatch", style: "background:var(--quiet);opacity:.35" }), "99 % by chance"));
     node.append(svg, legend);
   };
   const drawPit = (node, n) => {
-    const W = 340, H = 300, box = { left: 46, right: W - 22, top: 8, bottom: H - 34 };
+    const W = 340, H = 300, box = { left: 56, right: W - 22, top: 8, bottom: H - 36 };
     const svg = frame(W, H, "PIT");
     const bins = n.pit.length, even = n.count / bins;
     const high = Math.max(...n.pit, even * 1.6) * 1.06;
     const x = scale(0, 1, box.left, box.right), y = scale(0, high, box.bottom, box.top);
-    axes(svg, box, x, y, [0, 0.25, 0.5, 0.75, 1], ticks(0, high, 5), show, show);
+    axes(svg, box, x, y, [0, 0.25, 0.5, 0.75, 1], ticks(0, high, 5), show, show, "Where the truth falls in the predicted law, F(truth)", "Numbers");
     const reach = 2.576 * Math.sqrt(even * (1 - 1 / bins));
     svg.append(make("rect", { class: "band", x: box.left, width: box.right - box.left, y: y(Math.min(high, even + reach)), height: y(Math.max(0, even - reach)) - y(Math.min(high, even + reach)), fill: "var(--quiet)" }));
     n.pit.forEach((count, i) => svg.append(make("rect", { x: x(i / bins) + 1, width: x(1 / bins) - x(0) - 2, y: y(count), height: y(0) - y(count), fill: colour(0), opacity: 0.8, rx: 1.5 }, make("title", {}, `${percent(i / bins)} to ${percent((i + 1) / bins)}: ${count} numbers`))));
     svg.append(make("line", { class: "at", x1: box.left, x2: box.right, y1: y(even), y2: y(even) }));
-    svg.append(make("text", { x: (box.left + box.right) / 2, y: H - 3, "text-anchor": "middle" }, "where the truth falls in the predicted law, F(truth)"));
+    addCsv(node, "PIT", () => [["from", "to", "numbers"], ...n.pit.map((count, i) => [i / bins, (i + 1) / bins, count])]);
     node.append(svg, make("div", { class: "legend" }, make("span", {}, "flat: calibrated · hump in the middle: too wide · at the ends: too narrow · slanted: biased")));
   };
   const drawPredicted = (node, n) => {
-    const W = 340, H = 300, box = { left: 52, right: W - 12, top: 8, bottom: H - 34 };
+    const W = 340, H = 300, box = { left: 62, right: W - 12, top: 8, bottom: H - 36 };
     const all = [...n.true, ...n.predicted];
     const sorted = [...n.true].sort((a, b) => a - b);
     const middle = Math.max(1e-9, (sorted[Math.floor(sorted.length * 0.75)] - sorted[Math.floor(sorted.length * 0.25)]) || Math.abs(sorted[Math.floor(sorted.length / 2)]));
@@ -219,7 +245,7 @@
       const x = scale(low, high, box.left, box.right), y = scale(low, high, box.bottom, box.top);
       const marks = log ? [...new Set(ticks(low, high, 5).map((v) => Math.round(v)))].filter((v) => v >= low && v <= high) : ticks(low, high, 4);
       const name = (v) => (log ? show(Math.sign(v) * Math.round(10 ** Math.abs(v) - (v ? 0 : 1))) : show(v));
-      axes(svg, box, x, y, marks, marks, name, name);
+      axes(svg, box, x, y, marks, marks, name, name, "True", "Predicted");
       svg.append(make("line", { class: "at", x1: x(low), y1: y(low), x2: x(high), y2: y(high) }));
       const clip = (v) => Math.min(box.bottom, Math.max(box.top, v));
       const few = n.true.length <= 250;
@@ -228,14 +254,14 @@
         if (few) svg.append(make("line", { x1: cx, x2: cx, y1: clip(y(f(n.low[i]))), y2: clip(y(f(n.high[i]))), stroke: colour(0), opacity: 0.22, "stroke-width": 1.5 }));
         svg.append(make("circle", { cx, cy: clip(y(f(n.predicted[i]))), r: few ? 2.6 : 1.9, fill: colour(0), opacity: few ? 0.85 : 0.45 }, make("title", {}, `true ${show(t)}, predicted ${show(n.predicted[i])}, 90 % interval ${show(n.low[i])} to ${show(n.high[i])}`)));
       });
-      svg.append(make("text", { x: (box.left + box.right) / 2, y: H - 3, "text-anchor": "middle" }, "true"));
-      svg.append(make("text", { x: 12, y: (box.top + box.bottom) / 2, transform: `rotate(-90 12 ${(box.top + box.bottom) / 2})`, "text-anchor": "middle" }, "predicted"));
       const which = n.interval === "conformal" ? "recalibrated" : "the Cauchy's own";
       body.replaceChildren(svg, make("div", { class: "legend" }, make("span", {}, few ? `bars: 90 % intervals, ${which}` : `${n.true.length} of ${show(n.count)} numbers`)));
     };
-    const button = make("button", { type: "button", "aria-pressed": String(log) }, "log");
+    const button = make("button", { type: "button", "aria-pressed": String(log) }, "Log");
     button.addEventListener("click", () => { log = !log; button.setAttribute("aria-pressed", String(log)); draw(); });
-    node.append(button, body);
+    addCsv(node, "Predicted", () => [["true", "predicted", "low", "high"], ...n.true.map((t, i) => [t, n.predicted[i], n.low[i], n.high[i]])]);
+    node.tools.append(button);
+    node.append(body);
     draw();
   };
   const addEvaluations = (root) => {
@@ -246,7 +272,7 @@
       const select = make("select", { "aria-label": "Evaluation" });
       found.forEach((e, i) => select.append(make("option", { value: i }, e.step === 0 ? "before training" : `step ${show(e.step)}, stage ${e.stage}`)));
       select.value = found.length - 1;
-      const head = make("h3", {}, many ? make("span", { class: `swatch run${r % 6}` }) : "", many ? `${run.name}: ` : "", "held-out numbers", select);
+      const head = make("h3", {}, many ? make("span", { class: `swatch run${r % 6}` }) : "", many ? `${run.name}: ` : "", "Held-out numbers", select);
       const draw = () => {
         const n = found[+select.value].numbers;
         const one = figure("Do intervals hold what they promise?", "On the diagonal they do; above it they are too wide, below it too narrow.");
@@ -268,7 +294,7 @@
       const found = run.evaluations.filter((e) => e.step > 0 && (e.tokens || []).length);
       if (!found.length) return;
       const top = Math.max(0.02, ...found.flatMap((e) => e.tokens.map((t) => t.shift)));
-      const group = make("div", { class: "group" }, make("h3", {}, `${many ? `${run.name}: ` : ""}how far U has moved, token by token`), make("p", { class: "quiet" }, `The first held-out tokens; the deeper the colour, the farther the location of U is from where it was before training (deepest: ${show(top)} of its spread over these tokens). Point at a token for its figures, KL among them.`));
+      const group = make("div", { class: "group" }, make("h3", {}, `${many ? `${run.name}: ` : ""}How far U has moved, token by token`), make("p", { class: "quiet" }, `The first held-out tokens; the deeper the colour, the farther the location of U is from where it was before training (deepest: ${show(top)} of its spread over these tokens). Point at a token for its figures, KL among them.`));
       for (const e of found) {
         const line = make("div", { class: "heat" }, make("b", {}, `${e.stage}, step ${show(e.step)}`));
         for (const t of e.tokens) {
@@ -286,9 +312,10 @@
   for (const grid of document.querySelectorAll(".charts")) {
     const section = grid.dataset.section;
     if (section === "all") {
-      for (const name of data.others) addChart(grid, { title: name, series: [[name, name.split("/").pop()]], say: "", log: false, percent: false, at: [] });
+      for (const name of data.others) addChart(grid, { title: name, unit: name.split("/").pop(), series: [[name, name.split("/").pop()]], say: "", log: false, percent: false, at: [] });
     } else for (const chart of data.charts) if (chart.section === section) addChart(grid, chart);
   }
+  redraws.forEach((draw) => draw()); // once every card is in its place and has its width
   const numbers = document.getElementById("evaluations"), tokens = document.getElementById("tokens");
   if (numbers) addEvaluations(numbers);
   if (tokens) addTokens(tokens);
