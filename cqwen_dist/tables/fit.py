@@ -94,7 +94,7 @@ def _begin(request: Request, folder: Path, made: Prepared, say: Callable[[str], 
         say(f"note: {longer:,} rows of more than 1,000 tokens are left out of training (fewer --text-columns shorten)")
     say("timing the base on this machine")
     pace = measure_pace(request.base, int(np.median(tokens)))
-    choice = choose(table.values()[parts.train], tokens, pace, request.minutes)
+    choice = choose(table.values()[parts.train], tokens, len(parts.valid), pace, request.minutes)
     if not choice.epochs:
         say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
     else:

@@ -94,7 +94,7 @@ def split(rows: int, seed: int, test_fraction: float, test: Sequence[int] | None
     else:
         held = np.array(sorted(set(test)))
         rest = order[~np.isin(order, held)]
-    valid = min(max(round(0.15 * len(rest)), 4), 300)
+    valid = min(max(round(0.15 * len(rest)), 4), 200)
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held))
 
 

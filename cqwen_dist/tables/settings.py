@@ -15,6 +15,7 @@ from cqwen_dist.config import UserError
 
 LONGEST = 1024  # tokens; longer rows are left out of training
 ROWS_TIMED = 4
+EVALUATIONS = 4  # while training, and one at the start and at the end of each stage
 CONFIG = """\
 # Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
 model:
@@ -93,6 +94,7 @@ def measure_pace(base: str, tokens: int) -> Pace:
             float(loss.detach())
             forward = min(forward, time.perf_counter() - start)
             loss.backward()
+            assert x.grad is not None
             float(x.grad.float().sum())
             both = min(both, time.perf_counter() - start)
         found.append(Pace(forward / ROWS_TIMED, both / ROWS_TIMED, name, model.config.hidden_size))
@@ -111,14 +113,15 @@ class Choice:
     lora_minutes: float
 
 
-def choose(values: np.ndarray, tokens: np.ndarray, pace: Pace, minutes: float) -> Choice:
-    """values [n]: the training rows' targets; tokens [n]: their lengths; minutes: for the whole command, about."""
+def choose(values: np.ndarray, tokens: np.ndarray, valid: int, pace: Pace, minutes: float) -> Choice:
+    """values [n]: the training rows' targets; tokens [n]: their lengths; valid: rows of an evaluation; minutes: for the
+    whole command, about."""
     n = len(values)
     length = 64
     while length < tokens.max() + 8 and length < LONGEST:
         length *= 2
     batch = 16 if n >= 400 else 8
-    features = 1.5 * n * pace.forward  # a cache of the training rows, and evaluations
+    features = 2 * n * pace.forward + 1.5 * (EVALUATIONS + 4) * valid * pace.forward  # start, cache; evaluations
     epoch = 1.4 * n * pace.both  # with the heads' own work
     left = 60 * minutes * 0.8 - features - n * 0.02 - 30  # the rest: start, heads, predictions
     epochs = min(max(left / epoch, 0.0), 8.0)
@@ -164,7 +167,7 @@ def config_text(folder: Path, base: str, choice: Choice, pace: Pace, rows: int, 
         batch=choice.batch,
         precision=pace.precision,
         seed=seed,
-        every=max(25, steps // 8),
+        every=max(25, -(-steps // EVALUATIONS)),
         run=_quoted(str(folder / "run")),
         **{name: _quoted(text) for name, text in data.items()},
         **rates,
