@@ -44,7 +44,7 @@ def fit(
     if as_json:
         print_json(found)
     else:
-        _show(folder, found, made.template)
+        _show(folder, found)
 
 
 def _train(folder: Path) -> None:
@@ -64,7 +64,7 @@ def _train(folder: Path) -> None:
             raise
 
 
-def _show(folder: Path, found: dict[str, Any], template: str) -> None:
+def _show(folder: Path, found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{found['target']} of {found['rows']:,} rows that were held out", title_justify="left")
@@ -82,5 +82,4 @@ def _show(folder: Path, found: dict[str, Any], template: str) -> None:
         interval = "no number" if row["predicted"] == "" else f"90 % between {row['low_90']:g} and {row['high_90']:g}"
         console.print(f"    predicted {row['predicted']}, {interval}; true {row['truth']:g}")
     console.print(f"{folder}: fit.svg (a picture), predicted.csv, fit.yaml (cqwen train), run/report.html")
-    prompt = template.replace("\n", "\\n")
-    console.print(f"more rows: cqwen predict {folder / 'run'} FILE.csv --empty unknown --template $'{prompt}'")
+    console.print(f"more rows: cqwen predict {folder / 'run'} FILE.csv")

@@ -17,18 +17,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.errors import Said
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.plot import scatter_plot
-from cqwen_dist.generate.table import prompts_of
-from cqwen_dist.run.files import write_atomically, written_whole
+from cqwen_dist.generate.table import prompts_of, template_of
+from cqwen_dist.run.files import appearing, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.rows import Parts, Table, read_table, split, test_rows, write_csv
-from cqwen_dist.tables.settings import choose, config_text, measure_pace
+from cqwen_dist.tables.rows import Parts, Table, read_parts, read_table, split, test_rows
+from cqwen_dist.tables.settings import LONGEST, choose, config_text, measure_pace
 
 EMPTY = "unknown"  # what stands for an empty cell
 OURS = "CausalQwen"
-LEVEL = 0.9
+REQUEST, CONFIG = "request.json", "fit.yaml"
 
 
 @dataclass(frozen=True)
@@ -47,64 +48,59 @@ class Request:
 
 
 class Prepared(NamedTuple):
-    """The table, its parts, the prompt's template and every row's prompt."""
+    """The table as the folder holds it, its parts, and every row's prompt."""
 
     table: Table
     parts: Parts
-    template: str
     prompts: list[str]
 
 
 def prepare(request: Request, folder: Path, say: Callable[[str], None]) -> Prepared:
-    """Read and split the table; in a new folder choose settings and write fit.yaml. Raises `UserError`."""
+    """Read and split the table and write fit.yaml, unless the folder holds both already. Raises `UserError`."""
+    asked = folder / REQUEST
+    if not asked.is_file():
+        if folder.exists():
+            raise UserError("--out", str(folder), "a folder that does not exist yet")
+        with appearing(folder, "--out") as beside:
+            _begin(request, beside, folder, say)
+            (beside / REQUEST).write_text(json.dumps(asdict(request), indent=1, ensure_ascii=False), encoding="utf-8")
+    elif json.loads(asked.read_text(encoding="utf-8")) != asdict(request):
+        allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
+        raise UserError("--out", str(folder), allowed)
+    table, parts = read_parts(folder / "table")
+    template = template_of(load_config(folder / CONFIG).data) or ""
+    return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
+
+
+def _begin(request: Request, beside: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Choose by table, base and machine, and write the parts and the config of `folder` into `beside`."""
     table = read_table(request.table, request.target, request.text_columns)
     given = None if request.split is None else test_rows(request.split, len(table.rows))
     parts = split(len(table.rows), request.seed, request.test_fraction, given)
-    template = request.template or "".join(f"{name}: {{{name}}}\n" for name in table.columns) + f"{table.target}: "
-    prompts = prompts_of(template, table.columns, table.rows, EMPTY)
-    asked = folder / "request.json"
-    if asked.is_file():
-        if json.loads(asked.read_text(encoding="utf-8")) != asdict(request):
-            allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
-            raise UserError("--out", str(folder), allowed)
-        return Prepared(table, parts, template, prompts)
-    if folder.exists():
-        raise UserError("--out", str(folder), "a folder that does not exist yet")
     for note in table.notes:
         say(f"note: {note}")
     say(
         f"{len(table.rows):,} rows: {len(parts.train):,} to learn from, {len(parts.valid):,} to watch and recalibrate, "
         f"{len(parts.test):,} to judge by; {len(table.columns)} columns, {len(table.numeric)} of numbers"
     )
-    _begin(request, folder, Prepared(table, parts, template, prompts), say)
-    write_atomically(asked, json.dumps(asdict(request), indent=1, ensure_ascii=False))
-    return Prepared(table, parts, template, prompts)
-
-
-def _begin(request: Request, folder: Path, made: Prepared, say: Callable[[str], None]) -> None:
-    """Choose by table, base and machine, and write the parts and fit.yaml."""
-    from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-
-    table, parts = made.table, made.parts
-    tokenizer = NumericalAwareTokenizer.from_pretrained(request.base, None)
-    tokens = np.array([len(tokenizer.encode(made.prompts[row])[0]) for row in parts.train])
-    longer = int((tokens > 1000).sum())
+    template = request.template or "".join(f"{name}: {{{name}}}\n" for name in table.columns) + f"{table.target}: "
+    prompts = prompts_of(template, table.columns, table.rows, EMPTY)
+    tokenizer = NumericalAwareTokenizer.from_pretrained(request.base)
+    tokens = np.array([len(tokenizer.encode(prompts[row])[0]) for row in parts.train])
     say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")
-    if longer:
-        say(f"note: {longer:,} rows of more than 1,000 tokens are left out of training (fewer --text-columns shorten)")
+    if longer := int((tokens + 2 > LONGEST).sum()):
+        say(f"note: {longer:,} rows of more than {LONGEST:,} tokens are not trained on (fewer --text-columns shorten)")
     say("timing the base on this machine")
     pace = measure_pace(request.base, int(np.median(tokens)))
     choice = choose(table.values()[parts.train], tokens, len(parts.valid), pace, request.minutes)
-    if not choice.epochs:
-        say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
-    else:
+    if choice.epochs:
         say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")
-    data = {"prompt": made.template, "text": f"{{{table.target}}}", "target": table.target}
-    config = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **data)
-    (folder / "table").mkdir(parents=True)
-    for name in parts._fields:
-        write_csv(folder / "table" / f"{name}.csv", table, getattr(parts, name))
-    (folder / "fit.yaml").write_text(config, encoding="utf-8")
+    else:
+        say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
+    templates = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
+    text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
+    parts.write(beside / "table", table)
+    (beside / CONFIG).write_text(text, encoding="utf-8")
 
 
 def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str, Any]:

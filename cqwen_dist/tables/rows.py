@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.recipes import records_of
 from cqwen_dist.data.records import is_empty
+from cqwen_dist.generate.table import read_table as read_csv
 
 LEAST_ROWS = 20
 IN_BRACES = frozenset("{}[].!:")  # cannot stand in the name of a template's field
@@ -64,8 +66,7 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     notes = [f"{len(whole) - len(rows):,} rows without a {target} are left out"] * (len(rows) < len(whole))
     left = [name for name in names if IN_BRACES & set(name)]
     notes += [f"columns left out, as a template cannot name them: {', '.join(left)}"] * bool(left)
-    numeric = [name for name in columns if all(not row[name] or _is_finite(row[name]) for row in rows)]
-    return Table(columns, [n for n in numeric if any(row[n] for row in rows)], rows, target, notes)
+    return Table(columns, _of_numbers(columns, rows), rows, target, notes)
 
 
 def as_text(cell: Any) -> str:
@@ -83,6 +84,28 @@ class Parts(NamedTuple):
     train: np.ndarray
     valid: np.ndarray
     test: np.ndarray
+
+    def write(self, folder: Path, table: Table) -> None:
+        """A CSV of each part, its header first, the target last."""
+        folder.mkdir(parents=True)
+        for name, chosen in zip(self._fields, self, strict=True):
+            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, [*table.columns, table.target], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(table.rows[row] for row in chosen)
+
+
+def read_parts(folder: Path) -> tuple[Table, Parts]:
+    """What `Parts.write` wrote: the rows of train, valid and test in this order. Raises `UserError`."""
+    rows: list[Row] = []
+    ends = [0]
+    for name in Parts._fields:
+        columns, part = read_csv(folder / f"{name}.csv")
+        rows += part
+        ends.append(len(rows))
+    *names, target = columns
+    parts = Parts(*(np.arange(start, stop) for start, stop in pairwise(ends)))
+    return Table(names, _of_numbers(names, rows), rows, target, []), parts
 
 
 def split(rows: int, seed: int, test_fraction: float, test: Sequence[int] | None = None) -> Parts:
@@ -118,12 +141,10 @@ def test_rows(given: str, rows: int) -> list[int]:
     return found
 
 
-def write_csv(path: Path, table: Table, chosen: np.ndarray) -> None:
-    """The chosen rows as CSV with a header, the target last."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*table.columns, table.target], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table.rows[row] for row in chosen)
+def _of_numbers(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """The columns whose cells are numbers or empty, and not all empty."""
+    cells = {name: [row[name] for row in rows if row[name]] for name in columns}
+    return [name for name, filled in cells.items() if filled and all(map(_is_finite, filled))]
 
 
 def _known(key: str, wanted: Sequence[str], names: list[str]) -> None:
