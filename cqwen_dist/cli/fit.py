@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +41,8 @@ def fit(
 
     request = Request(table, target, base, text_columns or [], template, test_fraction, split, seed, minutes)
     made = prepare(request, folder, say)
-    _train(folder)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        _train(folder)
     found = judge(folder, made, say)
     if as_json:
         print_json(found)

@@ -24,7 +24,7 @@ from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import prompts_of, template_of
 from cqwen_dist.run.files import appearing, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.rows import Parts, Table, read_parts, read_table, split, test_rows
+from cqwen_dist.tables.rows import Parts, Table, held_out_rows, read_parts, read_table, split
 from cqwen_dist.tables.settings import LONGEST, choose, config_text, measure_pace
 
 EMPTY = "unknown"  # what stands for an empty cell
@@ -75,7 +75,7 @@ def prepare(request: Request, folder: Path, say: Callable[[str], None]) -> Prepa
 def _begin(request: Request, beside: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Choose by table, base and machine, and write the parts and the config of `folder` into `beside`."""
     table = read_table(request.table, request.target, request.text_columns)
-    given = None if request.split is None else test_rows(request.split, len(table.rows))
+    given = None if request.split is None else held_out_rows(request.split, len(table.rows))
     parts = split(len(table.rows), request.seed, request.test_fraction, given)
     for note in table.notes:
         say(f"note: {note}")

@@ -121,7 +121,7 @@ def split(rows: int, seed: int, test_fraction: float, test: Sequence[int] | None
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held))
 
 
-def test_rows(given: str, rows: int) -> list[int]:
+def held_out_rows(given: str, rows: int) -> list[int]:
     """The numbers of the test rows, counted from 0, of FILE.json, or of FILE.json#N where it lists several splits.
 
     Raises `UserError`.
