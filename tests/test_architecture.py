@@ -33,6 +33,7 @@ FLOORS = {
     "cluster": 6,
     "bench": 6,
     "report": 6,
+    "tables": 6,
     "cli": 7,
     "__main__": 8,
 }

@@ -13,10 +13,6 @@ import json
 import math
 import os
 import re
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +41,7 @@ from cqwen_dist.model.abduction import loaded_abduction
 from cqwen_dist.model.backbone import base_folder_of, load_base
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, let_read
+from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, appearing
 
 ABOUT = "training.json"
 EMBEDDING = ("embedding.w_num", "embedding.num_row")  # what trains of it
@@ -215,30 +211,12 @@ def export(
     plain = plain_model(model, drop_bias) if as_base else None
     if plain is not None and about["adapter"] is not None:
         about["adapter"] = "merged"
-    with _appearing_whole(out) as folder:
+    with appearing(out, "OUT") as folder:
         if plain is not None:
             _write_plain(*plain, model, tokenizer, folder, shard_size, about, out.name)
         else:
             _write_whole(model, tokenizer, folder, shard_size, about, out.name)
     return out
-
-
-@contextmanager
-def _appearing_whole(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` at the end; after an error nothing is left."""
-    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")  # nobody else's
-    try:
-        beside.mkdir(parents=True)
-    except OSError as error:
-        raise UserError("OUT", str(out), f"a folder that can be made ({error.strerror})") from None
-    try:
-        yield beside
-        if out.exists():
-            out.rmdir()
-        let_read(beside)
-        beside.rename(out)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _round(model: CausalQwenForCausalLM, dtype: str | None, about: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import typer
 
 from cqwen_dist import __version__
 from cqwen_dist.cli import before, bench, look, runs, use
+from cqwen_dist.cli.fit import fit
 from cqwen_dist.cli.init import init
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
@@ -40,7 +41,7 @@ BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a mode
 app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
 for panel, verbs in (
     (BEFORE, (init, before.plan, prepared.prepare, before.doctor)),
-    (TRAIN, (runs.quickstart, runs.train, runs.launch, runs.submit)),
+    (TRAIN, (runs.quickstart, fit, runs.train, runs.launch, runs.submit)),
     (LOOK, (look.status, look.report)),
     (USE, (use.generate, use.predict, use.export)),
 ):

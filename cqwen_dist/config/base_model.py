@@ -100,6 +100,11 @@ class ModelConfig(Section):
         "one. Default: digits when start is calibrated and the base never saw <NUM>, else inherit.",
     )
     num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
+    start_numbers: Count = Field(
+        0,
+        description="Numbers that the calibrated start of the regression is fitted to, about; default: those of 4,096 "
+        "tokens, of which a table with long rows has few.",
+    )
     gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
     compile_layers: bool = Field(
         False,

@@ -29,7 +29,7 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
 
     Raises `UserError` where there is no record, or none of the recipes reads them.
     """
-    records = list(islice(_records(source), RECORDS))
+    records = list(islice(records_of(source), RECORDS))
     if not records:
         raise UserError("--data", source, "at least one record")
     if isinstance(records[0], Text):
@@ -38,7 +38,8 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
     return DataRecipe(name, keys, _length([" ".join(map(str, record.values())) for record in records]))
 
 
-def _records(source: str) -> Iterator[Any]:
+def records_of(source: str) -> Iterator[Any]:
+    """A source's records, or its texts where it is a text file. Raises `UserError`, at a broken line too."""
     path = Path(source.partition("#")[0]).expanduser()
     if path.suffix == ".parquet" and path.is_file():
         yield from _rows_of_parquet(path)

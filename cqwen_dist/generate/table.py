@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.generate.continuation import input_device, padded
 from cqwen_dist.generate.decisions import choose
@@ -62,6 +62,14 @@ def prompts_of(
         raise UserError("--template", odd or template, f"columns in braces, out of {', '.join(columns)}")
     filled = (_filled(parts, row, number, empty) for number, row in enumerate(rows, 2))
     return ["".join(text + cell for text, cell in pieces) for pieces in filled]
+
+
+def template_of(data: DataConfig) -> str | None:
+    """The prompt of a row as a run learnt it: what stands in front of data.target_field; None: it learnt no table."""
+    if data.target_field is None:
+        return None
+    before = (data.text_template or "").partition(f"{{{data.target_field}}}")[0]
+    return (data.prompt_template or "") + before
 
 
 def _filled(

@@ -7,11 +7,14 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from cqwen_dist.config.errors import UserError
 
 CONFIG = "config.yaml"  # as resolved
 ENVIRONMENT = "environment.json"  # packages, machine, commit, ranks
@@ -66,6 +69,27 @@ def written_whole(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+@contextmanager
+def appearing(out: Path, key: str) -> Iterator[Path]:
+    """Yields a folder beside `out` that becomes `out` at the end; after an error nothing is left.
+
+    Raises `UserError` for `key` where no folder can be made there.
+    """
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")  # nobody else's
+    try:
+        beside.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(key, str(out), f"a folder that can be made ({error.strerror})") from None
+    try:
+        yield beside
+        if out.exists():
+            out.rmdir()
+        let_read(beside)
+        beside.rename(out)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:

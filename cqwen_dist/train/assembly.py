@@ -117,10 +117,13 @@ class Run(Training):
         self.runtime.stop.agreed(self.runtime.device)
         self.progress.part(what, done, of)
 
-    def calibration_batches(self, tokens: int) -> list[Batch]:
-        """This rank's share of about so many tokens, the same texts on any number of ranks."""
+    def calibration_batches(self, tokens: int, numbers: int = 0) -> list[Batch]:
+        """This rank's share of about so many tokens, or of as many as hold so many numbers that are learnt, where
+        that is more; the same texts on any number of ranks.
+        """
         report = self.datasets.train.report
-        samples = min(max(1, round(tokens * report.sequences / report.tokens)), report.sequences)
+        share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
+        samples = min(max(1, round(share * report.sequences)), report.sequences)
         loader = Loader(
             self.datasets.train,
             rank=self.runtime.rank,

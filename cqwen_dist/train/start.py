@@ -121,7 +121,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
         features=run.forward,
         b_noise_init=run.config.model.b_noise_init,
         used_rows=run.stepper.used_rows,
-        fit_batches=run.calibration_batches(LEVEL_TOKENS),
+        fit_batches=run.calibration_batches(LEVEL_TOKENS, run.config.model.start_numbers),
         level=run.config.model.level_logits,
         numerals=run.words.numerals,
         progress=run.at,

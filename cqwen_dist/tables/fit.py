@@ -1,0 +1,172 @@
+"""`cqwen fit`: from a table to a run that predicts one of its columns, judged on rows it never saw.
+
+FOLDER/request.json                  what was asked for; the same command goes on in the same folder
+FOLDER/table/{train,valid,test}.csv  the rows, as text
+FOLDER/fit.yaml, run/                an ordinary config and its run
+FOLDER/predicted.csv                 the test rows with predictions and intervals
+FOLDER/fit.json, fit.svg             the comparison, and a picture of it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config.errors import Said
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.generate.plot import scatter_plot
+from cqwen_dist.generate.table import prompts_of, template_of
+from cqwen_dist.run.files import appearing, write_atomically, written_whole
+from cqwen_dist.tables.baselines import baselines
+from cqwen_dist.tables.rows import Parts, Table, held_out_rows, read_parts, read_table, split
+from cqwen_dist.tables.settings import LONGEST, choose, config_text, measure_pace
+
+EMPTY = "unknown"  # what stands for an empty cell
+OURS = "CausalQwen"
+REQUEST, CONFIG = "request.json", "fit.yaml"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `cqwen fit` is asked for. template: the prompt, columns in braces; None: a line a column."""
+
+    table: str
+    target: str
+    base: str
+    text_columns: list[str]
+    template: str | None
+    test_fraction: float
+    split: str | None
+    seed: int
+    minutes: float
+
+
+class Prepared(NamedTuple):
+    """The table as the folder holds it, its parts, and every row's prompt."""
+
+    table: Table
+    parts: Parts
+    prompts: list[str]
+
+
+def prepare(request: Request, folder: Path, say: Callable[[str], None]) -> Prepared:
+    """Read and split the table and write fit.yaml, unless the folder holds both already. Raises `UserError`."""
+    asked = folder / REQUEST
+    if not asked.is_file():
+        if folder.exists():
+            raise UserError("--out", str(folder), "a folder that does not exist yet")
+        with appearing(folder, "--out") as beside:
+            _begin(request, beside, folder, say)
+            (beside / REQUEST).write_text(json.dumps(asdict(request), indent=1, ensure_ascii=False), encoding="utf-8")
+    elif json.loads(asked.read_text(encoding="utf-8")) != asdict(request):
+        allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
+        raise UserError("--out", str(folder), allowed)
+    table, parts = read_parts(folder / "table")
+    template = template_of(load_config(folder / CONFIG).data) or ""
+    return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
+
+
+def _begin(request: Request, beside: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Choose by table, base and machine, and write the parts and the config of `folder` into `beside`."""
+    table = read_table(request.table, request.target, request.text_columns)
+    given = None if request.split is None else held_out_rows(request.split, len(table.rows))
+    parts = split(len(table.rows), request.seed, request.test_fraction, given)
+    for note in table.notes:
+        say(f"note: {note}")
+    say(
+        f"{len(table.rows):,} rows: {len(parts.train):,} to learn from, {len(parts.valid):,} to watch and recalibrate, "
+        f"{len(parts.test):,} to judge by; {len(table.columns)} columns, {len(table.numeric)} of numbers"
+    )
+    template = request.template or "".join(f"{name}: {{{name}}}\n" for name in table.columns) + f"{table.target}: "
+    prompts = prompts_of(template, table.columns, table.rows, EMPTY)
+    tokenizer = NumericalAwareTokenizer.from_pretrained(request.base)
+    tokens = np.array([len(tokenizer.encode(prompts[row])[0]) for row in parts.train])
+    say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")
+    if longer := int((tokens + 2 > LONGEST).sum()):
+        say(f"note: {longer:,} rows of more than {LONGEST:,} tokens are not trained on (fewer --text-columns shorten)")
+    say("timing the base on this machine")
+    pace = measure_pace(request.base, int(np.median(tokens)))
+    choice = choose(table.values()[parts.train], tokens, len(parts.valid), pace, request.minutes)
+    if choice.epochs:
+        say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")
+    else:
+        say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
+    templates = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
+    text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
+    parts.write(beside / "table", table)
+    (beside / CONFIG).write_text(text, encoding="utf-8")
+
+
+def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str, Any]:
+    """Predict the test rows with the run and with the baselines; write predicted.csv, fit.json, fit.svg."""
+    table, parts = made.table, made.parts
+    truth = table.values()[parts.test]
+    own = _predict(folder, made, say)
+    found = np.array([np.nan if row["predicted"] == "" else float(row["predicted"]) for row in own])
+    silent = int(np.isnan(found).sum())
+    middle = float(np.median(table.values()[parts.train]))
+    if silent:
+        say(f"note: {silent:,} rows for which no number was written count as the median {middle:g}")
+    ends = np.array([[float(row[f"{end}_90"] or "nan") for end in ("low", "high")] for row in own])
+    ends[np.isnan(ends)] = middle
+    results = {OURS: {**errors(np.where(np.isnan(found), middle, found), truth), **_intervals(ends, truth)}}
+    learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # they need no rows to watch
+    for name, predicted in baselines(table, learnt, parts.test, made.prompts):
+        results[name] = errors(predicted, truth)
+    say_rows = [
+        {"prompt": made.prompts[row], **new, "truth": float(value)}
+        for row, new, value in zip(parts.test[:5], own, truth, strict=False)
+    ]
+    document = {"target": table.target, "rows": len(truth), "results": results, "examples": say_rows}
+    write_atomically(folder / "fit.json", json.dumps(document, indent=1, ensure_ascii=False))
+    marks = [(t, p, low, high) for t, p, (low, high) in zip(truth, found, ends, strict=True) if np.isfinite(p)]
+    title = f"{table.target}: {len(truth):,} rows it never saw"
+    (folder / "fit.svg").write_text(scatter_plot(title, marks, "true", "predicted, with 90 % interval"), "utf-8")
+    return document
+
+
+def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """MAE, RMSE, median absolute error, R2 of predictions [n]."""
+    error = predicted - truth
+    total = float(np.square(truth - truth.mean()).sum())
+    return {
+        "mae": float(np.abs(error).mean()),
+        "rmse": float(np.sqrt(np.square(error).mean())),
+        "mdae": float(np.median(np.abs(error))),
+        "r2": 1 - float(np.square(error).sum()) / total if total else float("nan"),
+    }
+
+
+def _intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
+    return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
+
+
+def _predict(folder: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The test rows' `number_columns`; predicted.csv holds them behind the row's own cells."""
+    import csv
+
+    import torch
+
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.generate.table import number_columns, predict_numbers
+
+    table, test = made.table, made.parts.test
+    model, tokenizer = load_trained(folder / "run", "auto" if torch.cuda.is_available() else "cpu")
+    prompts: Sequence[str] = [made.prompts[row] for row in test]
+    say(f"predicting {len(test):,} rows")
+    own: list[dict[str, Any]] = list(predict_numbers(model, tokenizer, prompts, batch_size=32, digits=6))
+    columns = [*table.columns, table.target, *number_columns(model)]
+    if len(set(columns)) < len(columns):
+        raise UserError("FILE", Said("a column named as one of predicted.csv's"), "other names", made.table.target)
+    with written_whole(folder / "predicted.csv") as beside, beside.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**table.rows[row], **new} for row, new in zip(test, own, strict=True))
+    return own

@@ -1,0 +1,160 @@
+"""A table as `cqwen fit` sees it: cells as text, which columns hold numbers, and three parts of its rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.data.recipes import records_of
+from cqwen_dist.data.records import is_empty
+from cqwen_dist.generate.table import read_table as read_csv
+
+LEAST_ROWS = 20
+IN_BRACES = frozenset("{}[].!:")  # cannot stand in the name of a template's field
+Row = dict[str, str]
+
+
+class Table(NamedTuple):
+    """Cells as text, "" where empty; columns: all but the target, in the file's order; numeric: those of numbers."""
+
+    columns: list[str]
+    numeric: list[str]
+    rows: list[Row]
+    target: str
+    notes: list[str]  # what was left out, for people
+
+    def values(self) -> np.ndarray:
+        """The target's numbers [n], float64."""
+        return np.array([float(row[self.target]) for row in self.rows])
+
+
+def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
+    """A CSV, Parquet or JSONL table with the columns `wanted` (default: all that a template can name) and a target.
+
+    Rows without a target are left out and told. Raises `UserError`: no such column, a target that is no number or
+    always the same, fewer than `LEAST_ROWS` rows.
+    """
+    records = list(records_of(source))
+    if not records or not isinstance(records[0], dict):
+        raise UserError("FILE", source, "a table: .csv, .parquet, or .jsonl with an object a line")
+    names = list(dict.fromkeys(name for record in records for name in record))
+    _known("--target", [target], names)
+    _known("--text-columns", wanted, names)
+    usable = [name for name in names if name != target and not IN_BRACES & set(name)]
+    columns = [name for name in wanted or usable if name in usable]
+    if not columns:
+        raise UserError("FILE", ", ".join(names), f"a column other than {target}, its name without {{}}[].!:", source)
+    whole = [{name: as_text(record.get(name)) for name in (*columns, target)} for record in records]
+    rows = [row for row in whole if row[target]]
+    for number, row in enumerate(whole, 1):
+        if row[target] and not _is_finite(row[target]):
+            raise UserError("--target", row[target], f"numbers in the column {target}", f"{source}, record {number}")
+    if len(rows) < LEAST_ROWS:
+        raise UserError("FILE", Said(f"{len(rows)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
+    if len({float(row[target]) for row in rows}) == 1:
+        found = Said(f"{rows[0][target]} in every row")
+        raise UserError("--target", found, f"a column {target} with different numbers", source)
+    notes = [f"{len(whole) - len(rows):,} rows without a {target} are left out"] * (len(rows) < len(whole))
+    left = [name for name in names if IN_BRACES & set(name)]
+    notes += [f"columns left out, as a template cannot name them: {', '.join(left)}"] * bool(left)
+    return Table(columns, _of_numbers(columns, rows), rows, target, notes)
+
+
+def as_text(cell: Any) -> str:
+    """A cell as a template writes it: nothing where empty, a whole number without its ".0"."""
+    if is_empty(cell):
+        return ""
+    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
+        return str(int(cell))
+    return str(cell).strip()
+
+
+class Parts(NamedTuple):
+    """Row numbers: learnt from; held out to watch training and to recalibrate intervals; to judge by."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+
+    def write(self, folder: Path, table: Table) -> None:
+        """A CSV of each part, its header first, the target last."""
+        folder.mkdir(parents=True)
+        for name, chosen in zip(self._fields, self, strict=True):
+            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, [*table.columns, table.target], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(table.rows[row] for row in chosen)
+
+
+def read_parts(folder: Path) -> tuple[Table, Parts]:
+    """What `Parts.write` wrote: the rows of train, valid and test in this order. Raises `UserError`."""
+    rows: list[Row] = []
+    ends = [0]
+    for name in Parts._fields:
+        columns, part = read_csv(folder / f"{name}.csv")
+        rows += part
+        ends.append(len(rows))
+    *names, target = columns
+    parts = Parts(*(np.arange(start, stop) for start, stop in pairwise(ends)))
+    return Table(names, _of_numbers(names, rows), rows, target, []), parts
+
+
+def split(rows: int, seed: int, test_fraction: float, test: Sequence[int] | None = None) -> Parts:
+    """Rows drawn by seed. test: the numbers of the test rows, counted from 0, instead of a share of all."""
+    order = np.random.default_rng(seed).permutation(rows)
+    if test is None:
+        cut = min(max(round(rows * test_fraction), 2), rows // 2)
+        held, rest = order[:cut], order[cut:]
+    else:
+        held = np.array(sorted(set(test)))
+        rest = order[~np.isin(order, held)]
+    valid = min(max(round(0.15 * len(rest)), 4), 200)
+    return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held))
+
+
+def held_out_rows(given: str, rows: int) -> list[int]:
+    """The numbers of the test rows, counted from 0, of FILE.json, or of FILE.json#N where it lists several splits.
+
+    Raises `UserError`.
+    """
+    name, _, number = given.partition("#")
+    allowed = f"a JSON list of row numbers from 0 to {rows - 1}, of some and not nearly all; or FILE#N of several lists"
+    try:
+        found = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        found = found[int(number)] if number else found
+    except (OSError, ValueError, IndexError, TypeError, KeyError) as error:
+        raise UserError("--split", Said(f"{given}: {error}"), allowed) from None
+    if isinstance(found, dict):
+        found = found.get("test")
+    right = isinstance(found, list) and all(type(row) is int and 0 <= row < rows for row in found)
+    if not right or not 2 <= len(set(found)) <= rows - LEAST_ROWS // 2:
+        raise UserError("--split", given, allowed)
+    return found
+
+
+def _of_numbers(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """The columns whose cells are numbers or empty, and not all empty."""
+    cells = {name: [row[name] for row in rows if row[name]] for name in columns}
+    return [name for name, filled in cells.items() if filled and all(map(_is_finite, filled))]
+
+
+def _known(key: str, wanted: Sequence[str], names: list[str]) -> None:
+    odd = next((name for name in wanted if name not in names), None)
+    if odd is not None:
+        raise UserError(key, odd, f"out of {', '.join(names)}")
+
+
+def _is_finite(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

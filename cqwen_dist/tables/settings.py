@@ -1,0 +1,179 @@
+"""What `cqwen fit` chooses by the table, the base and the machine, and the config that says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cqwen_dist.config import UserError
+
+LONGEST = 1024  # tokens; longer rows are left out of training
+ROWS_TIMED = 4
+CLEARLY = 0.05  # nats a number
+EVALUATIONS = 4  # while training, and one at the start and at the end of each stage
+CONFIG = """\
+# Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
+model:
+  name_or_path: {base}
+  lora: {{r: 16, alpha: 32}}
+  start_numbers: {rows}  # the regression starts by a ridge regression on all rows
+data:
+  train: {train}
+  eval: {valid}  # watches training and recalibrates intervals
+  prompt_template: {prompt}
+  text_template: {text}
+  target_field: {target}
+  empty_cell: unknown
+  sequence_length: {length}
+  max_tokens: {length}  # longer rows are left out
+  group_by_length: true
+loss:
+  target_transform: {transform}
+stages:
+  # The heads alone: z is computed once and read from disk.
+  - name: heads
+    train: [abduction, regression]  # the words' own rows and thresholds stay the base's
+    steps: {heads_steps}
+    lr: {rate:.1e}  # 0.012 / {hidden}, the base's hidden size
+    lr_groups: {{regression: 1.0e-3}}
+    warmup_steps: 20
+{lora}train:
+  global_batch_size: {batch}
+  micro_batch_size: {batch}
+  precision: {precision}
+  seed: {seed}
+  eval_every: {every}
+  checkpoint_every: {every}
+run:
+  dir: {run}
+"""
+LORA = """\
+  # Then adapters in the backbone: about {minutes:.0f} minutes on this machine.
+  - name: lora
+    train: [abduction, regression, embedding, lora]
+    epochs: {epochs:g}
+    lr: {rate:.1e}
+    lr_groups: {{regression: 1.0e-3, embedding: 1.0e-4, lora: 5.0e-4}}
+    warmup_steps: 20
+"""
+
+
+class Pace(NamedTuple):
+    """Seconds a row: forward alone, forward and backward; the faster precision of the two; the base's hidden size."""
+
+    forward: float
+    both: float
+    precision: str
+    hidden: int
+
+
+def measure_pace(base: str, tokens: int) -> Pace:
+    """Time the base on a few rows of so many tokens, in fp32 and bf16. Raises `UserError` for a base that is none."""
+    import torch
+    from transformers import AutoModel
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        try:
+            model = AutoModel.from_pretrained(base, dtype=dtype).to(device)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError("--base", base, f"a model's folder or hub name ({reason})") from None
+        x = torch.randn(ROWS_TIMED, tokens, model.config.hidden_size, device=device, dtype=dtype).requires_grad_()
+        model.requires_grad_(False)
+        forward, both = math.inf, math.inf
+        for _ in range(2):  # the first warms up
+            start = time.perf_counter()
+            loss = model(inputs_embeds=x).last_hidden_state.float().square().mean()
+            float(loss.detach())
+            forward = min(forward, time.perf_counter() - start)
+            loss.backward()
+            assert x.grad is not None
+            float(x.grad.float().sum())
+            both = min(both, time.perf_counter() - start)
+        found.append(Pace(forward / ROWS_TIMED, both / ROWS_TIMED, name, model.config.hidden_size))
+    return min(found, key=lambda pace: pace.both)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen. epochs of the LoRA stage: 0: the time does not allow any."""
+
+    transform: str
+    length: int
+    batch: int
+    heads_steps: int
+    epochs: float
+    lora_minutes: float
+
+
+def choose(values: np.ndarray, tokens: np.ndarray, valid: int, pace: Pace, minutes: float) -> Choice:
+    """values [n]: the training rows' targets; tokens [n]: their lengths; valid: rows of an evaluation; minutes: for the
+    whole command, about."""
+    n = len(values)
+    length = 64
+    while length < tokens.max() + 8 and length < LONGEST:
+        length *= 2
+    batch = 16 if n >= 400 else 8
+    features = 2 * n * pace.forward + 1.5 * (EVALUATIONS + 4) * valid * pace.forward  # start, cache; evaluations
+    epoch = 1.4 * n * pace.both  # with the heads' own work
+    left = 60 * minutes * 0.8 - features - n * 0.02 - 30  # the rest: start, heads, predictions
+    epochs = min(max(left / epoch, 0.0), 8.0)
+    epochs = math.floor(4 * epochs) / 4  # quarters
+    heads = min(max(4 * n // batch, 100), 1000)
+    return Choice(best_transform(values), length, batch, heads, epochs, epochs * epoch / 60)
+
+
+def best_transform(values: np.ndarray) -> str:
+    """standardise, or standardise_log where the logarithms' own Cauchy law, by median and IQR/2 (seed S1 2), makes
+    the values clearly more likely."""
+    logs = np.sign(values) * np.log1p(np.abs(values))
+    plain, by_log = _likelihood(values), _likelihood(logs) - np.log1p(np.abs(values)).mean()
+    return "standardise_log" if by_log > plain + CLEARLY and (values > 0).all() else "standardise"
+
+
+def _likelihood(values: np.ndarray) -> float:
+    """Mean log density of a Cauchy law at its own sample."""
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+    scale = max((high - low) / 2, 1e-12 * max(1.0, abs(middle)))
+    return float(-np.log(math.pi * scale * (1 + ((values - middle) / scale) ** 2)).mean())
+
+
+def config_text(folder: Path, base: str, choice: Choice, pace: Pace, rows: int, seed: int, **data: str) -> str:
+    """The config as YAML, with comments. data: prompt, text, target, as `data.prompt_template` and so on."""
+    rates = {"rate": 0.012 / pace.hidden}
+    lora = ""
+    steps = choice.heads_steps
+    if choice.epochs:
+        lora = LORA.format(minutes=choice.lora_minutes, epochs=choice.epochs, **rates)
+        steps += round(choice.epochs * rows / choice.batch)
+    return CONFIG.format(
+        config=folder / "fit.yaml",
+        base=_quoted(base),
+        rows=rows,
+        train=_quoted(str(folder / "table" / "train.csv")),
+        valid=_quoted(str(folder / "table" / "valid.csv")),
+        length=choice.length,
+        transform=choice.transform,
+        heads_steps=choice.heads_steps,
+        hidden=pace.hidden,
+        lora=lora,
+        batch=choice.batch,
+        precision=pace.precision,
+        seed=seed,
+        every=max(25, -(-steps // EVALUATIONS)),
+        run=_quoted(str(folder / "run")),
+        **{name: _quoted(text) for name, text in data.items()},
+        **rates,
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,78 @@
+"""`cqwen fit` on a table of words and numbers, from the command to the prediction of further rows."""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import pytest
+from support.runs import cqwen_forked
+
+from cqwen_dist.config import load_config
+
+
+def write_table(path: Path, rows: int = 60) -> Path:
+    """score = age + 40 in Rome; every ninth height is missing."""
+    draw = random.Random(0)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["city", "age", "height", "score"])
+        for i in range(rows):
+            city, age = draw.choice(["Rome", "Oslo"]), draw.randint(10, 50)
+            writer.writerow(
+                [city, age, "" if i % 9 == 0 else f"{draw.uniform(1.5, 2):.2f}", age + 40 * (city == "Rome")]
+            )
+    return path
+
+
+@pytest.fixture(scope="module")
+def fitted(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
+    """The folder of a fit, and its command."""
+    folder = tmp_path_factory.mktemp("fit")
+    command: list[object] = ["fit", write_table(folder / "people.csv"), "--target", "score"]
+    command += ["--base", one_rank / "base", "--out", folder / "out", "--minutes", "3"]
+    done = cqwen_forked(*command)
+    assert done.returncode == 0, done.stderr
+    assert "always the median" in done.stdout
+    assert "true" in done.stdout, "five rows in words"
+    return folder / "out", command
+
+
+def test_it_is_judged_on_rows_that_it_never_saw(fitted: tuple[Path, list[object]]) -> None:
+    out, _ = fitted
+    found = json.loads((out / "fit.json").read_text(encoding="utf-8"))
+    names = ["CausalQwen", "always the median", "ridge, numeric columns", "ridge, TF-IDF and one-hot"]
+    assert list(found["results"]) == [*names, "gradient boosting"]
+    assert 0 <= found["results"]["CausalQwen"]["coverage_90"] <= 1
+    with (out / "predicted.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == found["rows"] == 12
+    errors = [abs(float(row["predicted"]) - float(row["score"])) for row in rows]
+    assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(errors) / 12, rel=1e-5)  # cells have six digits
+    config = load_config(out / "fit.yaml")
+    assert [stage.name for stage in config.stages] == ["heads", "lora"]
+    assert (out / "fit.svg").read_text(encoding="utf-8").count("<circle") == 12
+    assert (out / "run" / "report.html").is_file()
+
+
+def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, list[object]]) -> None:
+    out, command = fitted
+    before = (out / "predicted.csv").read_text(encoding="utf-8")
+    again = cqwen_forked(*command, "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["rows"] == 12, "nothing else is on stdout"
+    assert (out / "predicted.csv").read_text(encoding="utf-8") == before
+    other = cqwen_forked(*command, "--seed", "1")
+    assert other.returncode == 2
+    assert "--out: found" in other.stderr
+    assert "very same command" in other.stderr
+
+
+@pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--minutes", "0"], ["--base", "nowhere/none"]])
+def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: list[str]) -> None:
+    table = write_table(tmp_path / "people.csv")
+    done = cqwen_forked("fit", table, "--target", "score", "--out", tmp_path / "out", *wrong)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert f"{wrong[0]}: found" in done.stderr or "--base" in wrong
+    assert list(tmp_path.iterdir()) == [table]

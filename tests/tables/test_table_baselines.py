@@ -1,0 +1,53 @@
+"""The baselines find what is there to find, and nothing breaks on what a table may hold."""
+
+import numpy as np
+
+from cqwen_dist.tables.baselines import baselines
+from cqwen_dist.tables.fit import errors
+from cqwen_dist.tables.rows import Table
+
+TRAIN, TEST = np.arange(160), np.arange(160, 200)
+
+
+def table(with_numbers: bool, with_words: bool) -> Table:
+    """score = 3 age + 10 where the city is Rome; an age is missing here and there, a city unseen in the test rows."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(200):
+        city = "Nowhere" if i == 199 else ("Rome", "Oslo", "Bern")[i % 3]
+        age = int(rng.integers(20, 80))
+        row = {"score": str(3 * age * with_numbers + 10 * (city == "Rome") * with_words + 0.01 * i)}
+        row |= {"age": "" if i % 50 == 7 else str(age)} if with_numbers else {}
+        row |= {"city": city} if with_words else {}
+        rows.append(row)
+    names = ["age"] * with_numbers + ["city"] * with_words
+    return Table(names, ["age"] * with_numbers, rows, "score", [])
+
+
+def r2(found: Table) -> dict[str, float]:
+    texts = [" ".join(row[name] for name in found.columns) for row in found.rows]
+    truth = found.values()[TEST]
+    return {name: errors(p, truth)["r2"] for name, p in baselines(found, TRAIN, TEST, texts)}
+
+
+def test_each_baseline_explains_what_it_can_read() -> None:
+    found = r2(table(True, True))
+    assert found["always the median"] <= 0
+    assert 0.8 < found["ridge, numeric columns"] < 0.995, "it does not see the city"
+    assert found["ridge, TF-IDF and one-hot"] > found["ridge, numeric columns"]
+    assert found["gradient boosting"] > 0.8
+
+
+def test_a_table_of_words_or_of_numbers_alone() -> None:
+    words = r2(table(False, True))
+    assert "ridge, numeric columns" not in words
+    assert words["ridge, TF-IDF and one-hot"] > 0.9
+    assert r2(table(True, False))["ridge, numeric columns"] > 0.9
+
+
+def test_errors_are_those_of_the_textbook() -> None:
+    found = errors(np.array([1.0, 2.0, 6.0]), np.array([1.0, 3.0, 2.0]))
+    assert found["mae"] == 5 / 3
+    assert found["rmse"] == np.sqrt(17 / 3)
+    assert found["mdae"] == 1.0
+    assert abs(found["r2"] - (1 - 17 / 2)) < 1e-12

@@ -1,0 +1,106 @@
+"""A table's cells, its numeric columns, and its parts, before anything is trained."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from cqwen_dist.config import UserError
+from cqwen_dist.tables.rows import as_text, held_out_rows, read_parts, read_table, split
+
+
+def written(folder: Path, records: list[dict[str, object]]) -> str:
+    path = folder / "t.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def cities(rows: int) -> list[dict[str, object]]:
+    return [{"city": ["Rome", "Oslo"][i % 2], "age": i, "height": 1.5, "score": i / 4} for i in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"), [(None, ""), (float("nan"), ""), ("", ""), (3.0, "3"), (2.5, "2.5"), (" a b ", "a b"), (7, "7")]
+)
+def test_cells_are_written_as_people_write_them(cell: object, text: str) -> None:
+    assert as_text(cell) == text
+
+
+def test_parquet_csv_and_jsonl_are_one_table(tmp_path: Path) -> None:
+    records = cities(24)
+    records[3]["age"] = None
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    lines = ["city,age,height,score"]
+    lines += [",".join("" if value is None else str(value) for value in record.values()) for record in records]
+    (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8")
+    tables = [
+        read_table(source, "score") for source in (str(path), str(tmp_path / "t.csv"), written(tmp_path, records))
+    ]
+    assert tables[0].columns == ["city", "age", "height"]
+    for table in tables:
+        assert table.numeric == ["age", "height"], "an empty cell does not make a column of text"
+        assert (table.values() == np.arange(24) / 4).all()
+    assert tables[0].rows[4]["age"] == tables[1].rows[4]["age"] == "4"
+
+
+def test_rows_without_a_target_and_columns_no_template_can_name_are_left_out_and_told(tmp_path: Path) -> None:
+    records = [{**record, "a.b": 1} for record in cities(30)]
+    records[0]["score"] = None
+    table = read_table(written(tmp_path, records), "score")
+    assert len(table.rows) == 29
+    assert table.columns == ["city", "age", "height"]
+    assert "1 rows without a score" in table.notes[0]
+    assert "a.b" in table.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "found"),
+    [
+        ({"target": "price"}, "--target", "price"),
+        ({"wanted": ["town"]}, "--text-columns", "town"),
+        ({"score": "dear"}, "--target", "dear"),
+        ({"score": 3}, "--target", "3 in every row"),
+        ({"rows": 19}, "FILE", "19 rows"),
+        ({"score": "inf"}, "--target", "inf"),
+    ],
+)
+def test_what_cannot_be_fitted_is_one_line(tmp_path: Path, change: dict[str, object], key: str, found: str) -> None:
+    records = cities(int(str(change.get("rows", 30))))
+    if "score" in change:
+        records = [{**record, "score": change["score"]} for record in records]
+    wanted = [str(name) for name in change.get("wanted", [])]  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=found) as met:
+        read_table(written(tmp_path, records), str(change.get("target", "score")), wanted)
+    assert f"{key}: found" in str(met.value)
+
+
+def test_parts_are_disjoint_whole_and_written_as_they_are_read(tmp_path: Path) -> None:
+    table = read_table(written(tmp_path, cities(101)), "score")
+    parts = split(101, seed=3, test_fraction=0.2)
+    assert sorted(np.concatenate(parts)) == list(range(101))
+    assert len(parts.test) == 20
+    assert not (split(101, 4, 0.2).test == parts.test).all()
+    parts.write(tmp_path / "table", table)
+    again, same = read_parts(tmp_path / "table")
+    assert again._replace(rows=[]) == table._replace(rows=[])
+    for before, after in zip(parts, same, strict=True):
+        assert [table.rows[row] for row in before] == [again.rows[row] for row in after]
+
+
+def test_a_published_split_is_taken_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps([[0, 1, 2], [5, 7, 9]]), encoding="utf-8")
+    found = held_out_rows(f"{path}#1", 40)
+    assert found == [5, 7, 9]
+    parts = split(40, 0, 0.2, found)
+    assert list(parts.test) == [5, 7, 9]
+    assert not {5, 7, 9} & {*parts.train, *parts.valid}
+    for wrong in (str(path), f"{path}#2", f"{path}#x", str(tmp_path / "none.json")):
+        with pytest.raises(UserError, match="--split"):
+            held_out_rows(wrong, 40)
+    with pytest.raises(UserError, match="--split"):
+        held_out_rows(f"{path}#1", 8)  # row 9 is none

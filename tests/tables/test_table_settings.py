@@ -1,0 +1,48 @@
+"""What `cqwen fit` chooses: the unit of the target, the length, how long it trains."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cqwen_dist.config import load_config
+from cqwen_dist.tables.settings import LONGEST, Pace, best_transform, choose, config_text
+
+PACE = Pace(0.05, 0.15, "fp32", 576)
+NORMAL = np.random.default_rng(0).normal(50.0, 4.0, 1000)
+TOKENS = np.full(1000, 90)
+
+
+def test_numbers_of_many_sizes_are_learnt_as_logarithms_and_others_are_not() -> None:
+    prices = np.exp(np.random.default_rng(0).normal(3.0, 1.5, 1000))
+    assert best_transform(prices) == "standardise_log"
+    assert best_transform(NORMAL) == "standardise"
+    assert best_transform(NORMAL - 50) == "standardise", "a logarithm has a corner at 0"
+    assert best_transform(np.array([1.0] * 15 + [2.0] * 5)) in ("standardise", "standardise_log")
+
+
+@pytest.mark.parametrize(("minutes", "least", "most"), [(1, 0, 0), (20, 1, 8), (10_000, 8, 8)])
+def test_the_time_that_is_left_goes_to_adapters(minutes: float, least: float, most: float) -> None:
+    chosen = choose(NORMAL, TOKENS, 150, PACE, minutes)
+    assert least <= chosen.epochs <= most
+    assert chosen.lora_minutes <= 0.8 * minutes or chosen.epochs == 8
+
+
+def test_the_length_holds_the_longest_row_up_to_a_limit(tmp_path: Path) -> None:
+    assert choose(NORMAL, TOKENS, 150, PACE, 20).length == 128
+    assert choose(NORMAL, np.append(TOKENS, 5000), 150, PACE, 20).length == LONGEST
+
+
+def test_the_config_is_one_that_trains(tmp_path: Path) -> None:
+    odd = 'a "quoted"\nprompt of {city}: ä '
+    for minutes, stages in ((20, ["heads", "lora"]), (1, ["heads"])):
+        chosen = choose(NORMAL, TOKENS, 150, PACE, minutes)
+        path = tmp_path / "fit.yaml"
+        path.write_text(
+            config_text(tmp_path, "b", chosen, PACE, 1000, 7, prompt=odd, text="{score}", target="score"), "utf-8"
+        )
+        config = load_config(path)
+        assert [stage.name for stage in config.stages] == stages
+        assert config.data.prompt_template == odd
+        assert config.train.seed == 7
+        assert config.model.start_numbers == 1000
