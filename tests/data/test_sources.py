@@ -26,7 +26,7 @@ BAD_LINES = {
     "broken JSON": '{"text": "half',
     "no JSON object": '["text"]',
     "missing field": '{"txt": "a"}',
-    "wrong type": '{"text": 5}',
+    "wrong type": '{"text": [5]}',
     "empty text": '{"text": " \\n"}',
     "not UTF-8": b'{"text": "\xff"}',
     "not Unicode text": '{"text": "\\ud800"}',

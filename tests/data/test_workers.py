@@ -120,7 +120,7 @@ def test_an_error_in_a_worker_names_file_and_line(
 ) -> None:
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": text}) + "\n" for text in diabetes_texts("train")[:200]]
-    for bad, told in (('{"text": 5}', "wrong type: found"), ('{"text": "1e999"}', "number: found '1e999'")):
+    for bad, told in (('{"text": [5]}', "wrong type: found"), ('{"text": "1e999"}', "number: found '1e999'")):
         path.write_text("".join([*lines[:150], bad + "\n", *lines[150:], "{\n"]))
         for workers in (1, 2):
             config = DataConfig(train=str(path), cache_dir=str(tmp_path / "cache"), workers=workers)
