@@ -234,7 +234,7 @@ def _refuse_unread(cell: str, name: str, policy: NumberPolicy) -> None:
             "decimal comma", cell, f"a decimal point in the field {name!r} (in CSV: data.decimal_comma: true)"
         )
     if not found or (exact is not None and found != [exact]):
-        raise BadLine("no number", cell, f"what is read as <NUM> in the field {name!r} (docs/numbers.md)")
+        raise BadLine("no number", cell, f"what is read as <NUM> in the field {name!r} (data.numbers, docs/numbers.md)")
 
 
 def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
