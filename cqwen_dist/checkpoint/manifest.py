@@ -166,8 +166,10 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
-    """(run folder, checkpoint folder) of a run folder or a checkpoint folder. Raises `UserError`."""
+    """(run folder, checkpoint folder) of a run folder, its `latest`, or a checkpoint folder. Raises `UserError`."""
     path = Path(path)
+    if path.name == LATEST and path.is_file():
+        path = path.parent
     if read_manifest(path) is not None:
         problems = verify(path)
         if problems:

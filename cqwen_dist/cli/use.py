@@ -222,6 +222,7 @@ def predict(
         int, typer.Option(min=1, help="Tokens in which the number has to come: 1 is directly behind.")
     ] = 8,
     empty: Annotated[str | None, typer.Option(help="What stands for an empty cell, as data.empty_cell did.")] = None,
+    decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 in a cell as 1234.5.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 16,
     device: DeviceOption = "auto",
 ) -> None:
@@ -234,7 +235,7 @@ def predict(
     from cqwen_dist.generate.table import predict_table, prompts_of, read_table
     from cqwen_dist.run.files import written_whole
 
-    prompts_of(template, *read_table(table), empty)  # a mistake is refused before the model is read
+    prompts_of(template, *read_table(table, decimal_comma), empty)  # a mistake is refused before the model is read
     model, tokenizer = load_trained(checkpoint, device)
     options = {
         "options": option or (),
@@ -243,6 +244,7 @@ def predict(
         "digits": chosen_digits,
         "within": within,
         "empty": empty,
+        "decimal_comma": decimal_comma,
     }
     if out is None:
         predict_table(model, tokenizer, table, template, sys.stdout, **options)

@@ -15,7 +15,7 @@ from typing import Any
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.node import rank_environment
 from cqwen_dist.cluster.rank import Order
-from cqwen_dist.config import Config, UserError, load_config, refuse_missing, refuse_ranks
+from cqwen_dist.config import Config, UserError, load_config, refuse_ranks, source_files
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.launcher import LAUNCHER, taken
 from cqwen_dist.parallel.ports import free_port
@@ -37,7 +37,7 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
     watched = [(f"data.watch.{name}.source", texts.source) for name, texts in config.data.watch.items()]
     for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval), *watched):
         for source in [sources] if isinstance(sources, str) else sources or []:
-            refuse_missing(source, key)
+            source_files(source, key)
     refuse_changes(config)
     return config
 

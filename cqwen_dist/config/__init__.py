@@ -1,7 +1,7 @@
 """What a run is: one YAML file, checked before anything is started (floor 0: no torch, reads only)."""
 
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainConfig
-from cqwen_dist.config.data import DataConfig, NumberPolicy, refuse_missing
+from cqwen_dist.config.data import DataConfig, NumberPolicy, source_files
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.ranks import refuse_ranks
 from cqwen_dist.config.reading import changed_keys, json_schema, load_config
@@ -43,7 +43,7 @@ __all__ = [
     "changed_keys",
     "json_schema",
     "load_config",
-    "refuse_missing",
     "refuse_ranks",
     "rises",
+    "source_files",
 ]

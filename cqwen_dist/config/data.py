@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import string
+from glob import glob
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,12 +26,34 @@ _OF_ALL_TEXTS = (
 )
 
 
-def refuse_missing(source: str, key: str) -> None:
-    """Raises `UserError` for a source that is neither bundled, nor of the hub, nor a folder or file that exists."""
-    if source.startswith(("bundled:", "hf:")):
-        return
-    if not Path(source.partition("#")[0]).expanduser().is_dir() and not Path(source).expanduser().is_file():
-        raise UserError(key, f"no file {source}", "a file or folder that exists, hf:NAME or bundled:NAME")
+# What `data.recipe` sets where the config does not. `cqwen init` writes the same keys.
+QUESTION_AND_ANSWER = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("input", "output"))
+RECIPES: dict[str, dict[str, str]] = {
+    "chat": {"messages_field": "messages"},
+    "sharegpt": {"messages_field": "conversations"},
+    "alpaca": {"prompt_template": "{instruction}\n{input}\n", "text_template": "{output}", "empty_cell": ""},
+    "instructions": {"prompt_template": "{instruction}\n", "text_template": "{output}"},
+    **{f"{q}-{a}": {"prompt_template": f"{{{q}}}\n", "text_template": f"{{{a}}}"} for q, a in QUESTION_AND_ANSWER},
+    "table": {"prompt_template": "{*}", "text_template": "TARGET: {TARGET}\n"},  # TARGET: target_field
+}
+
+
+def source_files(source: str, key: str) -> list[str]:
+    """The source itself, or the files of a pattern such as `shards/*.jsonl`, sorted.
+
+    Raises `UserError` for a source that is neither bundled, nor of the hub, nor a folder, file or pattern with files.
+    """
+    path = Path(source).expanduser()
+    if source.startswith(("bundled:", "hf:")) or path.is_file():
+        return [source]
+    if Path(source.partition("#")[0]).expanduser().is_dir():
+        return [source]
+    is_pattern = any(sign in source for sign in "*?[")
+    found = sorted(file for file in glob(str(path), recursive=True) if Path(file).is_file()) if is_pattern else []
+    if not found:
+        allowed = "a file or folder that exists, hf:NAME or bundled:NAME"
+        raise UserError(key, f"no file {source}", "a pattern that a file fits" if is_pattern else allowed)
+    return found
 
 
 class NumberPolicy(Section):
@@ -61,8 +84,8 @@ class DataConfig(Section):
     """Where the text comes from."""
 
     train: Sources = Field(
-        description="Source(s): .jsonl, .csv, .tsv, .txt (each also .gz), .parquet, a folder that `datasets` saved or "
-        "can load, hf:NAME[/CONFIG][#SPLIT], or bundled:NAME."
+        description="Source(s): .jsonl, .json, .csv, .tsv, .txt (each also .gz), .parquet, a pattern of such files "
+        "(shards/*.jsonl), a folder that `datasets` saved or can load, hf:NAME[/CONFIG][#SPLIT], or bundled:NAME."
     )
     eval: Sources | None = Field(None, description="Held-out data; default: eval_fraction of train.")
     eval_fraction: Share = Field(0.0, description="Share of train that is held out when `eval` is not given.")
@@ -78,6 +101,9 @@ class DataConfig(Section):
         "first", description="Mixing by weights ends when the first source is used up, or repeats short ones until all."
     )
     mix_seed: Count = Field(0, description="Seed of the draws between weighted sources.")
+    recipe: Literal[tuple(RECIPES)] | None = Field(  # type: ignore[valid-type]
+        None, description="Sets the keys that read records of this kind, unless they are given (docs/data.md)."
+    )
     text_field: str = Field("text", min_length=1, description="The field (column) that holds the text.")
     text_template: str | None = Field(
         None, description="A format over the fields, such as '{question}\\n{answer}', instead of text_field."
@@ -91,6 +117,13 @@ class DataConfig(Section):
         description="The field that holds a chat, [{role, content}, ...]: written by the tokenizer's chat template, "
         "only the assistant's turns are learnt.",
     )
+    message_keys: dict[Literal["role", "content", "tool_calls"], str] = Field(
+        {}, description="What a chat's messages call these keys; {from, value} are known."
+    )
+    roles: dict[str, str] = Field(
+        {}, description="What a chat's roles mean: system, user, assistant or tool; human, gpt and such are known."
+    )
+    tools_field: str = Field("tools", min_length=1, description="The field with a chat's tools, if a record has it.")
     target_field: str | None = Field(
         None, min_length=1, description="The field of text_template whose number alone the regression learns."
     )
@@ -111,7 +144,10 @@ class DataConfig(Section):
         "others nothing is said (partial labels); a text without it ends as usual.",
     )
     sample_by: Literal["line", "paragraph", "document"] = Field("line", description="What one text of a .txt file is.")
-    sequence_length: Positive = Field(512, description="Longest sequence, in tokens; longer texts are cut into pieces.")
+    sequence_length: Positive = Field(512, description="Longest sequence, in tokens.")
+    long_texts: Literal["cut", "truncate", "drop"] = Field(
+        "cut", description="Texts of more tokens: cut into pieces that are all learnt, only the beginning, or none."
+    )
     pack: bool = Field(False, description="Concatenate texts to full sequences, attention kept inside each text.")
     group_by_length: bool = Field(
         False, description="Put sequences of similar length into one step: less padding, the order less random."
@@ -131,10 +167,10 @@ class DataConfig(Section):
     )
     empty_cell: str | None = Field(
         None,
-        min_length=1,
-        description="What stands in a template for an empty cell, a null or a NaN; default: nothing for an empty cell, "
-        "and the others are bad lines, as is any in target_field.",
+        description="What stands in a template for an empty cell, a null, a NaN or a field that a JSON record lacks; "
+        "default: nothing for an empty cell, and the others are bad lines, as is any in target_field.",
     )
+    decimal_comma: bool = Field(False, description="Read 1.234,5 in a cell of CSV files as 1234.5.")
     on_nonfinite: Literal["error", "skip"] = Field(
         "error", description="A number that overflows to infinity: stop, or leave it as text and count it."
     )
@@ -155,6 +191,18 @@ class DataConfig(Section):
         kept = {key: getattr(self, key) for key in _OF_ALL_TEXTS}
         return DataConfig(train=own.source, text_field=own.text_field, text_template=own.text_template, **kept)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or not isinstance(tree.get("recipe"), str):
+            return tree
+        found, target = RECIPES.get(tree["recipe"], {}), tree.get("target_field")
+        if tree["recipe"] == "table":
+            if not isinstance(target, str):
+                raise refused("target_field", target, "the column whose number is to be written, with recipe: table")
+            found = {key: value.replace("TARGET", target) for key, value in found.items()}
+        return {**found, **{key: value for key, value in tree.items() if value is not None}}
+
     @model_validator(mode="after")
     def _sources(self) -> DataConfig:
         for key, value in (("train", self.train), ("eval", self.eval)):
@@ -171,13 +219,19 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _fields(self) -> DataConfig:
-        text = _names("text_template", self.text_template)
-        _names("prompt_template", self.prompt_template)
+    def _chat(self) -> DataConfig:
         if self.messages_field is not None:
             for key in ("text_template", "prompt_template", "target_field", "labels_field", "number_types"):
                 if getattr(self, key) not in (None, []):
                     raise refused(key, Said(f"{key} beside messages_field"), "one of the two")
+        elif self.message_keys or self.roles:
+            raise refused("message_keys" if self.message_keys else "roles", Said("no messages_field"), "both, or none")
+        return self
+
+    @model_validator(mode="after")
+    def _fields(self) -> DataConfig:
+        text = _names("text_template", self.text_template)
+        _names("prompt_template", self.prompt_template)
         if self.target_field is not None:
             if self.target_field not in text:
                 raise refused("target_field", self.target_field, "a field of data.text_template, in braces there once")

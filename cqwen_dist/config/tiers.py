@@ -20,6 +20,7 @@ BASIC = (
     "data.eval",
     "data.eval_fraction",
     "data.watch",
+    "data.recipe",
     "data.text_field",
     "data.text_template",
     "data.prompt_template",

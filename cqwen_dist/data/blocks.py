@@ -1,31 +1,32 @@
 """Files cut into blocks of records. A block is read by itself, in any process, so that many can be read at once.
 
-The process that cuts does little: of JSON and of a text a line it looks for line ends, of Parquet it takes record
+The process that cuts does little: of JSON lines and of a text a line it looks for line ends, of Parquet it takes record
 batches; parsing is the block's own work. What cannot be cut without being read (CSV, whose quoted cells may hold line
-ends, paragraphs, `datasets`) is read here, row by row, and makes blocks of rows. Where blocks are cut depends on the
-source alone.
+ends, JSON arrays, paragraphs, `datasets`) is read here, row by row, and makes blocks of rows. Where blocks are cut
+depends on the source alone.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from cqwen_dist.config import DataConfig, UserError, refuse_missing
+from cqwen_dist.config import DataConfig, UserError, source_files
+from cqwen_dist.data.cells import Literal
 from cqwen_dist.data.diabetes import diabetes_texts
-from cqwen_dist.data.records import BadLine, Literal, Text, needed_fields, too_long
-
-# A record and its place; or the place and why there is none; or a text that is ready.
-Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
-# Rows that can be had in any process: a function of a module with its arguments.
-Block = Callable[[], Iterable[Row]]
+from cqwen_dist.data.records import BadLine, Block, Row, Text, given, needed_columns, too_long
+from cqwen_dist.data.tables import of_datasets, of_parquet
+from cqwen_dist.delimited import delimiter_of, has_decimal_comma, with_decimal_point
 
 BLOCK = 1 << 20  # bytes of lines, about
 _ROWS = 1000  # of a table, at most
@@ -38,22 +39,17 @@ _BUNDLED: dict[str, Callable[[], list[str]]] = {
 
 def blocks(source: str, config: DataConfig, key: str) -> Iterator[Block]:
     """A source's blocks in order. Raises: UserError for a source that is missing or cannot be read."""
-    name, _, split = source.partition("#")
-    path = Path(name).expanduser()
-    try:
-        if source.startswith("bundled:"):
-            yield _bundled(source, key)
-        elif source.startswith("hf:") or path.is_dir():
-            yield from _of_rows(_of_datasets(source, name, split or "train", config, key))
-        else:
-            yield from _of_file(Path(source).expanduser(), source, config, key)
-    except OSError as error:
-        raise UserError(key, source, f"a readable file ({error.strerror or error})") from None
-
-
-def given(rows: list[Row]) -> list[Row]:
-    """A block of rows that are there already."""
-    return rows
+    for one in source_files(source, key):
+        path = Path(one).expanduser()
+        try:
+            if one.startswith("bundled:"):
+                yield _bundled(one, key)
+            elif path.is_file() and not one.startswith("hf:"):
+                yield from _of_file(path, config)
+            else:
+                yield from _of_rows(of_datasets(one, config, key))
+        except OSError as error:
+            raise UserError(key, one, f"a readable file ({error.strerror or error})") from None
 
 
 def _bundled(source: str, key: str) -> Block:
@@ -64,17 +60,18 @@ def _bundled(source: str, key: str) -> Block:
     return partial(given, [(where, Text(text, where)) for where, text in places])
 
 
-def _of_file(path: Path, source: str, config: DataConfig, key: str) -> Iterator[Block]:
-    refuse_missing(source, key)
+def _of_file(path: Path, config: DataConfig) -> Iterator[Block]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else (suffixes or [""])[-1]
     if ending == ".parquet":
-        yield from _of_parquet(path, config)
+        yield from of_parquet(path, config, _ROWS)
         return
     with gzip.open(path, "rb") if suffixes[-1:] == [".gz"] else path.open("rb") as file:
-        lines = _Lines(cast(IO[bytes], file), path, config)
+        lines = _Lines(file, path, config)
         if ending in (".csv", ".tsv"):
-            yield from _of_rows(_of_csv(lines))
+            yield from _of_rows(_of_csv(lines, ending == ".tsv"))
+        elif ending == ".json" and lines.begin_with(b"["):
+            yield from _of_rows(_of_array(lines))
         elif ending != ".txt":
             yield from _of_lines(lines, _json_rows)
         elif config.sample_by == "line":
@@ -110,7 +107,7 @@ class _Lines:
     """The lines of a file with their numbers. Instead of a line that is too long, which is never held, and of what a
     broken compressed file ends with, `BadLine` is raised, once each."""
 
-    def __init__(self, file: IO[bytes], path: Path, config: DataConfig) -> None:
+    def __init__(self, file: io.BufferedReader | gzip.GzipFile, path: Path, config: DataConfig) -> None:
         self.file, self.path, self.config, self.number = file, path, config, 0
         self.limit = int(config.max_text_mib * 2**20)
         self._broken = False
@@ -131,11 +128,22 @@ class _Lines:
             raise too_long(size, self.config)
         return line
 
-    def _read(self, limit: int) -> bytes:
+    def begin_with(self, sign: bytes) -> bool:
+        """Whether that is the first byte that is no white space."""
+        try:
+            return self.file.peek(1024).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(sign)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return False  # whoever reads it says so
+
+    def some(self, size: int) -> bytes:
+        """So many bytes, less at the end, whatever lines there are. Raises: BadLine for a broken compressed file."""
+        return self._read(size, self.file.read)
+
+    def _read(self, limit: int, read: Callable[[int], bytes] | None = None) -> bytes:
         if self._broken:
             return b""
         try:
-            return self.file.readline(limit)
+            return (read or self.file.readline)(limit)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             self._broken = True
             self.number += 1
@@ -179,7 +187,7 @@ def _json_rows(name: str, first: int, data: bytes) -> Iterator[Row]:
 def _parsed(line: bytes) -> dict[str, Any]:
     text = _decoded(line)
     try:
-        record = json.loads(text, parse_int=Literal, parse_float=Literal, parse_constant=_no_constant)
+        record = _JSON.decode(text)
     except (ValueError, RecursionError) as error:
         raise BadLine("broken JSON", text.strip()[:60], f"one JSON object a line ({error})") from None
     if not isinstance(record, dict):
@@ -196,6 +204,9 @@ def _decoded(line: bytes) -> str:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+_JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal, parse_constant=_no_constant)
 
 
 def _text_rows(field: str, name: str, first: int, data: bytes) -> Iterator[Row]:
@@ -237,113 +248,101 @@ def _of_text(lines: _Lines, config: DataConfig) -> Iterator[Row]:
             held, size = [], 0
 
 
-def _of_csv(lines: _Lines) -> Iterator[Row]:
-    tabs = ".tsv" in [suffix.lower() for suffix in lines.path.suffixes]
+_BEFORE_RECORD = re.compile(r"\s*([\[,])\s*")
+_END_OF_ARRAY = re.compile(r"\s*(\[\s*)?\]\s*")
+_CHUNK = 1 << 16
+
+
+def _of_array(lines: _Lines) -> Iterator[Row]:
+    """The records of a JSON array, one after the other; no more than one is held, and what was read behind it.
+
+    Raises: UserError where it is broken: nothing behind that can be told apart.
+    """
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    text, at, number, done, first = "", 0, 1, False, True
+
+    def refusal(kind: str, found: object, allowed: str, end: int) -> UserError:
+        return UserError(kind, found, allowed, f"{lines.path}:{number + text.count(chr(10), at, end)}")
+
+    while True:
+        sign = _BEFORE_RECORD.match(text, at)
+        try:
+            if sign is None or (sign[1] == "[") != first:
+                raise json.JSONDecodeError("no list of records", text, at)
+            record, end = _JSON.raw_decode(text, sign.end())
+            if end == len(text) and not done:
+                raise json.JSONDecodeError("it goes on", text, end)
+        except (ValueError, RecursionError) as error:
+            if done and _END_OF_ARRAY.fullmatch(text, at):
+                return
+            if done or len(text) - at > lines.limit:
+                allowed = f"a list of records of at most {lines.config.max_text_mib:g} MiB"
+                reason = getattr(error, "msg", error)
+                raise refusal(
+                    "broken JSON", text[at : at + 60], f"{allowed} ({reason})", getattr(error, "pos", at)
+                ) from None
+            try:
+                data = lines.some(max(_CHUNK, len(text) - at))
+                text, at, done = text[at:] + decode(data, final=not data), 0, not data
+            except UnicodeDecodeError as wrong:
+                raise refusal("not UTF-8", wrong.object[wrong.start : wrong.end], "UTF-8 text", len(text)) from None
+            except BadLine as bad:
+                raise refusal(bad.kind, bad.found, bad.allowed, len(text)) from None
+            continue
+        number += text.count("\n", at, sign.end())
+        what = record if isinstance(record, dict) else BadLine("no JSON object", record, "a list of JSON objects")
+        yield f"{lines.path}:{number}", what
+        number += text.count("\n", sign.end(), end)
+        at, first = end, False
+
+
+def _of_csv(lines: _Lines, tabs: bool) -> Iterator[Row]:
     csv.field_size_limit(max(lines.limit, 2**17))
-    reader = csv.reader(map(_decoded, lines), delimiter="\t" if tabs else ",", strict=True)
+    try:
+        header = next((line for line in map(_decoded, lines) if line.strip()), "")
+    except BadLine as bad:
+        yield lines.where, bad
+        return
+    delimiter = "\t" if tabs else delimiter_of(header)
+    reader = csv.reader(chain([header], map(_decoded, lines)), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
+    needed: list[str] = []
     while True:
         try:
             row = next(reader)
             if not row:
                 continue
             if columns is None:
-                columns = [name.strip() for name in row]
-                if len(set(columns)) < len(columns) or not all(columns):
-                    raise UserError("columns", columns, "a first row that gives every column a name", lines.where)
+                columns = _columns(row, lines.where)
+                needed = needed_columns(lines.config, columns)
                 continue
             if len(row) != len(columns):
                 raise BadLine("wrong number of cells", len(row), f"{len(columns)}, as the first row has")
-            yield lines.where, dict(zip(columns, row, strict=True))
+            yield lines.where, _cells(dict(zip(columns, row, strict=True)), needed, delimiter, lines.config)
         except StopIteration:
             return
         except csv.Error as error:
             yield lines.where, BadLine("broken CSV", f"no row ({error})", "quoted cells that end, and no NUL")
         except BadLine as bad:
             yield lines.where, bad
-
-
-# ---------------------------------------------------------------------------------------------------------- tables
-
-
-def _of_parquet(path: Path, config: DataConfig) -> Iterator[Block]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 1
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            fields = needed_fields(config)
-            missing = [name for name in fields if name not in file.schema_arrow.names]
-            if missing:
-                allowed = f"a table with the column {missing[0]!r}"
-                raise BadLine("missing field", file.schema_arrow.names, allowed)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=fields, use_threads=False):
-                sink = pyarrow.BufferOutputStream()
-                with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
-                    writer.write_batch(batch)
-                yield partial(_table_rows, str(path), number, sink.getvalue().to_pybytes())
-                number += batch.num_rows
-    except BadLine as bad:
-        yield partial(given, [(str(path), bad)])
-    except pyarrow.ArrowException as error:
-        yield partial(given, [(f"{path}:{number}", _broken_table(error))])
-
-
-def _table_rows(name: str, first: int, data: bytes) -> Iterator[Row]:
-    import pyarrow
-
-    try:
-        records = pyarrow.ipc.open_stream(data).read_all().to_pylist()
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        yield f"{name}:{first}", _broken_table(error)
-        return
-    for number, record in enumerate(records, first):
-        yield f"{name}:{number}", record
-
-
-def _broken_table(error: Exception) -> BadLine:
-    reason = " ".join(str(error).split())[:100]
-    return BadLine("broken Parquet", f"no readable table ({reason})", "a Parquet file")
-
-
-def _of_datasets(source: str, name: str, split: str, config: DataConfig, key: str) -> Iterator[Row]:
-    import datasets
-
-    try:
-        data = _opened(source, name, split, key)
-        fields = needed_fields(config)
-        if data.column_names is not None:
-            missing = [field for field in fields if field not in data.column_names]
-            if missing:
-                allowed = f"a data set with the column {missing[0]!r}"
-                yield source, BadLine("missing field", data.column_names, allowed)
+            if not needed:
                 return
-            data = data.select_columns(fields)
-        for number, record in enumerate(data, 1):
-            yield f"{source}:{number}", record
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise UserError(key, source, f"what `datasets` can load ({reason})") from None
 
 
-def _opened(source: str, name: str, split: str, key: str) -> Any:
-    """A split of the hub's data set (or a folder's files), streamed; or of a folder that `save_to_disk` wrote."""
-    import datasets
+def _columns(row: list[str], where: str) -> list[str]:
+    names = [name.strip() for name in row]
+    if len(set(names)) < len(names) or not all(names):
+        raise UserError("columns", names, "a first row that gives every column a name", where)
+    return names
 
-    if source.startswith("hf:"):
-        parts = name.removeprefix("hf:").split("/")
-        local = Path(name.removeprefix("hf:")).expanduser().is_dir()
-        cut = len(parts) if local else 2
-        return datasets.load_dataset("/".join(parts[:cut]), "/".join(parts[cut:]) or None, split=split, streaming=True)
-    folder = Path(name).expanduser()
-    if not any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
-        return datasets.load_dataset(str(folder), split=split, streaming=True)
-    data = datasets.load_from_disk(str(folder))
-    if not isinstance(data, datasets.DatasetDict):
-        return data
-    if split not in data:
-        raise UserError(key, source, f"{name}# and one of {', '.join(data)}")
-    return data[split]
+
+def _cells(row: dict[str, str], needed: list[str], delimiter: str, config: DataConfig) -> dict[str, str]:
+    """The cells that are needed. Raises: BadLine for a decimal comma, where the commas separate nothing else."""
+    found = {name: row[name] for name in needed}
+    if config.decimal_comma:
+        return {name: with_decimal_point(cell) for name, cell in found.items()}
+    wrong = next((name for name in needed if delimiter == ";" and has_decimal_comma(found[name])), None)
+    if wrong is not None:
+        allowed = f"a decimal point in the column {wrong!r}, or data.decimal_comma: true"
+        raise BadLine("decimal comma", found[wrong], allowed)
+    return found

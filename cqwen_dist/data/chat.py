@@ -3,14 +3,20 @@
 Few templates say which part is the assistant's (`{% generation %}`), Qwen's do not. So the template is filled twice:
 as it is, and with a pair of characters around each of the assistant's messages that no chat holds. What stands between
 them, up to the end-of-turn token, is learnt; the two texts must be equal otherwise.
+
+A turn with tool calls is written by the template in its own form. The characters go around its last call's name; learnt
+is all from where generation would begin to the end of that turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import Said
 
 # Qwen's own form, for a tokenizer that has no template.
 CHATML = (
@@ -18,9 +24,6 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters
-
-# ShareGPT's names of the roles.
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -37,72 +40,99 @@ class Chat:
     """A chat template, filled. Args: tokenizer: of transformers; None: Qwen's form."""
 
     def __init__(self, tokenizer: Any = None) -> None:
-        self.template: str = CHATML
+        self.template = self.tool_template = CHATML
         self._names: dict[str, Any] = {}
         self._ends: tuple[str, ...] = ("<|im_end|>",)
         if tokenizer is not None:
-            self.template = tokenizer.get_chat_template() if tokenizer.chat_template else CHATML
+            if tokenizer.chat_template:  # one, or several by name
+                self.template = tokenizer.get_chat_template()
+                self.tool_template = tokenizer.get_chat_template(tools=[])
             self._names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
             special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
             self._ends = tuple(sorted(special | set(self._ends), key=len, reverse=True))
 
-    def __call__(self, messages: Any) -> tuple[str, Spans]:
-        """The text of a chat and the characters that are learnt. Raises: BadChat, UserError for a broken template."""
-        messages = _of_sharegpt(messages)
-        _check_messages(messages)
-        by_assistant = [message["role"] == "assistant" for message in messages]
-        marked = self._fill([_marked(m) if own else dict(m) for m, own in zip(messages, by_assistant, strict=True)])
-        plain = self._fill([dict(m) for m in messages])
-        # Between the marks, every second piece is the assistant's.
-        pieces, spans, position = marked.replace(_CLOSE, _OPEN).split(_OPEN), [], 0
-        for i, piece in enumerate(pieces):
-            if i % 2:
-                spans.append((position, position + len(piece)))
-            position += len(piece)
-        if "".join(pieces) != plain or len(spans) != sum(by_assistant):
-            allowed = "a template that writes the assistant's messages as they are"
-            raise UserError("data.messages_field", "a chat template that changes messages", allowed)
-        return plain, tuple((start, self._end_of_turn(plain, end)) for start, end in spans)
+    def __call__(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[str, Spans]:
+        """The text of a chat and the characters that are learnt.
+
+        Args: messages, tools: as `cqwen_dist.data.turns` makes them. Raises: BadChat; UserError for a template that is
+        broken or writes no tool calls.
+        """
+        own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not own:
+            raise BadChat([message["role"] for message in messages], "a turn of the assistant")
+        plain = self._fill(messages, tools)
+        if _OPEN in plain or _CLOSE in plain:
+            raise BadChat(plain, "no noncharacters U+FDD0, U+FDD1")
+        marked = self._fill([_marked(message) for message in messages], tools)
+        pieces = marked.replace(_CLOSE, _OPEN).split(_OPEN)
+        if "".join(pieces) != plain or len(pieces) != 2 * len(own) + 1:
+            raise _changed(messages)
+        if not all(tool["function"]["name"] in plain for tool in tools or ()):
+            raise _unwritten("tools")
+        ends = list(accumulate(map(len, pieces)))
+        spans = zip(ends[:-1:2], ends[1::2], strict=True)  # between the marks, every second piece is the assistant's
+        return plain, tuple(
+            self._turn_of_calls(plain, messages[:i], tools, end)
+            if "tool_calls" in messages[i]
+            else (start, self._end_of_turn(plain, end))
+            for i, (start, end) in zip(own, spans, strict=True)
+        )
+
+    def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
+        """A turn with tool calls, of which the last one's name ends at `at`."""
+        prompt = self._fill(before, tools, add_generation_prompt=True)
+        end = text.find(self._turn_end, at)
+        if not text.startswith(prompt) or end < 0:
+            allowed = "one that leaves earlier turns as they are and ends every turn alike"
+            raise UserError("data.messages_field", Said("tool calls in an unusual chat template"), allowed)
+        return len(prompt), end + len(self._turn_end)
+
+    @cached_property
+    def _turn_end(self) -> str:
+        """The token that ends the assistant's turns."""
+        text = self._fill([{"role": "user", "content": "a"}, {"role": "assistant", "content": _OPEN}])
+        at = text.find(_OPEN) + 1
+        return text[at : self._end_of_turn(text, at)].strip() or "\0"
 
     def _end_of_turn(self, text: str, end: int) -> int:
         """Behind the special token that directly follows, white space between them; else where the message ends."""
         at = end + len(text[end:]) - len(text[end:].lstrip())
         return next((at + len(token) for token in self._ends if text.startswith(token, at)), end)
 
-    def _fill(self, messages: list[dict[str, Any]]) -> str:
+    def _fill(self, messages: Sequence[dict[str, Any]], tools: Any = None, **options: Any) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        template = self.template if tools is None else self.tool_template
         try:
-            filled = render_jinja_template([messages], chat_template=self.template, **self._names)
+            chats = [[dict(message) for message in messages]]
+            filled = render_jinja_template(chats, tools, chat_template=template, **options, **self._names)
         except Exception as error:  # whatever the template's own code raises
             raise BadChat(_one_line(error), "a chat that the chat template takes") from None
         return str(filled[0][0])
 
 
-def _of_sharegpt(messages: Any) -> Any:
-    """[{from, value}, ...] as [{role, content}, ...]; anything else as it is."""
-    if not isinstance(messages, (list, tuple)) or not all(
-        isinstance(message, Mapping) and {"from", "value"} <= message.keys() for message in messages
-    ):
-        return messages
-    return [{"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in messages]
+def _changed(messages: Sequence[dict[str, Any]]) -> UserError:
+    if any("tool_calls" in message for message in messages):
+        return _unwritten("tool calls")
+    allowed = "a template that writes the assistant's messages as they are"
+    return UserError("data.messages_field", "a chat template that changes messages", allowed)
 
 
-def _check_messages(messages: Any) -> None:
-    """Raises: BadChat unless these are messages, the assistant's among them."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise BadChat(messages, "a list of messages, [{role, content}, ...]")
-    for message in messages:
-        if not isinstance(message, Mapping) or not all(type(message.get(k)) is str for k in ("role", "content")):
-            raise BadChat(message, "messages with a role and a content, both text")
-        if _OPEN in message["content"] or _CLOSE in message["content"]:
-            raise BadChat(message["content"], "no noncharacters U+FDD0, U+FDD1")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadChat([message["role"] for message in messages], "a turn of the assistant")
+def _unwritten(what: str) -> UserError:
+    allowed = f"a tokenizer whose chat template has tool support, or chats without {what}"
+    return UserError("data.messages_field", Said(f"{what} that the tokenizer's chat template does not write"), allowed)
 
 
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with marks inside its outer white space, which templates trim."""
+    """The assistant's with marks inside its outer white space, which templates trim; or around its last call's name."""
+    if message["role"] != "assistant":
+        return dict(message)
+    if "tool_calls" in message:
+        *calls, last = message["tool_calls"]
+        function = {**last["function"], "name": f"{_OPEN}{last['function']['name']}{_CLOSE}"}
+        return {**message, "tool_calls": [*calls, {**last, "function": function}]}
     content = message["content"]
     core = content.strip()
     start = len(content) - len(content.lstrip())

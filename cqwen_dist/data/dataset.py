@@ -43,6 +43,9 @@ class DataReport:
     left: int = 0  # numerals that the policy left as text
     too_short: int = 0  # texts left out
     too_long: int = 0
+    truncated: int = 0  # texts longer than sequence_length of which the beginning alone is used
+    dropped: int = 0  # texts longer than sequence_length that are not used
+    lost: int = 0  # tokens of both that are not used
 
     def lines(self, name: str) -> list[str]:
         """The counts, one line each for what a person should know."""
@@ -53,6 +56,10 @@ class DataReport:
         ]
         if self.documents > self.texts:
             lines.append(f"{name}: long texts cut: {self.documents:,} pieces of {self.texts:,} texts")
+        for how, count in (("truncated", self.truncated), ("left out", self.dropped)):
+            if count:
+                which = f"{count:,} of {self.texts:,} texts, longer than data.sequence_length"
+                lines.append(f"{name}: {which}, {how}: {self.lost:,} tokens fewer (data.long_texts)")
         if self.overflows:
             lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
         left_out = (("too short", self.too_short), ("too long", self.too_long))
@@ -66,12 +73,13 @@ class TextDataset:
     """Samples of stored texts. `dataset[i]` is a `Sample`: a tuple of documents, one unless packed.
 
     A text of L tokens (its end token included) longer than sequence_length T is cut into pieces of T tokens that
-    overlap by one, so each token but the first is predicted exactly once. With `pack`, whole pieces are put
+    overlap by one, so each token but the first is predicted exactly once; or the first piece alone is kept, or none, as
+    `data.long_texts` says. With `pack`, whole pieces are put
     together to rows of at most T tokens (longest first, into the fullest row that fits; deterministic).
 
     Args: store: tokenised texts; texts: [m] int64, rising: those that are this dataset's, None: all; config:
-    sequence_length, pack, group_by_length; folder: where packed rows are kept, and found again.
-    Raises: UserError when sequence_length is below 2.
+    sequence_length, long_texts, pack, group_by_length; folder: where packed rows are kept, and found again.
+    Raises: UserError when sequence_length is below 2, or drops every text.
     """
 
     def __init__(
@@ -88,14 +96,27 @@ class TextDataset:
         self.report = report
         self.group_by_length = config.group_by_length
         self._store, self._texts, self._pack, self._folder = store, texts, config.pack, folder
+        self._given, self._long = texts, config.long_texts
         self._content = content or store.digest
         self._cut(config.sequence_length)
 
     def _cut(self, length: int) -> None:
         if length < 2:
             raise UserError("data.sequence_length", length, "2 or more")
-        self._length = length
-        self._pieces: Pieces = cut(self.text_lengths(), self._texts, length)
+        self._length, self._texts = length, self._given
+        lengths = self.text_lengths()
+        long = lengths > length
+        count, tokens = (int(long.sum()), int(lengths[long].sum(dtype=np.int64)))
+        if self._long == "drop" and count:
+            if count == len(lengths):
+                allowed = f"truncate or cut: every text has more than {length} tokens (data.sequence_length)"
+                raise UserError("data.long_texts", "drop", allowed)
+            self._texts = np.flatnonzero(~long) if self._given is None else self._given[~long]
+        self.report.dropped = count if self._long == "drop" else 0
+        self.report.truncated = count if self._long == "truncate" else 0
+        self.report.lost = 0 if self._long == "cut" else tokens - self.report.truncated * length
+        most = 1 if self._long == "truncate" else None
+        self._pieces: Pieces = cut(self.text_lengths(), self._texts, length, most)
         self._rows: Rows | None = self._packed() if self._pack else None
         self.report.documents, self.report.sequences = len(self._pieces.text), len(self)
 
@@ -103,7 +124,8 @@ class TextDataset:
         sizes = self._pieces.end - self._pieces.start
         if self._folder is None:
             return pack(sizes, self._length)
-        name = f"{'all' if self._texts is None else hashlib.sha256(self._texts.data).hexdigest()[:12]}-{self._length}"
+        length = f"{self._length}{'-truncated' if self._long == 'truncate' else ''}"
+        name = f"{'all' if self._texts is None else hashlib.sha256(self._texts.data).hexdigest()[:12]}-{length}"
         paths = [self._folder / f"packed-{name}-{part}.npy" for part in Rows._fields]
         if not all(path.is_file() for path in paths):
             rows = pack(sizes, self._length)
@@ -125,6 +147,7 @@ class TextDataset:
         found = hashlib.sha256(self._content().encode())
         found.update(b"all" if self._texts is None else self._texts.data)
         found.update(f"{self._length} {self._rows is not None}".encode())
+        found.update(b"truncate" if self._long == "truncate" else b"")
         if self._rows is not None:
             found.update(np.ascontiguousarray(self._rows.pieces).data)
         return found.hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, TextDataset, tokenise
 from cqwen_dist.data.prepare import prepare, read_manifest
@@ -66,7 +66,9 @@ def is_prepared(config: DataConfig) -> bool:
     """Whether this data is prepared rather than read into memory."""
     if config.cache_dir is not None:
         return True
-    sources = [source for source in as_list(config.train) + as_list(config.eval or []) if source[:8] != "bundled:"]
+    named = (("data.train", config.train), ("data.eval", config.eval or []))
+    every = [file for key, own in named for source in as_list(own) for file in source_files(source, key)]
+    sources = [source for source in every if source[:8] != "bundled:"]
     paths = [Path(source).expanduser() for source in sources]
     if any(source.startswith("hf:") or Path(source.partition("#")[0]).expanduser().is_dir() for source in sources):
         return True

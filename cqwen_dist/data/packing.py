@@ -25,13 +25,15 @@ class Rows(NamedTuple):
     begin: np.ndarray  # [R+1] int64
 
 
-def cut(lengths: np.ndarray, texts: np.ndarray | None, length: int) -> Pieces:
+def cut(lengths: np.ndarray, texts: np.ndarray | None, length: int, most: int | None = None) -> Pieces:
     """Texts of `lengths` tokens [n] to pieces of at most `length` that overlap by one.
 
     Each token but a text's first is predicted exactly once; a text of a single token gives no piece. lengths [n] int32;
-    texts [n]: their numbers, None: 0 to n - 1.
+    texts [n]: their numbers, None: 0 to n - 1; most: pieces of a text, the others are left out.
     """
     counts = np.maximum(-(-(lengths - 1) // (length - 1)), 0)
+    if most is not None:
+        counts = np.minimum(counts, most)
     which = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
     first = np.repeat((counts.cumsum(dtype=np.int64) - counts).astype(np.int32), counts)
     start = (np.arange(len(which), dtype=np.int32) - first) * np.int32(length - 1)

@@ -29,11 +29,11 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
-from cqwen_dist.config import DataConfig, UserError, refuse_missing
-from cqwen_dist.data.blocks import Block, blocks
+from cqwen_dist.config import DataConfig, UserError, source_files
+from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
-from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.records import Block, ReadReport
 from cqwen_dist.data.sources import Seen, as_list, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -45,7 +45,19 @@ MANIFEST = "manifest.json"
 _DIGESTS = "digests.sqlite"  # while texts that are there already are looked for
 # Keys of `data` that change no token.
 _OF_SAMPLES = frozenset(
-    ("train", "eval", "watch", "sequence_length", "pack", "group_by_length", "cache_dir", "workers", "prefetch")
+    (
+        "train",
+        "eval",
+        "watch",
+        "recipe",
+        "sequence_length",
+        "long_texts",
+        "pack",
+        "group_by_length",
+        "cache_dir",
+        "workers",
+        "prefetch",
+    )
 )
 
 # Texts and tokens so far.
@@ -90,11 +102,11 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
 
 def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path) -> dict[str, Any]:
     """All that the tokens depend on, as plain values. Contents of files are read once and remembered under `root`."""
-    policy = tokenizer.encoder.policy
+    policy, chat = tokenizer.encoder.policy, Chat(tokenizer.tokenizer)
     return {
         "format": FORMAT,
         "tokenizer": tokenizer.encoder.fingerprint(),
-        "chat": Chat(tokenizer.tokenizer).template if config.messages_field else None,
+        "chat": [chat.template, chat.tool_template] if config.messages_field else None,
         "num_token_id": tokenizer.num_token_id,
         "end": tokenizer.eos_token_id,
         "policy": None if policy is None else policy.model_dump(),
@@ -227,7 +239,10 @@ def _content(source: str, config: DataConfig, root: Path, key: str) -> dict[str,
         return {"kind": f"folder#{split}", "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest()}
     if source.startswith("hf:"):
         return {"kind": source, "revision": _revision(source, name, key)}
-    refuse_missing(source, key)
+    found_files = source_files(source, key)
+    if found_files != [source]:
+        known = [_content(file, config, root, key) for file in found_files]
+        return {"kind": "files", "sha256": hashlib.sha256(json.dumps(known).encode()).hexdigest()}
     path = Path(source).expanduser()
     return {"kind": "".join(path.suffixes[-2:]).lower(), "sha256": known_digest(path, root / "contents")}
 

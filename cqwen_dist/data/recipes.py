@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES
 from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.records import BadLine, Text, is_empty
+from cqwen_dist.data.cells import as_number, is_empty
+from cqwen_dist.data.records import BadLine, Text
 
 Record = Mapping[str, Any]
 RECORDS = 200  # that are looked at
-_QUESTION_AND_ANSWER = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("input", "output"))
 
 
 class DataRecipe(NamedTuple):
@@ -29,38 +29,35 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
 
     Raises `UserError` where there is no record, or none of the recipes reads them.
     """
-    records = list(islice(records_of(source), RECORDS))
+    records, extra = records_of(source, RECORDS)
     if not records:
         raise UserError("--data", source, "at least one record")
     if isinstance(records[0], Text):
         return DataRecipe("plain texts", {}, _length([text.text for text in records]))
     name, keys = _of_fields(records, source) if target is None else _of_target(records, target, source)
-    return DataRecipe(name, keys, _length([" ".join(map(str, record.values())) for record in records]))
+    return DataRecipe(name, keys | extra, _length([" ".join(map(str, record.values())) for record in records]))
 
 
-def records_of(source: str) -> Iterator[Any]:
-    """A source's records, or its texts where it is a text file. Raises `UserError`, at a broken line too."""
-    path = Path(source.partition("#")[0]).expanduser()
-    if path.suffix == ".parquet" and path.is_file():
-        yield from _rows_of_parquet(path)
-        return
-    for block in blocks(source, DataConfig(train=source), "--data"):
+def records_of(source: str, count: int | None = None) -> tuple[list[Any], dict[str, Any]]:
+    """A source's first records (None: all), or texts of a text file; the keys of `data` that it takes to read them.
+
+    Raises `UserError`, at a broken line too.
+    """
+    try:
+        return list(islice(_records(source), count)), {}
+    except UserError as error:
+        if error.key != "decimal comma":
+            raise
+        keys = {"decimal_comma": True}
+        return list(islice(_records(source, **keys), count)), keys
+
+
+def _records(source: str, **keys: Any) -> Iterator[Any]:
+    for block in blocks(source, DataConfig(train=source, text_template="{*}", **keys), "--data"):
         for where, record in block():
             if isinstance(record, BadLine):
                 raise UserError(record.kind, record.found, record.allowed, where)
             yield record
-
-
-def _rows_of_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=RECORDS):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError("--data", str(path), f"a Parquet file ({error})") from None
 
 
 def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
@@ -72,17 +69,12 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
 
     if chats := all_are(_is_chat):
         return "chats", {"messages_field": chats[0]}
-    if {"instruction", "output"} <= {*shared}:
-        prompt = "{instruction}\n{input}\n" if "input" in shared else "{instruction}\n"
-        return "instructions (Alpaca)", {"prompt_template": prompt, "text_template": "{output}"}
-    for question, answer in _QUESTION_AND_ANSWER:
-        if {question, answer} <= {*shared}:
-            keys = {"prompt_template": f"{{{question}}}\n", "text_template": f"{{{answer}}}"}
-            return f"{question}s and {answer}s", keys
+    if prompts := _of_prompts({*shared}, any("input" in record for record in records)):
+        return prompts
     texts = all_are(lambda value: isinstance(value, str))
     if "text" in texts:
         return "plain texts", {}
-    if numbers := all_are(_is_number):
+    if numbers := [name for name in shared if _is_numeric(record[name] for record in records)]:
         return _of_target(records, numbers[-1], source)
     if texts:
         longest = max(texts, key=lambda name: sum(len(record[name]) for record in records))
@@ -91,12 +83,20 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
     raise UserError("--data", found, "chats, instruction and output, question and answer, text, or a column of numbers")
 
 
+def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]] | None:
+    """A prompt and what is to be said to it, by the names of their fields."""
+    if {"instruction", "output"} <= shared:
+        return "instructions (Alpaca)", RECIPES["alpaca" if with_input else "instructions"]
+    pairs = (pair for pair in QUESTION_AND_ANSWER if shared.issuperset(pair))
+    return next(((f"{q}s and {a}s", RECIPES[f"{q}-{a}"]) for q, a in pairs), None)
+
+
 def _of_target(records: list[Any], target: str, source: str) -> tuple[str, dict[str, Any]]:
     """A table's rows as `column: cell` lines, the target last."""
     columns = list(records[0])
     if target not in columns:
         raise UserError("--target", target, f"a column of {source}: {', '.join(columns)}")
-    wrong = next((r[target] for r in records if not is_empty(r.get(target)) and not _is_number(r[target])), None)
+    wrong = next((r[target] for r in records if not is_empty(r.get(target)) and as_number(r[target]) is None), None)
     if wrong is not None:
         raise UserError("--target", wrong, f"numbers in the column {target}")
     usable = [name for name in columns if name != target and not set(name) & set("{}[].!:")]
@@ -116,14 +116,10 @@ def _is_chat(value: Any) -> bool:
     return all(isinstance(message, dict) and ("role" in message or "from" in message) for message in value)
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+def _is_numeric(cells: Iterable[Any]) -> bool:
+    """Whether there are numbers, and empty cells alone beside."""
+    held = [as_number(cell) for cell in cells if not is_empty(cell)]
+    return bool(held) and None not in held
 
 
 def _length(texts: list[str]) -> int:

@@ -6,16 +6,19 @@ assistant's turns are learnt; a table's row of which one field is the regression
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any, NamedTuple
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config import DataConfig, NumberPolicy, UserError
+from cqwen_dist.data.cells import as_number, as_text, is_empty
 from cqwen_dist.data.chat import BadChat, Chat, Spans
+from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.turns import messages_of, tools_of
+from cqwen_dist.delimited import has_decimal_comma
 
 # Sums alone: "cout << a; cin >> b" is no mark.
 _MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
@@ -75,15 +78,21 @@ class BadLine(Exception):
         self.kind, self.found, self.allowed = kind, found, allowed
 
 
-class Literal(str):
-    """A JSON number as it stands in the file: no digit is lost on the way into a template."""
-
-
+# A record and its place; or the place and why there is none; or a text that is ready.
+Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
+# Rows that can be had in any process: a function of a module with its arguments.
+Block = Callable[[], Iterable[Row]]
 Extract = Callable[[Mapping[str, Any], str], Text]
+_OTHERS = "*"  # in a template: all fields that are named nowhere, a line each
 
 
-def needed_fields(config: DataConfig) -> list[str]:
-    """The fields of a record that become text; columns that are not named need not be read."""
+def given(rows: list[Row]) -> list[Row]:
+    """A block of rows that are there already."""
+    return rows
+
+
+def _named_fields(config: DataConfig) -> list[str]:
+    """The fields that the config names, each once, and `_OTHERS`. Raises `UserError` for a bad template."""
     if config.messages_field is not None:
         return [config.messages_field]
     names = _template_fields("data.prompt_template", _unescaped(config.prompt_template))
@@ -94,11 +103,22 @@ def needed_fields(config: DataConfig) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
+    """The columns of a table that become text; the others need not be read. Raises: BadLine where one is missing."""
+    names = _named_fields(config)
+    missing = next((name for name in names if name not in columns and name != _OTHERS), None)
+    if missing is not None:
+        raise BadLine("missing field", list(columns), f"a table with the column {missing!r}")
+    optional = {config.tools_field} if config.messages_field is not None else set()
+    return [name for name in columns if _OTHERS in names or name in names or name in optional]
+
+
 def extractor(config: DataConfig, chat: Chat) -> Extract:
     """The function from a record and its place to its text; it raises `BadLine`."""
     template, prompt_template = _unescaped(config.text_template), _unescaped(config.prompt_template)
-    needed_fields(config)
+    cells = _Cells(frozenset(_named_fields(config)), config.empty_cell)
     limit = int(config.max_text_mib * 2**20)
+    names = {str(ours): theirs for ours, theirs in config.message_keys.items()}
     fields = {name for name in (config.target_field, *config.number_types) if name is not None}
     located = sorted(fields, key=lambda name: (template or "").index(f"{{{name}}}"))
 
@@ -108,22 +128,22 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
     def compose(record: Mapping[str, Any]) -> tuple[str, Spans | None, dict[str, tuple[int, int]]]:
         if config.messages_field is not None:
             try:
-                return *chat(_field(record, config.messages_field)), {}
+                messages = messages_of(cells.field(record, config.messages_field), names, config.roles)
+                return *chat(messages, tools_of(record.get(config.tools_field))), {}
             except BadChat as error:
                 raise BadLine("no chat", error.found, error.allowed) from None
         spans: dict[str, tuple[int, int]] = {}
         if template is None:
-            text = _field(record, config.text_field)
-            if type(text) is not str:
-                raise BadLine("wrong type", text, f"a string in the field {config.text_field!r}")
-            text = clean(text)
+            text = clean(cells.text(record, config.text_field, None))
         else:
-            text, spans = _located(template, located, record, clean, config.empty_cell)
+            text, spans = _located(template, located, record, clean, cells)
+            if config.target_field is not None:
+                _refuse_unread(text[slice(*spans[config.target_field])], config.target_field, config.numbers)
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if prompt_template is None:
             return text, None, spans
-        prompt = clean(_filled(prompt_template, record, config.empty_cell))
+        prompt = clean(cells.fill(prompt_template, record))
         moved = {name: (start + len(prompt), end + len(prompt)) for name, (start, end) in spans.items()}
         return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
 
@@ -142,38 +162,79 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
             spans.get(config.target_field or ""),
             _labels(record.get(config.labels_field or "")),
             tuple(spans[name] for name in config.number_types),
-            tuple(_number(record, name) for name in config.more_values),
+            tuple(cells.number(record, name) for name in config.more_values),
         )
 
     return extract
 
 
+class _Cells:
+    """A record's cells as text. named: fields that the config names; empty: as `data.empty_cell`."""
+
+    def __init__(self, named: frozenset[str], empty: str | None) -> None:
+        self.named, self.empty = named, empty
+
+    def fill(self, template: str, record: Mapping[str, Any]) -> str:
+        """The template with the record's cells."""
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        values = {name: self.text(record, name, self.empty) for name in names if name != _OTHERS}
+        if _OTHERS in names:
+            others = [name for name in record if name not in self.named]
+            values[_OTHERS] = "".join(f"{name}: {self.text(record, name, self.empty)}\n" for name in others)
+        return template.format(**values)
+
+    def text(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:
+        """A cell. empty: what stands for one that is empty or not there; None: nothing for "", the others are bad."""
+        value = self.field(record, name) if empty is None else record.get(name)
+        if is_empty(value) and empty is not None:
+            return empty
+        if is_empty(value) and value != "":
+            raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")
+        found = as_text(value)
+        if found is None:
+            raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
+        return found
+
+    def number(self, record: Mapping[str, Any], name: str) -> float:
+        """A cell that is a number by itself."""
+        found = as_number(self.field(record, name))
+        if found is None:
+            raise BadLine("wrong type", record[name], f"a number in the field {name!r}")
+        return found
+
+    @staticmethod
+    def field(record: Mapping[str, Any], name: str) -> Any:
+        """What a record holds."""
+        if name not in record:
+            raise BadLine("missing field", sorted(record), f"a JSON object with the field {name!r}")
+        return record[name]
+
+
 def _located(
-    template: str, names: list[str], record: Mapping[str, Any], clean: Callable[[str], str], empty: str | None
+    template: str, names: list[str], record: Mapping[str, Any], clean: Callable[[str], str], cells: _Cells
 ) -> tuple[str, dict[str, tuple[int, int]]]:
     """The template's text, and where in it (as NFC) each of some fields is, which are named in their order there."""
     text, rest, spans = "", template, {}
     for name in names:
         head, rest = _around(rest, name)
-        cell = _field(record, name)
+        cell = cells.field(record, name)
         if is_empty(cell):
             raise BadLine("empty cell", cell, f"a number in the field {name!r}")
-        before = unicodedata.normalize("NFC", text + clean(_filled(head, record, empty)))
-        text = unicodedata.normalize("NFC", before + _filled(f"{{{name}}}", record))
+        before = unicodedata.normalize("NFC", text + clean(cells.fill(head, record)))
+        text = unicodedata.normalize("NFC", before + cells.text(record, name, None))
         spans[name] = (len(before), len(text))
-    return text + clean(_filled(rest, record, empty)), spans
+    return text + clean(cells.fill(rest, record)), spans
 
 
-def _number(record: Mapping[str, Any], name: str) -> float:
-    """A field of `data.more_values`, a number by itself."""
-    found = _field(record, name)
-    try:
-        value = math.nan if isinstance(found, bool) else float(found)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise BadLine("wrong type", found, f"a number in the field {name!r}")
-    return value
+def _refuse_unread(cell: str, name: str, policy: NumberPolicy) -> None:
+    """Raises: BadLine for a target that is not read as a number, or as another one than it is."""
+    found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
+    if has_decimal_comma(cell) and len(found) != 1:
+        raise BadLine(
+            "decimal comma", cell, f"a decimal point in the field {name!r} (in CSV: data.decimal_comma: true)"
+        )
+    if not found or (exact is not None and found != [exact]):
+        raise BadLine("no number", cell, f"what is read as <NUM> in the field {name!r} (data.numbers, docs/numbers.md)")
 
 
 def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
@@ -197,36 +258,6 @@ def _unescaped(template: str | None) -> str | None:
 def _around(template: str, name: str) -> tuple[str, str]:
     at = template.index(f"{{{name}}}")
     return template[:at], template[at + len(name) + 2 :]
-
-
-def _field(record: Mapping[str, Any], name: str) -> Any:
-    if name not in record:
-        raise BadLine("missing field", sorted(record), f"a JSON object with the field {name!r}")
-    return record[name]
-
-
-def _filled(template: str, record: Mapping[str, Any], empty: str | None = None) -> str:
-    """The template with a record's fields. empty: what stands for an empty cell; None: nothing, and a null is bad."""
-    values = {}
-    for _, name, _, _ in Formatter().parse(template):
-        if name is None:
-            continue
-        value = _field(record, name)
-        if is_empty(value) and empty is not None:
-            value = empty
-        elif is_empty(value) and value != "":
-            raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")
-        usable = isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
-        if not usable or isinstance(value, bool):
-            raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
-        # repr of a float is the shortest text that reads back as the same float64.
-        values[name] = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
-    return template.format(**values)
-
-
-def is_empty(value: object) -> bool:
-    """Whether a cell holds nothing: null, no characters, or NaN."""
-    return value is None or value == "" or value != value
 
 
 def _template_fields(key: str, template: str | None) -> list[str]:

@@ -1,14 +1,17 @@
 """Where texts come from, read lazily, every bad line named.
 
 - `path.jsonl` (and any ending not named below): one JSON object a line, UTF-8; empty lines are passed over.
-- `path.csv`, `path.tsv`: the first row names the columns; cells stand in a template as they stand in the file.
+- `path.json`: an array of such objects, or one a line.
+- `path.csv`, `path.tsv`: the first row names the columns and says what stands between cells (comma, semicolon, tab or
+  bar); cells stand in a template as they stand in the file.
 - `path.txt`: a text a line, a paragraph (empty lines between) or the whole file, as `data.sample_by` says.
 - `path.parquet`: row by row; floats stand in a template in the shortest form that reads back as the same float64.
 - a folder: what `datasets` saved (`save_to_disk`), or data files that it can load; `#SPLIT` behind it, default train.
 - `hf:NAME`, `hf:ORG/NAME/CONFIG#SPLIT`: a data set of the Hugging Face hub, streamed.
 - `bundled:diabetes`, `bundled:diabetes/train`, `bundled:diabetes/test`: see `cqwen_dist.data.diabetes`.
 
-Files may be `.gz`. How a file becomes records: `cqwen_dist.data.blocks`; a record a text: `cqwen_dist.data.records`.
+Files may be `.gz`. A pattern such as `shards/*.jsonl` is its files, sorted, one after the other. How a file
+becomes records: `cqwen_dist.data.blocks`; a record a text: `cqwen_dist.data.records`.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from typing import cast
 import numpy as np
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.blocks import Block, blocks, given
+from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.records import BadLine, Extract, ReadReport, Text, extractor
+from cqwen_dist.data.records import BadLine, Block, Extract, ReadReport, Text, extractor, given
 
 __all__ = ["ReadReport", "Text", "mixed", "read_split", "read_texts", "read_train"]
 

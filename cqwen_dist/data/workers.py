@@ -12,11 +12,10 @@ from multiprocessing import get_context
 from typing import Any
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.blocks import Block
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
 from cqwen_dist.data.encoder import NumberEncoder
-from cqwen_dist.data.records import ReadReport, extractor
+from cqwen_dist.data.records import Block, ReadReport, extractor
 from cqwen_dist.data.sources import read_block
 
 _AHEAD = 2  # blocks a worker has waiting

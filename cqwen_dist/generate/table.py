@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.delimited import delimiter_of, has_decimal_comma, with_decimal_point
 from cqwen_dist.generate.continuation import input_device, padded
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, check_digits, shown
@@ -27,11 +28,16 @@ def number_columns(model: Any) -> list[str]:
     return [*NUMBER_COLUMNS, *(["type"] if model.config.number_types else []), *more]
 
 
-def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a CSV file with a header. Raises `UserError`."""
+def read_table(path: Path, decimal_comma: bool = False) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a CSV file with a header, which says what stands between cells.
+
+    decimal_comma: as data.decimal_comma. Raises `UserError`, also for a decimal comma that was not announced.
+    """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
+            delimiter = delimiter_of(file.readline())
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
             columns, rows = list(reader.fieldnames or ()), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -41,6 +47,11 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise UserError("FILE", Said(f"row {number} of another length"), f"{len(columns)} cells", str(path))
+        wrong = next((cell for cell in row.values() if delimiter == ";" and has_decimal_comma(cell)), None)
+        if wrong is not None and not decimal_comma:
+            raise UserError("FILE", Said(f"{wrong} in row {number}"), "decimal points, or --decimal-comma", str(path))
+    if decimal_comma:
+        rows = [{name: with_decimal_point(cell) for name, cell in row.items()} for row in rows]
     return columns, rows
 
 
@@ -149,13 +160,14 @@ def predict_table(
     digits: Digits = "auto",
     within: int = 8,
     empty: str | None = None,
+    decimal_comma: bool = False,
 ) -> int:
     """Write the table with its new columns as CSV; returns its rows.
 
     options: choose one of these texts for each row instead (columns `chosen`, empty where none reaches reject_below,
     and `p OPTION`). Raises `UserError`, also where the table has one of the new columns already.
     """
-    columns, rows = read_table(path)
+    columns, rows = read_table(path, decimal_comma)
     prompts = prompts_of(template, columns, rows, empty)
     added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model)
     taken = [name for name in added if name in columns]

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config, UserError, source_files
 from cqwen_dist.plan.architecture import read_architecture
 from cqwen_dist.plan.machine import machine
 from cqwen_dist.plan.make import Plan, plan
@@ -104,18 +104,19 @@ def count_sequences(config: Config) -> int | None:
     """Texts in an epoch, from the lines of data.train where the files are here and no text is packed or cut away;
     None where that cannot be told cheaply."""
     data = config.data
-    named = [data.train] if isinstance(data.train, str) else data.train
     if data.pack:
         return None
     total = 0
-    for name in named:
-        file = Path(name).expanduser()
-        try:
-            if not file.is_file() or file.stat().st_size > COUNTED_BYTES:
-                return None
-            with file.open("rb") as lines:
-                total += sum(1 for line in lines if line.strip())
-        except OSError:
-            return None
+    try:
+        for source in [data.train] if isinstance(data.train, str) else data.train:
+            for name in source_files(source, "data.train"):
+                file = Path(name).expanduser()
+                by_line = file.is_file() and file.suffix.lower() not in (".parquet", ".json", ".gz")
+                if not by_line or file.stat().st_size > COUNTED_BYTES:
+                    return None
+                with file.open("rb") as lines:
+                    total += sum(1 for line in lines if line.strip())
+    except (OSError, UserError):
+        return None
     held_out = round(total * data.eval_fraction) if data.eval is None else 0
     return min(total - held_out, data.limit or total) or None

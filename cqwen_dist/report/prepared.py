@@ -161,6 +161,8 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         ("numerals left as text", lambda of: f"{of['left']:,} ({of['left_share']:.2%})"),
         ("  beyond float64", lambda of: f"{of['overflows']:,}"),
         ("texts left out: too short, too long", lambda of: f"{of['too_short']:,}, {of['too_long']:,}"),
+        ("long texts truncated, dropped", lambda of: f"{of['truncated']:,}, {of['dropped']:,}"),
+        ("  tokens that are lost", lambda of: f"{of['lost']:,}"),
     ]
     for title, cell in rows:
         table.add_row(title, *(cell(found[name]) for name in names))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +13,8 @@ import numpy as np
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.data.cells import as_number, as_text, is_empty
 from cqwen_dist.data.recipes import records_of
-from cqwen_dist.data.records import is_empty
 from cqwen_dist.generate.table import read_table as read_csv
 
 LEAST_ROWS = 20
@@ -43,7 +42,7 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     Rows without a target are left out and told. Raises `UserError`: no such column, a target that is no number or
     always the same, fewer than `LEAST_ROWS` rows.
     """
-    records = list(records_of(source))
+    records, _ = records_of(source)
     if not records or not isinstance(records[0], dict):
         raise UserError("FILE", source, "a table: .csv, .parquet, or .jsonl with an object a line")
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -53,10 +52,10 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     columns = [name for name in wanted or usable if name in usable]
     if not columns:
         raise UserError("FILE", ", ".join(names), f"a column other than {target}, its name without {{}}[].!:", source)
-    whole = [{name: as_text(record.get(name)) for name in (*columns, target)} for record in records]
+    whole = [{name: _as_text(record.get(name)) for name in (*columns, target)} for record in records]
     rows = [row for row in whole if row[target]]
     for number, row in enumerate(whole, 1):
-        if row[target] and not _is_finite(row[target]):
+        if row[target] and as_number(row[target]) is None:
             raise UserError("--target", row[target], f"numbers in the column {target}", f"{source}, record {number}")
     if len(rows) < LEAST_ROWS:
         raise UserError("FILE", Said(f"{len(rows)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
@@ -67,15 +66,6 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     left = [name for name in names if IN_BRACES & set(name)]
     notes += [f"columns left out, as a template cannot name them: {', '.join(left)}"] * bool(left)
     return Table(columns, _of_numbers(columns, rows), rows, target, notes)
-
-
-def as_text(cell: Any) -> str:
-    """A cell as a template writes it: nothing where empty, a whole number without its ".0"."""
-    if is_empty(cell):
-        return ""
-    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 2**53:
-        return str(int(cell))
-    return str(cell).strip()
 
 
 class Parts(NamedTuple):
@@ -144,17 +134,15 @@ def held_out_rows(given: str, rows: int) -> list[int]:
 def _of_numbers(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """The columns whose cells are numbers or empty, and not all empty."""
     cells = {name: [row[name] for row in rows if row[name]] for name in columns}
-    return [name for name, filled in cells.items() if filled and all(map(_is_finite, filled))]
+    return [name for name, filled in cells.items() if filled and all(as_number(cell) is not None for cell in filled)]
+
+
+def _as_text(cell: Any) -> str:
+    """As a template writes it; nothing where it is empty."""
+    return "" if is_empty(cell) else (as_text(cell) or str(cell)).strip()
 
 
 def _known(key: str, wanted: Sequence[str], names: list[str]) -> None:
     odd = next((name for name in wanted if name not in names), None)
     if odd is not None:
         raise UserError(key, odd, f"out of {', '.join(names)}")
-
-
-def _is_finite(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False

@@ -18,6 +18,7 @@ from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import load_checkpoint, refuse_strange
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.run.files import LATEST
 from cqwen_dist.targets import TargetTransform
 from cqwen_dist.train.state import head_tensors
 from cqwen_dist.train.zero.engine import Engine
@@ -89,7 +90,7 @@ def read_warm_start(config: Config, row_range: tuple[int, int]) -> WarmStart | N
     if config.model.warm_start is None:
         return None
     path = Path(config.model.warm_start).expanduser()
-    if not path.is_dir():
+    if not path.is_dir() and path.name != LATEST:
         raise UserError(KEY, str(path), "the folder of a run, of a checkpoint, or of an adapter that PEFT saved")
     if (path / adapter.CONFIG).is_file():
         adapter.refuse_lora_changes(path, config.model.lora)

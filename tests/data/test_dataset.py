@@ -100,6 +100,36 @@ def test_packed_rows_hold_whole_documents(tokenizer: NumericalAwareTokenizer) ->
     assert sum(len(d.ids) for i in range(len(packed) - 1) for d in packed[i]) > 0.9 * 512 * (len(packed) - 1)
 
 
+def test_long_texts_are_cut_truncated_or_dropped_and_told(tokenizer: NumericalAwareTokenizer) -> None:
+    texts = ["age 3", "age 4 " * 20, "age 5 sex 6", "age 7 " * 30]
+    whole = _dataset(tokenizer, *texts)
+    sizes = whole.text_lengths()
+    long = [int(size) for size in sizes if size > 12]
+    assert len(long) == 2
+    found = {
+        how: _dataset(tokenizer, *texts, sequence_length=12, long_texts=how) for how in ("cut", "truncate", "drop")
+    }
+    assert len({dataset.digest() for dataset in found.values()}) == 3
+    assert len(found["cut"]) > 4
+    assert found["cut"].report.lost == 0
+    kept = [document.ids.tolist() for i in range(4) for document in found["truncate"][i]]
+    assert kept == [whole[i][0].ids[:12].tolist() for i in range(4)]
+    assert found["truncate"].report.truncated == 2
+    line = "train: 2 of 4 texts, longer than data.sequence_length, truncated: "
+    assert f"{line}{sum(long) - 24} tokens fewer (data.long_texts)" in found["truncate"].report.lines("train")
+    assert [found["drop"][i][0].ids.tolist() for i in range(len(found["drop"]))] == [
+        whole[i][0].ids.tolist() for i in (0, 2)
+    ]
+    assert (found["drop"].report.dropped, found["drop"].report.lost) == (2, sum(long))
+    assert found["drop"].target_values().tolist() == [3.0, 5.0, 6.0]
+    longer = found["drop"].with_length(500)
+    assert (len(longer), longer.report.dropped, longer.report.lost) == (4, 0, 0)
+    with pytest.raises(
+        UserError, match=r"data\.long_texts: found 'drop', allowed: truncate or cut: every text has more"
+    ):
+        found["drop"].with_length(3)
+
+
 def test_loading_a_run(tokenizer: NumericalAwareTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in [*diabetes_texts("train"), ""]))

@@ -20,7 +20,7 @@ from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.load import Datasets, load_datasets, open_prepared
 from cqwen_dist.data.loader import Loader
-from cqwen_dist.data.prepare import prepare, read_manifest
+from cqwen_dist.data.prepare import prepare
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 
@@ -64,6 +64,8 @@ def _both(corpus: str, folder: Path, tokenizer: NumericalAwareTokenizer, **confi
     [
         {"sequence_length": 64},
         {"sequence_length": 200, "pack": True, "eval_fraction": 0.1},
+        {"sequence_length": 80, "pack": True, "eval_fraction": 0.1, "long_texts": "truncate"},
+        {"sequence_length": 80, "eval_fraction": 0.1, "long_texts": "drop"},
         {
             "sequence_length": 100,
             "eval": "bundled:diabetes/test",
@@ -107,7 +109,14 @@ def test_the_key_is_of_contents_and_of_what_decides_tokens(
     config = DataConfig(train=corpus, cache_dir=str(tmp_path / "cache"))
     first = prepare(config, tokenizer)
     stamp = (first / "train.arrow").stat().st_mtime_ns
-    cut = {"sequence_length": 7, "pack": True, "workers": 1, "prefetch": 0, "group_by_length": True}
+    cut = {
+        "sequence_length": 7,
+        "long_texts": "truncate",
+        "pack": True,
+        "workers": 1,
+        "prefetch": 0,
+        "group_by_length": True,
+    }
     assert prepare(config.model_copy(update=cut), tokenizer) == first
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(Path(corpus).read_bytes())
@@ -116,9 +125,17 @@ def test_the_key_is_of_contents_and_of_what_decides_tokens(
     others = {first}
     moved.write_bytes(Path(corpus).read_bytes() + b'{"text": "more"}\n')
     others.add(prepare(config.model_copy(update={"train": str(moved)}), tokenizer))
+    both = config.model_copy(update={"train": str(tmp_path / "*.jsonl")})
+    of_both = prepare(both, tokenizer)
+    assert prepare(both, tokenizer) == of_both
+    (tmp_path / "corpus.jsonl").rename(tmp_path / "a corpus.jsonl")
+    assert prepare(both, tokenizer) == of_both, "contents count, not names"
+    (tmp_path / "a corpus.jsonl").rename(tmp_path / "z corpus.jsonl")
+    others |= {of_both, prepare(both, tokenizer)}  # the order counts
+    (tmp_path / "z corpus.jsonl").rename(corpus)
     others.add(prepare(config.model_copy(update={"numeric_targets": "last"}), tokenizer))
     others.add(prepare(config, NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 300))))
-    assert len(others) == 4
+    assert len(others) == 6
     assert set(json.loads((first / "manifest.json").read_text())["files"]) == {"train.arrow"}
 
 
@@ -132,21 +149,6 @@ def test_float64_values_are_stored_exactly_and_datasets_opens_the_file(
     table = datasets.Dataset.from_file(str(folder / "train.arrow"))
     assert [repr(v) for v in table[0]["numbers"]] == [repr(v) for v in values]
     assert table[0]["ids"].count(tokenizer.num_token_id) == len(values)
-
-
-def test_several_workers_write_the_same(
-    corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cqwen_dist.data.blocks.BLOCK", 5000)
-    monkeypatch.setattr("cqwen_dist.data.workers._WORTH", 2)
-    folders = [
-        prepare(DataConfig(train=corpus, cache_dir=str(tmp_path / str(n)), workers=n, on_nonfinite="skip"), tokenizer)
-        for n in (1, 2)
-    ]
-    one, two = (read_manifest(folder) for folder in folders)
-    assert one["content"] == two["content"]
-    assert one["reports"] == two["reports"]
-    assert (folders[0] / "train.arrow").read_bytes() == (folders[1] / "train.arrow").read_bytes()
 
 
 _SCRIPT = """
@@ -337,5 +339,6 @@ def test_large_files_are_prepared_and_small_ones_are_not(corpus: str, monkeypatc
     assert not load.is_prepared(DataConfig(train=corpus, eval="bundled:diabetes/test"))
     monkeypatch.setattr(load, "IN_MEMORY", 100)
     assert load.is_prepared(DataConfig(train=corpus))
+    assert load.is_prepared(DataConfig(train=corpus.replace("corpus.", "co*.")))
     assert load.is_prepared(DataConfig(train="hf:openai/gsm8k/main"))
     assert not np.any([load.is_prepared(DataConfig(train="bundled:diabetes"))])

@@ -1,13 +1,22 @@
 """Reading: every kind of bad line is one line of error, or a counted skip."""
 
+import gzip
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.shared import shared_path
 
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config import DataConfig, NumberPolicy, UserError
+from cqwen_dist.data import blocks
+from cqwen_dist.data.cells import as_text
 from cqwen_dist.data.diabetes import diabetes_table, diabetes_texts
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.sources import ReadReport, read_split, read_texts
@@ -26,7 +35,7 @@ BAD_LINES = {
     "broken JSON": '{"text": "half',
     "no JSON object": '["text"]',
     "missing field": '{"txt": "a"}',
-    "wrong type": '{"text": 5}',
+    "wrong type": '{"text": [5]}',
     "empty text": '{"text": " \\n"}',
     "not UTF-8": b'{"text": "\xff"}',
     "not Unicode text": '{"text": "\\ud800"}',
@@ -105,6 +114,124 @@ def test_calculator_marks(tmp_path: Path) -> None:
     assert _texts(path, calculator_marks="keep") == ["48/2 = <<48/2=24>>24 clips, 1 << 2"]
     code = "cout << a; cin >> b; if (x << 1 == y >> 1) f(); <<EOF >>log"
     assert _texts(_write(tmp_path / "code.jsonl", json.dumps({"text": code}))) == [code]
+
+
+def test_a_json_array_is_read_record_by_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"text": f"é {i} {'x' * (i % 90)}", "n": {"a": [i, "]"]}} for i in range(200)]
+    forms = {"pretty.json": json.dumps(records, indent=1), "flat.json": json.dumps(records, ensure_ascii=False)}
+    monkeypatch.setattr(blocks, "_CHUNK", 61)  # cut anywhere, inside letters of two bytes too
+    for name, text in forms.items():
+        path = tmp_path / name
+        path.write_text(f"\n {text} \n" if name == "flat.json" else text, encoding="utf-8-sig")
+        found = list(read_texts(str(path), DataConfig(train=str(path)), ReadReport()))
+        assert [text.text for text in found] == [record["text"] for record in records]
+        if name == "pretty.json":
+            assert [text.where for text in found] == [f"{path}:{2 + 9 * i}" for i in range(200)]
+        zipped = tmp_path / f"{name}.gz"
+        zipped.write_bytes(gzip.compress(path.read_bytes()))
+        assert _texts(str(zipped)) == [record["text"] for record in records]
+    assert _texts(_write(tmp_path / "none.json", " [ ] ")) == []
+    assert _texts(_write(tmp_path / "lines.json", '{"text": "a"}', '{"text": "b"}')) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            b'[{"text": "a"},\n {"text": "b"]',
+            r":2: broken JSON: found .*a list of records of at most 16 MiB .Expecting",
+        ),
+        (b'[{"text": "a"}', r":1: broken JSON: .*no list of records"),
+        (b'[{"text": "a"}\n {"text": "b"}]', r":[12]: broken JSON: .*no list of records"),
+        (b'[{"text": "a"}] more', r":1: broken JSON"),
+        (b'[{"text": "a"},\n\n7]', r":3: no JSON object: found '7', allowed: a list of JSON objects"),
+        (b'[{"text": "\xff"}]', r":1: not UTF-8"),
+        (b'[{"text": NaN}]', r":1: broken JSON: .*NaN is no JSON number"),
+        (b'[{"text": "' + b"x" * 80_000 + b'"}]', r":1: broken JSON: .*at most 0.01 MiB"),
+    ],
+)
+def test_a_broken_array_is_one_line(tmp_path: Path, text: bytes, told: str) -> None:
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(UserError, match=told):
+        _texts(str(tmp_path / "a.json"), max_text_mib=0.01 if b"xxx" in text else 16.0)
+
+
+def test_what_stands_between_cells_is_told_by_the_header(tmp_path: Path) -> None:
+    template = {"text_template": "{name}|{x, y}|{z}"}
+    for sign in ",;\t|":
+        path = _write(
+            tmp_path / "a.csv", f'name{sign}"x, y"{sign}z', f'"a{sign}b"{sign}"2;5"{sign}1,5'.replace("1,5", "1.5")
+        )
+        assert _texts(path, **template) == [f"a{sign}b|2;5|1.5"]
+    assert _texts(_write(tmp_path / "b.csv", "text", "a"), text_field="text") == ["a"]
+    comma = _write(tmp_path / "c.csv", "text;x;y", "a;1.234,5;b", "b;2,5;c;", "c;-0,25;1,x")
+    assert _texts(comma, on_bad_line="skip") == ["a", "c"]  # a column that is not asked for says nothing
+    found = (
+        r"c\.csv:2: decimal comma: found '1\.234,5', allowed: a decimal point in the column 'x', or data\.decimal_comma"
+    )
+    with pytest.raises(UserError, match=found):
+        _texts(comma, text_template="{x}", on_bad_line="error")
+    read = {"text_template": "{text} {x} {y}", "decimal_comma": True, "on_bad_line": "skip"}
+    assert _texts(comma, **read) == ["a 1234.5 b", "c -0.25 1,x"]
+    with pytest.raises(
+        UserError, match=r"c\.csv:1: missing field: found \['text', 'x', 'y'\], allowed: a table with .*'z'"
+    ):
+        _texts(comma, text_field="z")
+
+
+def test_numbers_stand_as_text_in_their_shortest_form(tmp_path: Path) -> None:
+    assert _texts(_write(tmp_path / "a.jsonl", '{"text": 42}', '{"text": -1.50}')) == ["42", "-1.50"]
+    columns = {
+        "a": pa.array([0.1, 3.0], pa.float32()),
+        "b": pa.array([1e-7, 0.1 + 0.2], pa.float64()),
+        "c": pa.array([-(2**63), 7], pa.int64()),
+        "d": pa.array([Decimal("12.50"), Decimal("-0.01")], pa.decimal128(9, 2)),
+        "e": pa.array([date(2024, 1, 31)] * 2),
+    }
+    pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    found = _texts(str(tmp_path / "a.parquet"), text_template="{a} {b} {c} {d} {e}")
+    assert found == ["0.1 1e-07 -9223372036854775808 12.50 2024-01-31", "3 0.30000000000000004 7 -0.01 2024-01-31"]
+
+
+@settings(max_examples=300)
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**15), 10**15))
+@example(13000000001)  # as a telephone number
+def test_a_target_is_taken_exactly(value: float) -> None:
+    (number,) = find_numbers(as_text(value) or "", NumberPolicy(identifiers=True))
+    assert number.value == value
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        ('"n/a"', "no number: found 'n/a', allowed: what is read as <NUM> in the field 'y'"),
+        ('"007"', "no number: found '007'"),
+        ("13000000001", "no number: found '13000000001', allowed: .*data.numbers"),
+        ('"2024-01-31"', "no number: found '2024-01-31'"),
+        ('"3,5"', "decimal comma: found '3,5', allowed: a decimal point in the field 'y'"),
+        ("true", "wrong type: found True"),
+        ('""', "empty cell: found ''"),
+        ("null", "empty cell: found None"),
+    ],
+)
+def test_a_target_that_is_no_number_is_a_bad_line(tmp_path: Path, cell: str, told: str) -> None:
+    path = _write(tmp_path / "a.jsonl", '{"y": "1,234 g"}', f'{{"y": {cell}}}')
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: {told}"):
+        _texts(path, text_template="y {y}", target_field="y", empty_cell="none")
+
+
+def test_a_pattern_is_its_files_in_order(tmp_path: Path) -> None:
+    for name in ("c", "a", "b"):
+        _write(tmp_path / f"part-{name}.jsonl", f'{{"text": "{name}"}}')
+    _write(tmp_path / "part-b.txt", "text of b")
+    assert _texts(str(tmp_path / "part-*")) == ["a", "b", "text of b", "c"]
+    assert _texts(str(tmp_path / "**" / "part-[!a].jsonl")) == ["b", "c"]
+    _write(tmp_path / "part-*.jsonl", '{"text": "a file of that name"}')
+    assert _texts(str(tmp_path / "part-*.jsonl")) == ["a file of that name"]
+    with pytest.raises(
+        UserError, match=r"data\.train: found no file .*/x-\*\.jsonl, allowed: a pattern that a file fits"
+    ):
+        _texts(str(tmp_path / "x-*.jsonl"))
 
 
 def test_limit_and_several_files(tmp_path: Path) -> None:

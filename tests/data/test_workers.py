@@ -49,13 +49,14 @@ def _corpus(folder: Path) -> dict[str, Path]:
     for i, bad in enumerate(BAD * 4):
         lines.insert(13 * i, bad)
     lines.insert(100, b'{"text": "' + b"x" * 5000 + b'"}\n')
-    paths = {ending: folder / f"a.{ending}" for ending in ("jsonl", "jsonl.gz", "csv", "txt", "parquet")}
+    paths = {ending: folder / f"a.{ending}" for ending in ("jsonl", "jsonl.gz", "csv", "txt", "parquet", "json")}
     paths["jsonl"].write_bytes(b"".join(lines))
     paths["jsonl.gz"].write_bytes(gzip.compress(b"".join(lines))[:-40])  # ends too early
+    paths["json"].write_text(json.dumps(rows, indent=0))
     paths["txt"].write_text("\n".join(texts))
     pa.parquet.write_table(pa.Table.from_pylist(rows), paths["parquet"], row_group_size=70)
     with paths["csv"].open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["text", "n"])
+        writer = csv.DictWriter(file, ["text", "n"], delimiter=";")
         writer.writeheader()
         writer.writerows(rows)
         file.write("one cell\r\n")
@@ -70,7 +71,17 @@ def test_any_number_of_workers_makes_the_same_folder(
         "train": list(paths.values()), "max_text_mib": 0.002, "on_bad_line": "skip", "on_nonfinite": "skip"
     }  # fmt: skip
     cases = [
-        (every | {"deduplicate": True, "min_tokens": 30, "max_tokens": 68, "eval_fraction": 0.1}, (2, 3)),
+        (
+            every
+            | {
+                "train": str(tmp_path / "a.*"),
+                "deduplicate": True,
+                "min_tokens": 30,
+                "max_tokens": 68,
+                "eval_fraction": 0.1,
+            },
+            (2, 3),
+        ),
         (every | {"prompt_template": "{n}: ", "train": paths["parquet"], "eval": paths["csv"]}, (2,)),
         (every | {"train": every["train"][:2], "weights": [2, 1], "limit": 380}, (2,)),
     ]
@@ -120,7 +131,7 @@ def test_an_error_in_a_worker_names_file_and_line(
 ) -> None:
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"text": text}) + "\n" for text in diabetes_texts("train")[:200]]
-    for bad, told in (('{"text": 5}', "wrong type: found"), ('{"text": "1e999"}', "number: found '1e999'")):
+    for bad, told in (('{"text": [5]}', "wrong type: found"), ('{"text": "1e999"}', "number: found '1e999'")):
         path.write_text("".join([*lines[:150], bad + "\n", *lines[150:], "{\n"]))
         for workers in (1, 2):
             config = DataConfig(train=str(path), cache_dir=str(tmp_path / "cache"), workers=workers)

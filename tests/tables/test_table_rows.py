@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from cqwen_dist.config import UserError
-from cqwen_dist.tables.rows import as_text, held_out_rows, read_parts, read_table, split
+from cqwen_dist.tables.rows import held_out_rows, read_parts, read_table, split
 
 
 def written(folder: Path, records: list[dict[str, object]]) -> str:
@@ -20,13 +20,6 @@ def written(folder: Path, records: list[dict[str, object]]) -> str:
 
 def cities(rows: int) -> list[dict[str, object]]:
     return [{"city": ["Rome", "Oslo"][i % 2], "age": i, "height": 1.5, "score": i / 4} for i in range(rows)]
-
-
-@pytest.mark.parametrize(
-    ("cell", "text"), [(None, ""), (float("nan"), ""), ("", ""), (3.0, "3"), (2.5, "2.5"), (" a b ", "a b"), (7, "7")]
-)
-def test_cells_are_written_as_people_write_them(cell: object, text: str) -> None:
-    assert as_text(cell) == text
 
 
 def test_parquet_csv_and_jsonl_are_one_table(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Tables that know their columns: Parquet files and what `datasets` can load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.cells import shortened
+from cqwen_dist.data.records import BadLine, Block, Row, given, needed_columns
+
+_SINGLE = ("float", "float32", "halffloat", "float16")  # what Arrow, and `datasets`, call them
+
+
+def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
+    """A file's blocks, each of at most so many rows."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 1
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            fields = needed_columns(config, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=rows, columns=fields, use_threads=False):
+                sink = pyarrow.BufferOutputStream()
+                with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+                    writer.write_batch(batch)
+                yield partial(_table_rows, str(path), number, sink.getvalue().to_pybytes())
+                number += batch.num_rows
+    except BadLine as bad:
+        yield partial(given, [(str(path), bad)])
+    except pyarrow.ArrowException as error:
+        yield partial(given, [(f"{path}:{number}", _broken_table(error))])
+
+
+def _table_rows(name: str, first: int, data: bytes) -> Iterator[Row]:
+    import pyarrow
+
+    try:
+        table = pyarrow.ipc.open_stream(data).read_all()
+        records = table.to_pylist()
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        yield f"{name}:{first}", _broken_table(error)
+        return
+    singles = [field.name for field in table.schema if str(field.type) in _SINGLE]
+    for number, record in enumerate(records, first):
+        yield f"{name}:{number}", record | {column: shortened(record[column]) for column in singles}
+
+
+def _broken_table(error: Exception) -> BadLine:
+    reason = " ".join(str(error).split())[:100]
+    return BadLine("broken Parquet", f"no readable table ({reason})", "a Parquet file")
+
+
+def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
+    """The rows of a folder or of a data set of the hub, `#SPLIT` behind it (default train).
+
+    Raises: UserError for what `datasets` cannot load.
+    """
+    import datasets
+
+    name, _, split = source.partition("#")
+    try:
+        data = _opened(source, name, split or "train", key)
+        if data.column_names is not None:
+            data = data.select_columns(needed_columns(config, data.column_names))
+        singles = [name for name, kind in (data.features or {}).items() if getattr(kind, "dtype", "") in _SINGLE]
+        for number, record in enumerate(data, 1):
+            yield f"{source}:{number}", record | {column: shortened(record[column]) for column in singles}
+    except BadLine as bad:
+        yield source, bad
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UserError(key, source, f"what `datasets` can load ({reason})") from None
+
+
+def _opened(source: str, name: str, split: str, key: str) -> Any:
+    """A split of the hub's data set (or a folder's files), streamed; or of a folder that `save_to_disk` wrote."""
+    import datasets
+
+    if source.startswith("hf:"):
+        parts = name.removeprefix("hf:").split("/")
+        local = Path(name.removeprefix("hf:")).expanduser().is_dir()
+        cut = len(parts) if local else 2
+        return datasets.load_dataset("/".join(parts[:cut]), "/".join(parts[cut:]) or None, split=split, streaming=True)
+    folder = Path(name).expanduser()
+    if not any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+        return datasets.load_dataset(str(folder), split=split, streaming=True)
+    data = datasets.load_from_disk(str(folder))
+    if not isinstance(data, datasets.DatasetDict):
+        return data
+    if split not in data:
+        raise UserError(key, source, f"{name}# and one of {', '.join(data)}")
+    return data[split]

@@ -1,0 +1,111 @@
+"""The many spellings of a chat as one: messages {role, content, tool_calls}, tools {type, function}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cqwen_dist.data.cells import Literal, as_text
+from cqwen_dist.data.chat import BadChat
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_CALL = "function_call"  # a role of ShareGPT's: what the assistant says is the call, as JSON
+_SHAREGPT = {
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function_response", "function"), "tool"),
+    "human": "user",
+    "tool_call": _CALL,
+}
+
+
+def messages_of(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A chat's messages as chat templates want them. Raises `BadChat`.
+
+    keys: what messages call role, content and tool_calls; without: these names, or ShareGPT's from and value. roles:
+    what roles mean. A key whose value is null is as one that is not there (a table has every key in every message).
+    """
+    if not isinstance(found, (list, tuple)) or not found:
+        raise BadChat(found, "a list of messages, [{role, content}, ...]")
+    return [_message(message, keys, roles) for message in found]
+
+
+def tools_of(found: Any) -> list[dict[str, Any]] | None:
+    """The tools of a record, [{type, function: {name, ...}}, ...] or such as JSON text; None: it has none."""
+    tools = _plain(_from_json(found, "tools as JSON"))
+    if tools is None or tools == [] or tools == "":
+        return None
+    if not isinstance(tools, list):
+        raise BadChat(tools, 'a list of tools, [{"type": "function", "function": {"name": ...}}, ...]')
+    return [_function(tool, "tools") for tool in tools]
+
+
+def _message(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise BadChat(found, "messages with a role and a content, both text")
+    names = {"role": "role", "content": "content", "tool_calls": "tool_calls"}
+    names |= {ours: theirs for ours, theirs in (("role", "from"), ("content", "value")) if ours not in found}
+    names |= keys
+    role, content, calls = (found.get(name) for name in names.values())
+    role = _role(role, roles)
+    if role == _CALL:
+        role, content, calls = "assistant", None, content
+    rest = {key: _plain(value) for key, value in found.items() if value is not None and key not in names.values()}
+    if not calls:
+        return {**rest, "role": role, "content": _content(content)}
+    calls = _plain(_from_json(calls, "tool_calls as JSON"))
+    calls = [calls] if isinstance(calls, dict) else calls
+    if role != "assistant" or not isinstance(calls, list):
+        raise BadChat(calls, "a list of tool_calls, of the assistant")
+    functions = [_function(call, "tool_calls") for call in calls]
+    return {**rest, "role": role, "content": _content(content or ""), "tool_calls": functions}
+
+
+def _role(found: Any, roles: Mapping[str, str]) -> str:
+    named = roles.get(found, found) if isinstance(found, str) else None
+    role = _SHAREGPT.get(named or "", named)
+    if role is None or role not in (*ROLES, _CALL):
+        raise BadChat(found, f"messages with a role, {', '.join(ROLES)} (others by data.roles), and a content")
+    return role
+
+
+def _content(found: Any) -> str:
+    """Text, or parts that are text, as one."""
+    if isinstance(found, (list, tuple)) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in found):
+        found = "".join(str(part.get("text")) for part in found)
+    text = as_text(found)
+    if text is None:
+        raise BadChat(found, "messages with a role and a content, both text")
+    return text
+
+
+def _function(found: Any, what: str) -> dict[str, Any]:
+    """{"type": "function", "function": {...}} of that, or of the function alone; arguments as a mapping."""
+    inner = found.get("function", found) if isinstance(found, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise BadChat(found, f'{what} with a name, such as {{"function": {{"name": "add", ...}}}}')
+    if isinstance(inner.get("arguments"), str):
+        inner = {**inner, "arguments": _from_json(inner["arguments"], "arguments as JSON")}
+    outer = {"type": "function"} if inner is found else {"type": "function", **found}
+    return {**outer, "function": inner}
+
+
+def _from_json(found: Any, what: str) -> Any:
+    if not isinstance(found, str) or not found.strip():
+        return found
+    try:
+        return json.loads(found)
+    except (ValueError, RecursionError) as error:
+        raise BadChat(found, f"{what} ({error})") from None
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that stand as in their file as numbers, and no key without a value."""
+    if isinstance(value, Literal):
+        try:
+            return json.loads(value)
+        except ValueError:  # more digits than Python's int takes
+            return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,128 @@
+"""Chats as they are met: tool calls by the template, other names of keys and roles, one line for what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.sources import ReadReport, read_texts
+
+# The heart of Qwen2.5's own template.
+QWEN_TOOLS = r"""
+{%- if tools %}{{- '<|im_start|>system\n# Tools' }}{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
+{{- "<|im_end|>\n" }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role != "tool" and not message.tool_calls %}
+        {{- '<|im_start|>' + message.role + '\n' }}
+        {%- if THINKS and message.role == "assistant" and loop.last %}{{- '<think></think>' }}{%- endif %}
+        {{- message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\n<tool_call>\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- else %}
+        {%- if messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+TOOLS = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
+
+
+def _call(kg: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "price", "arguments": kg}}
+
+
+OPENAI = [
+    {"role": "user", "content": "What do 2.5 and 3 kg cost?"},
+    {"role": "assistant", "content": None, "tool_calls": [_call('{"kg": 2.50}'), _call('{"kg": 3}')]},
+    {"role": "tool", "content": "7.5"},
+    {"role": "tool", "content": "9"},
+    {"role": "assistant", "content": "7.5 and 9."},
+    {"role": "user", "content": "And 1?"},
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [_call({"kg": 1})]},
+    {"role": "tool", "content": 3},
+    {"role": "assistant", "content": [{"type": "text", "text": "3."}]},
+]
+CALLS = '<tool_call>\n{"name": "price", "arguments": {"kg": %s}}\n</tool_call>'
+LEARNT = [
+    f"{CALLS % 2.5}\n{CALLS % 3}<|im_end|>",
+    "7.5 and 9.<|im_end|>",
+    f"Let me see.\n{CALLS % 1}<|im_end|>",
+    "3.<|im_end|>",
+]
+
+
+def _chat(template: str) -> Chat:
+    chat = Chat()
+    chat.template = chat.tool_template = template
+    return chat
+
+
+def _learnt(path: Path, chat: Chat, **config: Any) -> list[str]:
+    (text,) = read_texts(str(path), DataConfig(train=str(path), **config), ReadReport(), chat=chat)
+    assert text.learnt is not None
+    return [text.text[start:end] for start, end in text.learnt]
+
+
+@pytest.mark.parametrize("thinks", ["false", "true"])  # as Qwen3's, which writes the last turn in another way
+def test_tool_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, thinks: str) -> None:
+    chat, path = _chat(QWEN_TOOLS.replace("THINKS", thinks)), tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": OPENAI, "tools": TOOLS}))
+    assert _learnt(path, chat, recipe="chat") == LEARNT
+    # A table has every key in every message, null where there is none; lists of several types stand as JSON there.
+    parts = [{**m, "content": m["content"] if m["content"] is None else str(m["content"])} for m in OPENAI[:8]]
+    rows = [{**m, "tool_calls": json.dumps(m["tool_calls"]) if "tool_calls" in m else None} for m in parts]
+    table = pa.Table.from_pylist([{"messages": rows, "tools": json.dumps(TOOLS), "id": 1}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert _learnt(tmp_path / "a.parquet", chat, recipe="chat") == LEARNT[:3]
+    names = {"human": OPENAI[0], "function_call": '{"name": "price", "arguments": {"kg": 2.5}}', "observation": "7.5"}
+    turns = [{"from": who, "value": said["content"] if isinstance(said, dict) else said} for who, said in names.items()]
+    path.write_text(
+        json.dumps({"conversations": [*turns, {"from": "gpt", "value": "7.5."}], "tools": json.dumps(TOOLS)})
+    )
+    assert _learnt(path, chat, recipe="sharegpt") == [f"{CALLS % 2.5}<|im_end|>", "7.5.<|im_end|>"]
+
+
+def test_keys_and_roles_of_other_names(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"talk": [{"who": "customer", "says": "5?"}, {"who": "clerk", "says": 5}]}))
+    keys = {"messages_field": "talk", "message_keys": {"role": "who", "content": "says"}}
+    assert _learnt(path, Chat(), **keys, roles={"customer": "user", "clerk": "assistant"}) == ["5<|im_end|>"]
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no chat: found 'customer', allowed: .*data\.roles"):
+        _learnt(path, Chat(), **keys)
+    with pytest.raises(ValueError, match="both, or none"):
+        DataConfig(train="a", roles={"a": "user"})
+
+
+WRONG_CALLS = {
+    "tool calls": ({"messages": OPENAI}, "messages_field: found tool calls that the tokenizer's chat template"),
+    "tools": ({"messages": OPENAI[5:6] + OPENAI[4:5], "tools": TOOLS}, "found tools that the tokenizer's chat"),
+    "no JSON": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": "[{"}]}, "a.jsonl:1: .*tool_calls as JSON"),
+    "no name": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": [{}]}]}, "found {}, allowed: tool_calls with a"),
+    "the user's": ({"messages": [{**OPENAI[1], "role": "user"}]}, "a list of tool_calls, of the assistant"),
+    "tools as text": ({"messages": OPENAI[4:5], "tools": "price"}, "tools as JSON"),
+    "no list of tools": ({"messages": OPENAI[4:5], "tools": {"name": "price"}}, "a list of tools"),
+    "nothing said": ({"messages": [{"role": "assistant", "content": None}]}, "a role and a content, both text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG_CALLS)
+def test_what_is_wrong_with_a_chat_of_tools_is_one_line(tmp_path: Path, kind: str) -> None:
+    record, told = WRONG_CALLS[kind]
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=told) as error:  # Qwen's plain form, without tools
+        _learnt(tmp_path / "a.jsonl", Chat(), messages_field="messages")
+    assert "\n" not in str(error.value)
