@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
-from cqwen_dist.checkpoint.as_base import HELD, plain_model
+from cqwen_dist.checkpoint.as_base import HELD, plain_model, plain_tokenizer
 from cqwen_dist.checkpoint.identity import base_digest, refuse_exchanged
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
@@ -292,7 +292,7 @@ def _write_plain(
 ) -> None:
     about["bias"] = float(bias.abs().max()) if float(bias.abs().max()) > HELD else None
     plain.save_pretrained(folder, max_shard_size=shard_size)
-    tokenizer.tokenizer.save_pretrained(str(folder))
+    plain_tokenizer(tokenizer.tokenizer, model.config).save_pretrained(str(folder))
     _finish(folder, model_card(name, model.config, about, type(plain).__name__), about)
     ids = sixteen_tokens(model)[0].clamp(max=plain.config.vocab_size - 1)
     again = AutoModelForCausalLM.from_pretrained(folder).eval()

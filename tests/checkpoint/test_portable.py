@@ -62,6 +62,7 @@ def test_a_folder_answers_without_the_package_as_with_it(tmp_path: Path) -> None
     for own, package, folder in zip(found, wanted, folders, strict=True):
         assert any(package[mode]["records"] for mode in MODES)
         same(own, package, folder.name)
+    assert "with 90 % between" in done.stdout.splitlines()[-1], "the card's snippet"
     assert further == {"saved again": wanted[0]["pipeline"], "labels": "this code infers; training needs cqwen_dist"}
 
 
