@@ -81,8 +81,8 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
 def plain_tokenizer(tokenizer: Any, config: Any) -> Any:
     """transformers' own tokenizer, which writes the model's `<NUM>` as such: a number without a value is to be seen.
 
-    config: the `CausalQwenConfig`. Where `<NUM>`'s row was added the plain model has none, and the tokenizer stays as it is. Raises RuntimeError where
-    the tokenizer gives `<NUM>` another row.
+    config: the `CausalQwenConfig`. Where `<NUM>`'s row was added the plain model has none, and the tokenizer stays as
+    it is. Raises RuntimeError where the tokenizer gives `<NUM>` another row.
     """
     plain, row = copy.deepcopy(tokenizer), config.num_token_id
     first = max(plain.get_vocab().values()) + 1
