@@ -9,7 +9,11 @@ were added for `<NUM>` go again, so there the plain model has the base's own voc
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
+from tokenizers import AddedToken
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -72,3 +76,19 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
     plain.lm_head.weight = nn.Parameter(head.to(model.dtype), requires_grad=False)
     plain.generation_config = model.generation_config
     return plain.eval(), bias
+
+
+def plain_tokenizer(tokenizer: Any, config: Any) -> Any:
+    """transformers' own tokenizer, which writes the model's `<NUM>` as such: a number without a value is to be seen.
+
+    config: the `CausalQwenConfig`. Where `<NUM>`'s row was added the plain model has none, and the tokenizer stays as
+    it is. Raises RuntimeError where the tokenizer gives `<NUM>` another row.
+    """
+    plain, row = copy.deepcopy(tokenizer), config.num_token_id
+    first = max(plain.get_vocab().values()) + 1
+    if row >= first and not config.added_rows:  # below, it is a token of the tokenizer's own
+        spare = [AddedToken(f"<unused{i}>", normalized=False) for i in range(first, row)]
+        plain.add_tokens([*spare, AddedToken("<NUM>", normalized=False, special=False)])
+        if plain.convert_tokens_to_ids("<NUM>") != row:
+            raise RuntimeError(f"the tokenizer gives <NUM> another row than {row}: not exported")
+    return plain

@@ -1,7 +1,8 @@
-"""From a checkpoint to a folder that `CausalQwenForCausalLM.from_pretrained` loads, anywhere.
+"""From a checkpoint to a folder that transformers loads, anywhere.
 
 OUT/config.json, model*.safetensors      the whole model, base included, adapters in place (or merged)
 OUT/tokenizer.json, ..., number_policy.json
+OUT/*_causal_qwen.py                     the code, for where this package is not (`checkpoint.portable`)
 OUT/adapter/                             the same adapters in PEFT's own format, unless merged
 OUT/README.md, training.json             the model card, and what it was made from
 OUT/calibration.json                     the intervals' factors, where the run has measured them
@@ -23,10 +24,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
-from cqwen_dist.checkpoint.as_base import HELD, plain_model
+from cqwen_dist.checkpoint.as_base import HELD, plain_model, plain_tokenizer
 from cqwen_dist.checkpoint.identity import base_digest, refuse_exchanged
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
+from cqwen_dist.checkpoint.portable import write_code
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
 from cqwen_dist.checkpoint.rounding import cast, change, probe, sixteen_tokens
 from cqwen_dist.config import Config, UserError, load_config
@@ -239,6 +241,7 @@ def _write_whole(
 ) -> None:
     model.save_pretrained(folder, max_shard_size=shard_size)
     CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
+    write_code(folder, adapters=model.config.lora is not None)
     if model.config.calibration is not None:
         _write_json(folder / CALIBRATION, model.config.calibration)
     if model.config.lora is not None:
@@ -267,7 +270,7 @@ def _write_plain(
 ) -> None:
     about["bias"] = float(bias.abs().max()) if float(bias.abs().max()) > HELD else None
     plain.save_pretrained(folder, max_shard_size=shard_size)
-    tokenizer.tokenizer.save_pretrained(str(folder))
+    plain_tokenizer(tokenizer.tokenizer, model.config).save_pretrained(str(folder))
     _finish(folder, model_card(name, model.config, about, type(plain).__name__), about)
     ids = sixteen_tokens(model)[0].clamp(max=plain.config.vocab_size - 1)
     again = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
+
+from cqwen_dist.generate.modes import MODES
 from cqwen_dist.intervals import LEVELS, Intervals
 
 SHOWN = {
@@ -45,14 +48,15 @@ def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | No
         "trained": None if about.get("step") is None else f"{about['step']} steps, stages {about.get('stages')}",
         "backbone's precision": about.get("dtype"),
         "adapters": about.get("adapter"),
-        "vocabulary, width of U": f"{config.vocab_size}, {config.causal_hidden_size}",
-        "unit of the numbers' head": str(config.target),
     }
+    if not plain:
+        facts["vocabulary, width of U"] = f"{config.vocab_size}, {config.causal_hidden_size}"
+        facts["unit of the numbers' head"] = str(config.target)
     lines += [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
-    lines += _measured(about)
+    lines += _measured(about, plain)
     lines += ["", "## Use", "", "```python", *(_plain_use() if plain else _use()), "```"]
     if not plain:
-        lines += ["", "## Intervals", "", _intervals_text(config)]
+        lines += ["", *_needs(config), "", "## Intervals", "", _intervals_text(config)]
     return "\n".join(lines) + "\n"
 
 
@@ -66,8 +70,8 @@ def _introduction(config: Any, about: Mapping[str, Any], plain: str | None) -> l
             "",
         ]
     lines = [
-        f"A plain `{plain}` folded out of a CausalQwen: its logits are that model's loc_S. Sampling from it is the "
-        f"CausalQwen's mode `compatible`. {_plain_numbers(config)}",
+        f"**This model writes no numbers.** A plain `{plain}` folded out of a CausalQwen: its logits are that model's "
+        f"loc_S. Sampling from it is the CausalQwen's mode `compatible`. {_plain_numbers(config)}",
         "",
     ]
     if about.get("bias"):
@@ -76,10 +80,12 @@ def _introduction(config: Any, about: Mapping[str, Any], plain: str | None) -> l
     return lines
 
 
-def _measured(about: Mapping[str, Any]) -> list[str]:
-    """The run's metrics, and what rounding changes."""
+def _measured(about: Mapping[str, Any], plain: str | None) -> list[str]:
+    """The run's metrics, and what rounding changes. None of them is a plain model's: it reads and ranks otherwise."""
     lines, metrics = [], about.get("figures")
-    if metrics:
+    if plain:
+        lines += ["", "Nothing was measured of this model: its run's metrics are the CausalQwen's."]
+    elif metrics:
         lines += ["", "## Measured on held-out texts of its own run", "", "| | |", "|---|---|"]
         lines += [f"| {text} | {metrics[key]:.4g} |" for key, text in SHOWN.items() if key in metrics]
     elif metrics is not None:  # unknown where this was exported from a folder that says nothing
@@ -98,22 +104,35 @@ def _plain_numbers(config: Any) -> str:
             "was trained to write a number there as one token has no token to write."
         )
     return (
-        f"It reads a number as the token `<NUM>` without a value (id {config.num_token_id}), or as the digits that the "
-        "plain tokenizer makes of it, and writes no values."
+        f"Where the CausalQwen would write a number it writes the word `<NUM>` (id {config.num_token_id}), which has "
+        "no value. It reads a number as that word, or as the digits that its tokenizer makes of it."
     )
 
 
 def _use() -> list[str]:
     return [
-        "import cqwen_dist.auto  # makes the Auto classes know it",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        'model = AutoModelForCausalLM.from_pretrained(".")',
-        'tokenizer = AutoTokenizer.from_pretrained(".")',
+        'model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)',
+        'tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)',
         'prompt = tokenizer("He paid", return_tensors="pt")',
         'ids, numbers = model.generate(**prompt, digits="auto", return_numbers=True)',
         "print(tokenizer.decode(ids[0], numbers.values[0]))",
         'print(*numbers.records(0), sep="\\n")  # one line a number, with its 90 % interval',
+    ]
+
+
+def _needs(config: Any) -> list[str]:
+    """What the snippet needs, and what else there is."""
+    needed = "torch and transformers" if config.lora is None else "torch, transformers, and peft for the adapters"
+    return [
+        f"This needs {needed}; the code is in this folder (`*_causal_qwen.py`; written with transformers "
+        f"{transformers.__version__}). With the package cqwen_dist, `import cqwen_dist.auto` stands for "
+        "`trust_remote_code=True`.",
+        "",
+        '`pipeline("text-generation", model=".", trust_remote_code=True)` writes the same text. `generate` and the '
+        f"pipeline take `mode=`: {', '.join(MODES)}. All but standard draw (`seed=`); "
+        '`mode="individual", num_return_sequences=8` writes what eight individuals would.',
     ]
 
 

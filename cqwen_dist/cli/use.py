@@ -289,6 +289,8 @@ def export(
         shard_size=shard_size,
     )
     typer.echo(f"exported to {folder}")
+    if as_base:
+        typer.echo("It is a plain language model and writes no numbers: where one belongs stands <NUM>.", err=True)
 
 
 def _digits(text: str) -> Any:

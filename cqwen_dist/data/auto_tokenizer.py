@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from transformers import BatchEncoding
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import PushToHubMixin
 
 from cqwen_dist.config import NumberPolicy, UserError
@@ -30,6 +31,12 @@ class CausalQwenTokenizer(NumericalAwareTokenizer, PushToHubMixin):
 
     model_input_names = ("input_ids", "attention_mask", "numeric_values")
     padding_side: Literal["left", "right"] = "left"  # as generating needs it
+    _auto_class: str | None = None
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoTokenizer") -> None:
+        """transformers calls this where the class is of a folder's own code, which `save_pretrained` then copies."""
+        cls._auto_class = auto_class
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "tokenizer":  # while it is copied there is none yet
@@ -80,8 +87,10 @@ class CausalQwenTokenizer(NumericalAwareTokenizer, PushToHubMixin):
         Path(folder).mkdir(parents=True, exist_ok=True)
         super().save_pretrained(folder)
         path = Path(folder) / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**config, "tokenizer_class": OWN_CLASS}, indent=2) + "\n", encoding="utf-8")
+        config = {**json.loads(path.read_text(encoding="utf-8")), "tokenizer_class": OWN_CLASS}
+        if self._auto_class is not None:
+            custom_object_save(self, folder, config)
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def __call__(
         self,

@@ -13,9 +13,9 @@ from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.utils import is_accelerate_available
 
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Action, Draws, Options, warpers
@@ -193,7 +193,7 @@ class _Choice:
             used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
             rank_by=settings.decode_rule or self.mode.rank_by,
             do_sample=settings.samples,
-            processors=_processors(settings, model.config),
+            processors=_logits_processors(settings, model.config),
             sizes=row_sizes(self.action.cls_weight) if many and self.mode.ranks(settings.decode_rule) else None,
         )
 
@@ -211,7 +211,7 @@ class _Choice:
         return _Token(word, action.value(u_prime), *_probs(action, seen, self.num_token_id, word), kind, more)
 
 
-def _processors(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _logits_processors(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
     """What changes the logits of `compatible`: rows the base does not have, the caller's own, then the warpers."""
     found: list[Callable[[Tensor, Tensor], Tensor]] = []
     if getattr(config.base_config, "added_rows", 0):  # compatible is the base's softmax, and these are not the base's
@@ -240,6 +240,9 @@ def _probs(action: Action, u: Cauchy, num_token_id: int, words: Tensor) -> tuple
 def at_hand(module: nn.Module) -> Iterator[None]:
     """Inside, weights that accelerate keeps on a disk or on the CPU are where the module computes."""
     with ExitStack() as stack:
-        for part in module.modules():
-            stack.enter_context(align_module_device(part))
+        if is_accelerate_available():  # else nothing is kept elsewhere
+            from accelerate.utils import align_module_device
+
+            for part in module.modules():
+                stack.enter_context(align_module_device(part))
         yield

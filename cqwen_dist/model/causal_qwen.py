@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.generate.generator import at_hand
-from cqwen_dist.model import initialise
 from cqwen_dist.model.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base, rows_with_number_for, tokenizer_rows
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
+from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
 from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
@@ -85,14 +85,10 @@ class CausalQwenModel(nn.Module):
         Raises `UserError` for a base that does not load, and as `loaded_abduction`.
         """
         super().__init__()
-        head = None
         if isinstance(qwen_model_path, str):
-            used = tokenizer_rows(qwen_model_path)
-            base = load_base(qwen_model_path, torch.float32, rows_for=rows_with_number_for(used, used))
-            head = base.get_output_embeddings()
-            config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)
-        else:
-            config = qwen_model_path
+            shares = {"vocab_start": vocab_start, "rows": rows, "w_num_scale": w_num_scale, "abduction": abduction}
+            return self._of_base(qwen_model_path, causal_hidden_size, **shares)
+        config = qwen_model_path
         if base is None:
             base = AutoModelForCausalLM.from_config(
                 config.base_config, dtype=torch.get_default_dtype(), attn_implementation=config._attn_implementation
@@ -124,9 +120,16 @@ class CausalQwenModel(nn.Module):
         )
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))
-        if head is not None:
-            initialise.inherit_head(self, head.weight.detach(), head.bias)
-            initialise.apply_preset(self, "seed")
+
+    def _of_base(self, name: str, causal_hidden_size: int | None, **options: Any) -> None:
+        """What the constructor does for a base model's name."""
+        used = tokenizer_rows(name)
+        base = load_base(name, torch.float32, rows_for=rows_with_number_for(used, used))
+        head = base.get_output_embeddings()
+        config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)
+        CausalQwenModel.__init__(self, config, base=base, **options)
+        inherit_head(self, head.weight.detach(), head.bias)
+        apply_preset(self, "seed")
 
     @classmethod
     def from_base_model(
@@ -174,13 +177,11 @@ class CausalQwenModel(nn.Module):
         network = abduction_named(config.abduction)
         model = cls(config, base=base, vocab_start=vocab_start, rows=rows, w_num_scale=whole, abduction=network)
         if num_row_init == "digits" and numerals:
-            norm = initialise.inherit_numeral_row(model.features.embedding, table, numerals)
+            norm = inherit_numeral_row(model.features.embedding, table, numerals)
             if w_num_scale is None:
-                model.features.embedding.w_num.data.mul_(initialise.VALUE_SHARE * norm)
-        initialise.inherit_head(
-            model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain
-        )
-        initialise.apply_preset(model, start, b_noise_init)
+                model.features.embedding.w_num.data.mul_(VALUE_SHARE * norm)
+        inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain)
+        apply_preset(model, start, b_noise_init)
         return model
 
     @property

@@ -65,6 +65,14 @@ class CausalQwenConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
     @property
+    def custom_pipelines(self) -> dict[str, Any]:
+        """What transformers' `pipeline` reads of a folder's own code. `cqwen_dist.auto` registers the package's."""
+        if __name__.startswith("cqwen_dist."):
+            return {}
+        impl = "modeling_causal_qwen.CausalQwenTextGeneration"
+        return {"text-generation": {"impl": impl, "pt": ["AutoModelForCausalLM"]}}
+
+    @property
     def added_rows(self) -> int:
         """How many of the last rows are not the base's own: it had none to spare for <NUM>."""
         return int(self.base.get("added_rows", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from cqwen_dist.checkpoint.export import export, load_trained, run_of
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -81,7 +83,7 @@ def test_whole_or_merged_and_an_adapter_for_peft(tmp_path: Path, merge: bool) ->
     card = (out / "README.md").read_text()
     assert "# out" in card
     assert str(tmp_path) not in card
-    assert "import cqwen_dist.auto" in card
+    assert ("peft for the adapters" in card) != merge
 
 
 def test_bf16_halves_the_backbone_and_leaves_the_heads(tmp_path: Path) -> None:
@@ -201,6 +203,26 @@ def test_a_bias_is_refused_with_its_size_or_left_out_and_said(tmp_path: Path) ->
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(out)(words()).logits
         assert_close(plain + bias, model(words(), logits_to_keep=9).logits, 1e-5, "logits and bias")
+
+
+def test_a_plain_model_says_that_it_writes_no_numbers(tmp_path: Path) -> None:
+    model, tokenizer = tiny_pair()
+    zero_bias(model)
+    figures = {"eval/accuracy": 0.5, "eval/num_f1": 0.9, "eval/reg_mdae": 40.0, "eval/coverage_90": 0.8}
+    for later in (0, 5):  # rows between the tokenizer's own and <NUM>'s
+        row = model.config.num_token_id = tokenizer.num_token_id + later
+        source = write_folder(tmp_path / f"in{later}", model, NumericalAwareTokenizer(tokenizer.tokenizer, row))
+        (source / "training.json").write_text(json.dumps({"base": None, "figures": figures, "adapter": None}))
+        out = export(source, tmp_path / f"out{later}", as_base=True)
+        words = AutoTokenizer.from_pretrained(out)
+        ids = [*words("it costs ")["input_ids"], row]
+        assert words.decode(ids, skip_special_tokens=True) == "it costs <NUM>"
+        assert words("it costs <NUM>")["input_ids"] == ids
+        assert len(words) == row + 1 <= AutoModelForCausalLM.from_pretrained(out).config.vocab_size
+        card = (out / "README.md").read_text()
+        assert "**This model writes no numbers.**" in card
+        assert re.search("median absolute error|F1|interval|accuracy|unit of the numbers", card) is None
+        assert not list(out.glob("*.py"))
 
 
 def test_a_curved_abduction_is_no_plain_qwen(tmp_path: Path) -> None:

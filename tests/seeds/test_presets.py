@@ -12,7 +12,7 @@ from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import load_checkpoint
 from cqwen_dist.config import Config, load_config
 from cqwen_dist.data.dataset import TextDataset
-from cqwen_dist.model import causal_qwen, initialise
+from cqwen_dist.model import causal_qwen
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.train.trainer import train_on
@@ -90,7 +90,7 @@ def _order(config):
     told(TextDataset, "statistics", "statistics")
     told(AbductionNetwork, "reset", "abduction")
     told(ActionNetwork, "reset", "action")
-    told(initialise, "inherit_head", "action")
+    told(causal_qwen, "inherit_head", "action")
     told(causal_qwen, "inject_lora", "the rest")
     train_on(load_config(config), as_rank())
     return list(dict.fromkeys(events))

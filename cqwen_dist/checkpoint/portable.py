@@ -1,0 +1,256 @@
+"""The code that an exported folder carries, so that it loads where this package is not (trust_remote_code=True).
+
+Nothing is written twice: the files are made out of the package's own modules. Of each module those definitions are
+taken, as they stand there, that the classes in `FILES` reach. A name that would mean two things in one file is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from cqwen_dist.config import LoraConfig, NumberPolicy
+
+Name = tuple[str, str]  # a module of ours, and what it defines
+Reached = Mapping[Name, Mapping[str, Name | str]]  # definitions, and what the names in each mean
+
+CONFIGURATION, MODELING = "configuration_causal_qwen", "modeling_causal_qwen"
+TOKENIZATION = "tokenization_causal_qwen"
+# The files and what each is for. What two of them need is in the first.
+FILES: dict[str, list[Name]] = {
+    CONFIGURATION: [("cqwen_dist.model.configuration", "CausalQwenConfig")],
+    MODELING: [
+        ("cqwen_dist.model.causal_lm", "CausalQwenForCausalLM"),
+        ("cqwen_dist.generate.pipeline", "CausalQwenTextGeneration"),
+    ],
+    TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
+}
+# What begins or trains a model: in the folder these raise.
+TRAINING = {
+    "CausalQwenForCausalLM.from_base",
+    "CausalQwenForCausalLM._loss",
+    "CausalQwenModel._of_base",
+    "CausalQwenModel.from_base_model",
+    "CausalQwenModel.kept_features",
+}
+ADAPTERS = {"inject_lora", "merge_lora"}  # likewise where there are none: then nothing needs peft
+SECTIONS: dict[str, type[BaseModel]] = {
+    "NumberPolicy": NumberPolicy,
+    "LoraConfig": LoraConfig,
+}  # of pydantic; in the folder dataclasses
+WIDTH = 120
+ROOT = Path(__file__).parents[2]  # where `cqwen_dist` lies
+HEAD = "# Written by `cqwen export` out of the modules of cqwen_dist that are named below (Apache License 2.0)."
+
+
+def write_code(folder: Path, adapters: bool) -> None:
+    """Write the files into an exported folder, and their names (`auto_map`) into the configs that stand there.
+
+    adapters: whether there are some in place; then the code imports peft.
+    """
+    for name, text in portable_files(adapters).items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    model = f"{MODELING}.CausalQwenForCausalLM"
+    config = {"AutoConfig": f"{CONFIGURATION}.CausalQwenConfig", "AutoModel": model, "AutoModelForCausalLM": model}
+    tokenizer = {"AutoTokenizer": [f"{TOKENIZATION}.CausalQwenTokenizer", None]}
+    for file, auto_map in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+        found = json.loads((folder / file).read_text(encoding="utf-8"))
+        text = json.dumps({**found, "auto_map": auto_map}, indent=2)
+        (folder / file).write_text(text + "\n", encoding="utf-8")
+
+
+@cache
+def portable_files(adapters: bool) -> dict[str, str]:
+    """Name of each file, without .py -> its text. Raises ValueError for a name that would lose its meaning."""
+    absent = TRAINING if adapters else TRAINING | ADAPTERS
+    reached = {file: _reached(roots, absent) for file, roots in FILES.items()}
+    each = [at for found in reached.values() for at in found]
+    shared = _reached([*reached[CONFIGURATION], *(at for at in each if each.count(at) > 1)], absent)
+    texts = {file: _text(found, shared, absent) for file, found in reached.items() if file != CONFIGURATION}
+    return {CONFIGURATION: _text(shared, {}, absent), **texts}
+
+
+@dataclass
+class _Module:
+    """A module's source by top-level definition, and what it imports."""
+
+    doc: str = ""
+    nodes: dict[str, ast.stmt] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)  # with the comments above
+    ours: dict[str, Name] = field(default_factory=dict)  # of this package: where it is defined
+    others: dict[str, str] = field(default_factory=dict)  # of other packages: the statement
+
+
+@cache
+def _module(name: str) -> _Module:
+    path = ROOT / name.replace(".", "/")
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    tree, lines, last = ast.parse(source), source.splitlines(), 0
+    found = _Module(ast.get_docstring(tree) or "")
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            _note_import(found, node)
+        for defined in _defined(node):
+            found.nodes[defined] = node
+            found.texts[defined] = "\n".join(lines[last : node.end_lineno]).strip("\n")
+        last = node.end_lineno or last
+    return found
+
+
+def _note_import(module: _Module, node: ast.Import | ast.ImportFrom) -> None:
+    for alias in node.names:
+        local = alias.asname or alias.name
+        if isinstance(node, ast.Import):
+            module.others[local.split(".")[0]] = ast.unparse(ast.Import([alias]))
+        elif str(node.module).startswith("cqwen_dist"):
+            module.ours[local] = (str(node.module), alias.name)
+        else:
+            module.others[local] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
+
+
+def _meaning(module: str, name: str) -> Name | str | None:
+    """Where a name of a module comes from: ours, or the import of another package's. None: neither."""
+    source = _module(module)
+    if name in source.nodes:
+        return module, name
+    if name in source.ours:  # a package's __init__ may hand on what it imports itself
+        return _meaning(*source.ours[name]) or source.ours[name]
+    return source.others.get(name)
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [name.id for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name)]
+
+
+def _absent(node: ast.stmt, absent: set[str]) -> list[ast.stmt]:
+    """The functions of a definition, or itself, that the folder's code does without."""
+    if isinstance(node, ast.ClassDef):
+        return [part for part in node.body if f"{node.name}.{getattr(part, 'name', '')}" in absent]
+    return [node] if isinstance(node, ast.FunctionDef) and node.name in absent else []
+
+
+def _reached(roots: Iterable[Name], absent: set[str]) -> dict[Name, dict[str, Name | str]]:
+    """All definitions that these need, and in each what its names mean. Raises ValueError for a module of ours."""
+    found: dict[Name, dict[str, Name | str]] = {}
+    waiting = list(roots)
+    while waiting:
+        if (at := waiting.pop()) not in found:
+            found[at] = _names_in(*at, absent)
+            waiting += [where for where in found[at].values() if isinstance(where, tuple)]
+    return found
+
+
+def _names_in(module: str, name: str, absent: set[str]) -> dict[str, Name | str]:
+    """What the names in a definition mean."""
+    if name in SECTIONS:
+        text = _section(SECTIONS[name])
+        return {n: f"from dataclasses import {n}" for n in ("asdict", "dataclass", "field") if f"{n}(" in text}
+    if name not in _module(module).nodes:
+        raise ValueError(f"{module} defines no {name}: import names from a module, not the module")
+    node = _module(module).nodes[name]
+    gone = {id(part) for function in _absent(node, absent) for part in ast.walk(function)}
+    used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in gone}
+    meant = {each: _meaning(module, each) for each in sorted(used)}
+    return {each: where for each, where in meant.items() if where is not None}
+
+
+def _text(reached: Reached, shared: Reached, absent: set[str]) -> str:
+    """One file: its imports, then its definitions, each module behind those that it is built of."""
+    own = {at: names for at, names in reached.items() if at not in shared}
+    imports = []
+    for name, where in _one_meaning(own).items():
+        if isinstance(where, str):
+            imports.append(where)
+        elif where in shared:
+            imports.append(f"from .{CONFIGURATION} import {name}")
+    text = "\n".join([HEAD, "", "from __future__ import annotations", *_imports(imports)])
+    for module in _in_order(own):
+        source = _module(module)
+        names = [name for name in source.nodes if (module, name) in own]
+        doc = source.doc if 2 * len(names) >= len(source.nodes) else source.doc.partition("\n")[0]
+        lines = [f"---- {module.replace('.', '/')}.py", *doc.splitlines()]
+        text += "\n\n\n" + "\n".join(f"# {line}".rstrip() for line in lines)
+        for part in dict.fromkeys(_definition(module, name, absent) for name in names):
+            text += ("\n\n\n" if part.startswith(("def ", "class ", "@", "#")) else "\n\n") + part
+    return text + "\n"
+
+
+def _one_meaning(own: Reached) -> dict[str, Name | str]:
+    """What each name of a file means. Raises ValueError for one that means two things, or something built in."""
+    found: dict[str, Name | str] = {}
+    for at, names in own.items():
+        for name, where in {at[1]: at, **names}.items():
+            if found.setdefault(name, where) != where or hasattr(builtins, name):
+                raise ValueError(f"{name} is {where} in {at[0]}, and elsewhere {found[name]}: rename one")
+    return found
+
+
+def _in_order(own: Reached) -> list[str]:
+    """Their modules, each behind those that it imports from."""
+    needs: dict[str, set[str]] = {module: set() for module in sorted({at[0] for at in own})}
+    for (module, _), names in own.items():
+        needs[module] |= {where[0] for where in names.values() if isinstance(where, tuple)} & needs.keys()
+    return list(TopologicalSorter({each: sorted(found - {each}) for each, found in needs.items()}).static_order())
+
+
+def _imports(statements: Iterable[str]) -> list[str]:
+    """The standard library's, others', our own file's; of one module in one statement."""
+    groups: dict[int, dict[str, list[str]]] = {}
+    for statement in sorted(statements, key=lambda statement: (statement.startswith("from"), statement)):
+        module, _, name = statement.removeprefix("from ").partition(" import ")
+        top = statement.split()[1].split(".")[0]
+        group = 2 if not top else int(top not in sys.stdlib_module_names)
+        groups.setdefault(group, {}).setdefault(module, []).extend([name] if name else [])
+    lines = []
+    for group in sorted(groups):
+        lines.append("")
+        for module, names in groups[group].items():
+            line = f"from {module} import {', '.join(names)}" if names else module
+            if len(line) > WIDTH:
+                line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+            lines.append(line)
+    return lines
+
+
+def _definition(module: str, name: str, absent: set[str]) -> str:
+    """Its text; a function that is absent raises."""
+    source = _module(module)
+    if name in SECTIONS:
+        return _section(SECTIONS[name])
+    node, text = source.nodes[name], source.texts[name]
+    first = (node.end_lineno or 0) - text.count("\n")
+    lines: list[str | None] = list(text.splitlines())
+    for function in _absent(node, absent):
+        assert isinstance(function, ast.FunctionDef)
+        indent, start, end = " " * function.col_offset, function.lineno - first, function.end_lineno or 0
+        lines[start : end - first + 1] = [None] * (end - function.lineno + 1)
+        reason = "no adapters here" if function.name in ADAPTERS else "this code infers; training needs cqwen_dist"
+        lines[start] = (
+            f"{indent}def {function.name}(*args, **kwargs):\n{indent}    raise NotImplementedError({reason!r})"
+        )
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _section(section: type[BaseModel]) -> str:
+    """A frozen dataclass with the fields and defaults of a section of the config."""
+    lines = ["@dataclass(frozen=True)", f"class {section.__name__}:", f'    """{section.__doc__}"""', ""]
+    for name, key in section.model_fields.items():
+        lines += textwrap.wrap(str(key.description), WIDTH, initial_indent="    # ", subsequent_indent="    # ")
+        value = (
+            f"field(default_factory=lambda: {key.default!r})" if isinstance(key.default, list) else repr(key.default)
+        )
+        lines.append(f"    {name}: {type(key.default).__name__} = {value}")
+    return "\n".join([*lines, "", "    def model_dump(self):", "        return asdict(self)"])

@@ -1,0 +1,107 @@
+"""The code that an exported folder carries: it answers as the package does, where the package is not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.answers import MODES, answers
+from support.exported import tiny_pair, write_folder
+from support.runs import command_environment
+from transformers.dynamic_module_utils import get_imports
+
+import cqwen_dist.auto  # noqa: F401  registers
+from cqwen_dist.checkpoint import portable
+from cqwen_dist.checkpoint.export import export
+from cqwen_dist.config import NumberPolicy
+from cqwen_dist.generate.modes import MODES as ALL_MODES
+
+LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def same(found: Any, wanted: Any, where: str = "") -> None:
+    """To the bit: the same products in the same shapes."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for key, value in wanted.items():
+            same(found[key], value, f"{where} {key}")
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(found, wanted), where
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted), where
+        for one, other in zip(found, wanted, strict=True):
+            same(one, other, where)
+    else:
+        assert found == wanted, where
+
+
+def test_a_folder_answers_without_the_package_as_with_it(tmp_path: Path) -> None:
+    merged = write_folder(tmp_path / "a", *tiny_pair(lora=LORA, more_values=["high"], number_dims=2))
+    factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
+    (merged / "calibration.json").write_text(json.dumps(factors))
+    other = tiny_pair(lora={**LORA, "dora": True}, number_types=["other", "price"], abduction="two_layer", kind="llama")
+    folders = [
+        export(merged, tmp_path / "merged", merge=True),
+        export(write_folder(tmp_path / "b", *other), tmp_path / "adapters"),
+    ]
+    out, script = tmp_path / "answers.pt", Path(__file__).parents[1] / "support" / "answers.py"
+    environment = command_environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
+    command = [sys.executable, str(script), str(out), *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *found, further = torch.load(out, weights_only=True)
+    wanted = [answers(folder) for folder in folders]
+    assert set(MODES) == set(ALL_MODES)
+    for own, package, folder in zip(found, wanted, folders, strict=True):
+        assert any(package[mode]["records"] for mode in MODES)
+        same(own, package, folder.name)
+    assert "with 90 % between" in done.stdout.splitlines()[-1], "the card's snippet"
+    assert further == {"saved again": wanted[0]["pipeline"], "labels": "this code infers; training needs cqwen_dist"}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_files_need_what_transformers_needs_and_peft_for_adapters(tmp_path: Path, adapters: bool) -> None:
+    needed = importlib.metadata.requires("transformers") or []
+    names = {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needed if "extra ==" not in need}
+    allowed = {*sys.stdlib_module_names, *names, "torch", "transformers", *(["peft"] if adapters else [])}
+    imported = set()
+    for name, text in portable.portable_files(adapters).items():
+        (tmp_path / f"{name}.py").write_text(text)
+        imported |= set(get_imports(tmp_path / f"{name}.py"))  # what transformers asks for before it loads them
+        assert re.search(r"^\s*(import|from) cqwen_dist", text, re.M) is None
+    assert imported <= allowed
+    assert ("peft" in imported) == adapters
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", str(tmp_path)]
+    checked = subprocess.run(ruff, capture_output=True, text=True)
+    assert checked.returncode == 0, f"a name that is missing, defined twice or unused:\n{checked.stdout[:2000]}"
+
+
+def test_a_section_of_the_config_becomes_a_dataclass_with_its_defaults() -> None:
+    space: dict[str, Any] = {}
+    exec("from dataclasses import asdict, dataclass, field\n" + portable._section(NumberPolicy), space)
+    assert space["NumberPolicy"]().model_dump() == NumberPolicy().model_dump()
+    assert "# Read 1,234,567 as one number.\n    thousands: bool = True" in portable._section(NumberPolicy)
+
+
+def test_a_name_of_two_meanings_and_a_whole_module_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "cqwen_dist"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    size = "def _size():\n    return 1\n\n\n"
+    (package / "two_a.py").write_text(f"{size}def first():\n    return _size()\n")
+    (package / "two_b.py").write_text(
+        f"from cqwen_dist.two_a import first\n\n\n{size}def both():\n    return first() + _size()\n"
+    )
+    (package / "two_c.py").write_text("from cqwen_dist import two_a\n\n\ndef third():\n    return two_a.first()\n")
+    monkeypatch.setattr(portable, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match=r"_size is .*two_a.* rename one"):
+        portable._text(portable._reached([("cqwen_dist.two_b", "both")], set()), {}, set())
+    with pytest.raises(ValueError, match="import names from a module, not the module"):
+        portable._reached([("cqwen_dist.two_c", "third")], set())
