@@ -20,7 +20,7 @@ from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.load import Datasets, load_datasets, open_prepared
 from cqwen_dist.data.loader import Loader
-from cqwen_dist.data.prepare import prepare, read_manifest
+from cqwen_dist.data.prepare import prepare
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 
