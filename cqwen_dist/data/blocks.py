@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import DataConfig, UserError, source_files
+from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import Literal
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.records import BadLine, Block, Row, Text, given, needed_columns, too_long
@@ -84,8 +85,11 @@ def _of_rows(rows: Iterator[Row]) -> Iterator[Block]:
     held: list[Row] = []
     size = 0
     for row in rows:
+        try:
+            size += _size(row[1])
+        except RecursionError:
+            row = row[0], BadLine("broken JSON", Said("values nested too deep"), "a few levels")
         held.append(row)
-        size += _size(row[1])
         if len(held) == _ROWS or size >= BLOCK:
             yield partial(given, held)
             held, size = [], 0
