@@ -21,8 +21,18 @@ def has_decimal_comma(cell: str) -> bool:
     return _DECIMAL_COMMA.fullmatch(cell.strip()) is not None
 
 
-def with_decimal_point(cell: str) -> str:
-    """A number with a decimal comma, or with points between thousands, as 1234.5; any other cell as it is."""
+def read_cells(cells: dict[str, str], delimiter: str, decimal_comma: bool) -> tuple[dict[str, str], str | None]:
+    """A row's cells by column, and the column of a decimal comma that was not announced.
+
+    decimal_comma: numbers with one, or with points between thousands, become 1234.5. Without it a comma between digits
+    is one where semicolons stand between cells.
+    """
+    if decimal_comma:
+        return {name: _with_point(cell) for name, cell in cells.items()}, None
+    return cells, next((name for name, cell in cells.items() if delimiter == ";" and has_decimal_comma(cell)), None)
+
+
+def _with_point(cell: str) -> str:
     if has_decimal_comma(cell) or _THOUSANDS_POINTS.fullmatch(cell.strip()):
         return cell.replace(".", "").replace(",", ".")
     return cell

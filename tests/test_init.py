@@ -90,7 +90,8 @@ def test_mistakes_are_one_line_and_leave_nothing(
 def test_what_stands_for_an_empty_cell(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(
-        '{"a": "x", "b": 1}\n{"a": "", "b": 2}\n{"a": null, "b": 3}\n{"a": "y", "b": ""}\n', encoding="utf-8"
+        '{"a": "x", "b": 1}\n{"a": "", "b": 2}\n{"a": null, "b": 3}\n{"a": "y", "b": ""}\n{"b": 5}\n',
+        encoding="utf-8",
     )
     tree = {"model": {"name_or_path": "x"}, "data": {"train": str(path), "text_template": "{a} {b}"}}
     (tmp_path / "c.yaml").write_text(json.dumps(tree), encoding="utf-8")
@@ -98,7 +99,19 @@ def test_what_stands_for_an_empty_cell(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"t\.jsonl:3: empty cell: found None, allowed: something in the field 'a'"):
         list(read_texts(str(path), plain, ReadReport()))
     filled = plain.model_copy(update={"empty_cell": "none"})
-    assert [text.text for text in read_texts(str(path), filled, ReadReport())] == ["x 1", "none 2", "none 3", "y none"]
+    assert [text.text for text in read_texts(str(path), filled, ReadReport())] == [
+        "x 1",
+        "none 2",
+        "none 3",
+        "y none",
+        "none 5",
+    ]
+    nothing = plain.model_copy(update={"empty_cell": ""})
+    assert [text.text for text in read_texts(str(path), nothing, ReadReport())] == ["x 1", " 2", " 3", "y ", " 5"]
+    path.write_text('{"b": 5}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"t\.jsonl:1: missing field: found \['b'\], allowed: .*'a'"):
+        list(read_texts(str(path), plain, ReadReport()))
+    path.write_text('{"a": 1, "b": 2}\n' * 3 + '{"a": "y", "b": ""}\n', encoding="utf-8")
     target = filled.model_copy(update={"target_field": "b"})
     with pytest.raises(UserError, match=r"t\.jsonl:4: empty cell: found '', allowed: a number in the field 'b'"):
         list(read_texts(str(path), target, ReadReport()))

@@ -21,7 +21,7 @@ model:
 data:
   train: {data}
   eval_fraction: 0.1  # of the texts, never trained on
-  sequence_length: {length}  # tokens; longer texts are cut into pieces
+  sequence_length: {length}  # tokens; longer texts are cut into pieces (or long_texts: truncate, drop)
 {keys}stages:
   # First the heads alone (z is computed once and read from disk), then adapters in the backbone, too.
   - name: heads
@@ -48,7 +48,7 @@ run:
 
 
 def init(
-    data: Annotated[str, typer.Option(help="Texts, chats or a table: .jsonl, .csv, .parquet, .txt, a folder.")],
+    data: Annotated[str, typer.Option(help="Texts, chats or a table: .jsonl, .json, .csv, .parquet, .txt, a folder.")],
     base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "Qwen/Qwen2.5-0.5B",
     target: Annotated[str | None, typer.Option(help="A table's column whose number is to be written.")] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),

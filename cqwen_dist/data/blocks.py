@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import DataConfig, UserError, source_files
+from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import Literal
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.records import BadLine, Block, Row, Text, given, needed_columns, too_long
 from cqwen_dist.data.tables import of_datasets, of_parquet
-from cqwen_dist.delimited import delimiter_of, has_decimal_comma, with_decimal_point
+from cqwen_dist.delimited import delimiter_of, read_cells
 
 BLOCK = 1 << 20  # bytes of lines, about
 _ROWS = 1000  # of a table, at most
@@ -84,8 +85,11 @@ def _of_rows(rows: Iterator[Row]) -> Iterator[Block]:
     held: list[Row] = []
     size = 0
     for row in rows:
+        try:
+            size += _size(row[1])
+        except RecursionError:
+            row = row[0], BadLine("broken JSON", Said("values nested too deep"), "a few levels")
         held.append(row)
-        size += _size(row[1])
         if len(held) == _ROWS or size >= BLOCK:
             yield partial(given, held)
             held, size = [], 0
@@ -337,11 +341,8 @@ def _columns(row: list[str], where: str) -> list[str]:
 
 
 def _cells(row: dict[str, str], needed: list[str], delimiter: str, config: DataConfig) -> dict[str, str]:
-    """The cells that are needed. Raises: BadLine for a decimal comma, where the commas separate nothing else."""
-    found = {name: row[name] for name in needed}
-    if config.decimal_comma:
-        return {name: with_decimal_point(cell) for name, cell in found.items()}
-    wrong = next((name for name in needed if delimiter == ";" and has_decimal_comma(found[name])), None)
+    """The cells that are needed. Raises: BadLine for a decimal comma, where commas separate nothing else."""
+    found, wrong = read_cells({name: row[name] for name in needed}, delimiter, config.decimal_comma)
     if wrong is not None:
         allowed = f"a decimal point in the column {wrong!r}, or data.decimal_comma: true"
         raise BadLine("decimal comma", found[wrong], allowed)

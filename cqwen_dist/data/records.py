@@ -14,6 +14,7 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, NumberPolicy, UserError
+from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import as_number, as_text, is_empty
 from cqwen_dist.data.chat import BadChat, Chat, Spans
 from cqwen_dist.data.numbers import find_numbers
@@ -132,6 +133,8 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
                 return *chat(messages, tools_of(record.get(config.tools_field))), {}
             except BadChat as error:
                 raise BadLine("no chat", error.found, error.allowed) from None
+            except RecursionError:
+                raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
         spans: dict[str, tuple[int, int]] = {}
         if template is None:
             text = clean(cells.text(record, config.text_field, None))

@@ -51,9 +51,9 @@ def _message(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> d
     if role == _CALL:
         role, content, calls = "assistant", None, content
     rest = {key: _plain(value) for key, value in found.items() if value is not None and key not in names.values()}
+    calls = _plain(_from_json(calls, "tool_calls as JSON"))
     if not calls:
         return {**rest, "role": role, "content": _content(content)}
-    calls = _plain(_from_json(calls, "tool_calls as JSON"))
     calls = [calls] if isinstance(calls, dict) else calls
     if role != "assistant" or not isinstance(calls, list):
         raise BadChat(calls, "a list of tool_calls, of the assistant")

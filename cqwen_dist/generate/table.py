@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.delimited import delimiter_of, has_decimal_comma, with_decimal_point
+from cqwen_dist.delimited import delimiter_of, read_cells
 from cqwen_dist.generate.continuation import input_device, padded
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, check_digits, shown
@@ -47,11 +47,11 @@ def read_table(path: Path, decimal_comma: bool = False) -> tuple[list[str], list
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise UserError("FILE", Said(f"row {number} of another length"), f"{len(columns)} cells", str(path))
-        wrong = next((cell for cell in row.values() if delimiter == ";" and has_decimal_comma(cell)), None)
-        if wrong is not None and not decimal_comma:
-            raise UserError("FILE", Said(f"{wrong} in row {number}"), "decimal points, or --decimal-comma", str(path))
-    if decimal_comma:
-        rows = [{name: with_decimal_point(cell) for name, cell in row.items()} for row in rows]
+        row, wrong = read_cells(row, delimiter, decimal_comma)
+        if wrong is not None:
+            found = Said(f"{row[wrong]} in row {number}, column {wrong}")
+            raise UserError("FILE", found, "decimal points, or --decimal-comma", str(path))
+        rows[number - 2] = row
     return columns, rows
 
 

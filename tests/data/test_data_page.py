@@ -1,15 +1,27 @@
-"""docs/data.md: every example is a config that is taken, every source of its table is one that is read."""
+"""docs/data.md and docs/recipes.md: every example is a config that is taken, every source one that is read."""
 
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from support.tool_template import QWEN_TOOLS
 
-from cqwen_dist.config import DataConfig
+from cqwen_dist.config import DataConfig, load_config
+from cqwen_dist.config.data import RECIPES
 from cqwen_dist.data import sources
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.diabetes import diabetes_texts
+from cqwen_dist.data.load import load_datasets
+from cqwen_dist.data.recipes import recognise
+from cqwen_dist.data.sources import ReadReport, read_train
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "data.md").read_text(encoding="utf-8")
+HEAD, *SECTIONS = (DOCS / "recipes.md").read_text(encoding="utf-8").split("\n## ")
+# A file, its lines, the data section, and what is learnt of the first record.
+RECIPE = re.compile(r"(.*?)\n`(\S+)`.*?```\n(.*?)```.*?```yaml\n(.*?)```.*?```\n(.*?)\n```", re.DOTALL)
 
 
 @pytest.mark.parametrize("example", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
@@ -18,6 +30,62 @@ def test_an_example_is_a_config(example: str) -> None:
 
 
 def test_the_sources_are_those_of_the_reader() -> None:
-    for ending in (".jsonl", ".csv", ".tsv", ".txt", ".parquet", ".gz", "hf:", "bundled:"):
+    for ending in (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".gz", "hf:", "bundled:", "shards/*.jsonl"):
         assert ending in PAGE
         assert ending in (sources.__doc__ or "")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> NumericalAwareTokenizer:
+    inner = train_tokenizer(diabetes_texts("train"), 400)
+    inner.chat_template = QWEN_TOOLS.replace("THINKS", "false")
+    return NumericalAwareTokenizer(inner)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.split("\n")[0])
+def test_a_recipe_of_the_page_reads_its_lines(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: NumericalAwareTokenizer
+) -> None:
+    found = RECIPE.match(section)
+    assert found is not None
+    _, name, lines, data, learnt = found.groups()
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(lines, encoding="utf-8")
+    rest = re.findall(r"```yaml\n(.*?)```", HEAD, re.DOTALL)[0]
+    Path("run.yaml").write_text(rest + data, encoding="utf-8")
+    config = load_config("run.yaml").data
+    dataset = load_datasets(config, tokenizer).train
+    assert dataset.report.texts == 5
+    assert dataset.report.targets >= 4
+    first = next(read_train(config, ReadReport(), Chat(tokenizer.tokenizer)))
+    spans = first.learnt or [(0, len(first.text))]
+    assert "".join(first.text[start:end] for start, end in spans).rstrip("\n") == learnt
+    if "message_keys" not in data:
+        written = DataConfig(train=config.train, **recognise(str(config.train)).keys)
+        by_init = next(read_train(written, ReadReport(), Chat(tokenizer.tokenizer)))
+        assert (by_init.text, by_init.target) == (first.text, first.target), "as with what `cqwen init` writes"
+
+
+def test_the_table_of_recipes_is_the_codes() -> None:
+    rows = [
+        line.strip("|").split(" | ") for line in HEAD.splitlines() if line.startswith("| `") and "data." not in line
+    ]
+    assert {name for row in rows for name in re.findall(r"`([a-z-]+)`", row[0])} == set(RECIPES)
+    for row in rows:
+        name = re.findall(r"`([a-z-]+)`", row[0])[0]
+        keys = {key: value for found in re.findall("`(.*?)`", row[1]) for key, value in yaml.safe_load(found).items()}
+        assert keys == {key: value.replace("TARGET", "price") for key, value in RECIPES[name].items()}
+
+
+def test_a_recipe_sets_what_is_not_given() -> None:
+    config = DataConfig.model_validate({"train": "a", "recipe": "alpaca", "prompt_template": "{instruction}: "})
+    assert (config.prompt_template, config.text_template) == ("{instruction}: ", "{output}")
+    assert DataConfig.model_validate(config.model_dump()) == config
+    for given, told in (
+        ({"recipe": "chat", "text_template": "{a}"}, "one of the two"),
+        ({"recipe": "table"}, "the column whose number is to be written"),
+        ({"recipe": "gpt"}, "'chat', 'sharegpt', 'alpaca'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            DataConfig.model_validate({"train": "a", **given})

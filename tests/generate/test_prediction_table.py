@@ -43,6 +43,20 @@ def test_rows_become_prompts(table: Path) -> None:
     ]
 
 
+def test_a_table_is_cut_as_its_header_says(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    for sign in ";\t|":
+        path.write_text(f"item{sign}price\nt,ea{sign}1.5\n", encoding="utf-8")
+        assert read_table(path) == (["item", "price"], [{"item": "t,ea", "price": "1.5"}])
+    path.write_text("item;price\ntea;1.234,5\n", encoding="utf-8")
+    with pytest.raises(
+        UserError,
+        match=r"t\.csv: FILE: found 1\.234,5 in row 2, column price, allowed: decimal points, or --decimal-comma",
+    ):
+        read_table(path)
+    assert read_table(path, decimal_comma=True)[1] == [{"item": "tea", "price": "1234.5"}]
+
+
 def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None:
     model, tokenizer = pair
     out = io.StringIO()

@@ -121,5 +121,6 @@ def test_a_warm_start_of_another_base_is_refused(one_rank: Path, tmp_path: Path)
     assert done.returncode == 2, "another seed builds another base"
     assert "model.name_or_path: found a base model other than in the checkpoint" in done.stderr
     torch.manual_seed(0)
+    same[1] += "/latest"  # the file that names the newest checkpoint is as good as its folder
     accepted = cqwen_forked("train", one_rank.parent / "config.yaml", *same, "train.seed=7", "run.accept=[base]")
     assert accepted.returncode == 0, accepted.stderr
