@@ -1,23 +1,28 @@
 """What a run is: one YAML file, checked before anything is started (floor 0: no torch, reads only)."""
 
-from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainConfig
-from cqwen_dist.config.data import DataConfig, NumberPolicy, source_files
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from cqwen_dist.config.errors import UserError
-from cqwen_dist.config.ranks import refuse_ranks
-from cqwen_dist.config.reading import changed_keys, json_schema, load_config
-from cqwen_dist.config.schema import Config, FeatureCacheConfig, ParallelConfig, RunConfig, TrainConfig
-from cqwen_dist.config.training import (
-    GROUPS,
-    HEADS,
-    JUDGED,
-    ConstraintConfig,
-    LoraConfig,
-    LossConfig,
-    Ramp,
-    Stage,
-    Until,
-    rises,
-)
+
+if TYPE_CHECKING:
+    from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainConfig
+    from cqwen_dist.config.data import DataConfig, NumberPolicy, source_files
+    from cqwen_dist.config.ranks import refuse_ranks
+    from cqwen_dist.config.reading import changed_keys, json_schema, load_config
+    from cqwen_dist.config.schema import Config, FeatureCacheConfig, ParallelConfig, RunConfig, TrainConfig
+    from cqwen_dist.config.training import (
+        GROUPS,
+        HEADS,
+        JUDGED,
+        ConstraintConfig,
+        LoraConfig,
+        LossConfig,
+        Ramp,
+        Stage,
+        Until,
+        rises,
+    )
 
 __all__ = [
     "GROUPS",
@@ -47,3 +52,15 @@ __all__ = [
     "rises",
     "source_files",
 ]
+_HOMES = ("reading", "schema", "training", "data", "base_model", "ranks")
+
+
+def __getattr__(name: str) -> Any:
+    """What is named above, at its first use: `cqwen --help` needs no schema, which takes as long as all the rest."""
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cqwen_dist.config import TRAIN_TOKENIZER, Config, load_config
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 if TYPE_CHECKING:
     import numpy as np
     from rich.console import RenderableType
 
+    from cqwen_dist.config import Config
     from cqwen_dist.data.dataset import TextDataset
     from cqwen_dist.data.load import Datasets
     from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -42,6 +42,8 @@ def prepare(
     tokenizer and the config, so nothing is done twice. A run finds it by itself
     where data.cache_dir is given or the files are large.
     """
+    from cqwen_dist.config import load_config
+
     checked = load_config(config, overrides or [])
     quiet_libraries()
     from cqwen_dist.data.load import open_prepared
@@ -72,6 +74,8 @@ def tokenizer_of(config: Config) -> NumericalAwareTokenizer:
     from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
     number, policy = config.model.num_token_id, config.data.numbers
+    from cqwen_dist.config import TRAIN_TOKENIZER
+
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
         return NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, number, None, policy)
     size = int((config.model.architecture or {})["vocab_size"])
