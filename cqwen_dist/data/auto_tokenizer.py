@@ -2,243 +2,327 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import BatchEncoding
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import PushToHubMixin
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
+from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import TruncationStrategy
+from transformers.utils import PaddingStrategy
 
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.data.chat import CHATML
-from cqwen_dist.data.tokenizer import OWN_CLASS, NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
 
-FILES = ["tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "*.jinja", "number_policy.json"]
 PLACEHOLDER = "<NUM>"  # what a number whose value is not known is written as
+KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "name_or_path", "truncation_side")
 
 
-class CausalQwenTokenizer(NumericalAwareTokenizer, PushToHubMixin):
+class CausalQwenTokenizer(PreTrainedTokenizerFast):
     """What `AutoTokenizer.from_pretrained` gives for an exported folder once `cqwen_dist.auto` has been imported.
 
-    It reads and writes numbers; all else that transformers' tokenizers have (eos_token, is_fast, vocab_size,
-    convert_tokens_to_ids, ...) is the wrapped tokenizer's own, to get and to set. It is no PreTrainedTokenizerBase.
-    Without this package the same folder gives the plain tokenizer, which reads numerals as words.
+    A tokenizer of transformers, but for what numbers need: calling it also gives numeric_values, padding keeps them,
+    and decoding takes them. `encode` gives ids alone, as transformers' do. Its tokenizer.json does not know <NUM>:
+    without this package the same folder gives the plain tokenizer, which reads numerals as words.
+
+    Args: num_token_id, policy, vocab_size: of `NumericalAwareTokenizer`; read_numbers: False: numerals are read as
+    words here too, for libraries that hand on ids alone; the rest: transformers'. Raises `UserError`.
     """
 
-    model_input_names = ("input_ids", "attention_mask", "numeric_values")
-    padding_side: Literal["left", "right"] = "left"  # as generating needs it
-    _auto_class: str | None = None
+    vocab_files_names = {**PreTrainedTokenizerFast.vocab_files_names, "policy_file": POLICY_FILE}  # noqa: RUF012
+    model_input_names = ["input_ids", "attention_mask", "numeric_values"]  # noqa: RUF012
+    padding_side = "left"  # as generating needs it
+    pad_token: Any
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoTokenizer") -> None:
-        """transformers calls this where the class is of a folder's own code, which `save_pretrained` then copies."""
-        cls._auto_class = auto_class
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "tokenizer":  # while it is copied there is none yet
-            raise AttributeError(name)
-        return getattr(self.tokenizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        made = "encoder" in self.__dict__  # what __init__ sets last
-        ours = name in self.__dict__ or (hasattr(type(self), name) and name not in ("eos_token_id", "pad_token_id"))
-        if made and not ours and hasattr(self.tokenizer, name):
-            setattr(self.tokenizer, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def __len__(self) -> int:
-        """Rows of words, and of <NUM>."""
-        return max(self.text_size, self.num_token_id + 1)
+    def __init__(
+        self,
+        *args: Any,
+        num_token_id: int | None = None,
+        policy: NumberPolicy | None = None,
+        vocab_size: int | None = None,
+        policy_file: str | None = None,
+        read_numbers: bool = True,
+        **given: Any,
+    ) -> None:
+        super().__init__(*args, **given)
+        if policy_file is not None:
+            row, its = read_policy(policy_file)
+            num_token_id, policy = row if num_token_id is None else num_token_id, policy or its
+        self.pad_token = self.pad_token or self.eos_token  # masked anyway
+        kind = NumericalAwareTokenizer if read_numbers else DigitTokenizer
+        self.reader = kind(self, num_token_id, vocab_size, policy)
 
     @classmethod
     def of(cls, tokenizer: NumericalAwareTokenizer) -> CausalQwenTokenizer:
         """The same tokenizer with this face."""
-        return cls(tokenizer.tokenizer, tokenizer.num_token_id, policy=tokenizer.policy)
+        return _like(cls, tokenizer.tokenizer, num_token_id=tokenizer.num_token_id, policy=tokenizer.policy)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        num_token_id: int | None = None,
-        vocab_size: int | None = None,
-        policy: NumberPolicy | None = None,
-        **hub: Any,
-    ) -> CausalQwenTokenizer:
-        """As `NumericalAwareTokenizer.from_pretrained`; hub: revision, token, cache_dir, local_files_only, and
-        padding_side."""
-        folder = Path(name_or_path).expanduser()
-        if not folder.is_dir() and not str(name_or_path).startswith((".", "/", "~")):
-            from huggingface_hub import snapshot_download
+    def from_pretrained(cls, *args: Any, padding_side: str = "left", **given: Any) -> CausalQwenTokenizer:
+        """As transformers'. padding_side: what a base's files say was chosen for training."""
+        return super().from_pretrained(*args, padding_side=padding_side, **given)
 
-            known = ("revision", "token", "cache_dir", "local_files_only")
-            wanted = {key: value for key, value in hub.items() if key in known and value is not None}
-            folder = Path(snapshot_download(str(name_or_path), allow_patterns=FILES, **wanted))
-        found = cls.of(NumericalAwareTokenizer.from_pretrained(folder, num_token_id, vocab_size, policy))
-        found.padding_side = hub.get("padding_side") or cls.padding_side
-        return found
+    @classmethod
+    def convert_to_native_format(cls, trust_remote_code: bool = False, **given: Any) -> dict[str, Any]:
+        """tokenizer.json as it stands; transformers would build it anew out of its vocabulary."""
+        return given
 
-    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """The tokenizer's own files, `number_policy.json`, and this class's name for AutoTokenizer."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        super().save_pretrained(folder)
-        path = Path(folder) / "tokenizer_config.json"
-        config = {**json.loads(path.read_text(encoding="utf-8")), "tokenizer_class": OWN_CLASS}
-        if self._auto_class is not None:
-            custom_object_save(self, folder, config)
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    def _save_pretrained(self, save_directory: Any, file_names: tuple[str, ...], *args: Any, **given: Any) -> Any:
+        written = super()._save_pretrained(save_directory, file_names, *args, **given)
+        return (*written, str(self.reader.write_policy(save_directory)))
 
-    def __call__(
+    # ---- the vocabulary ----
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """A copy that knows no numbers."""
+        return _like(PreTrainedTokenizerFast, self)
+
+    @property
+    def num_token_id(self) -> int:
+        """Row of <NUM>."""
+        return self.reader.num_token_id
+
+    @property
+    def policy(self) -> NumberPolicy:
+        """Which numerals are numbers."""
+        return self.reader.policy
+
+    @property
+    def _beyond(self) -> int | None:
+        """Row of <NUM> where the wrapped tokenizer has no token there; None while it is built."""
+        reader = self.__dict__.get("reader")
+        return None if reader is None or reader.num_token_id < reader.text_size else reader.num_token_id
+
+    def __len__(self) -> int:
+        """Rows of words, and of <NUM>."""
+        plain = super().__len__()
+        return plain if self._beyond is None else max(self.reader.text_size, self._beyond + 1)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Words, and <NUM>."""
+        own = {} if self._beyond is None else {PLACEHOLDER: self._beyond}
+        return {**own, **super().get_vocab()}
+
+    def _convert_token_to_id_with_added_voc(self, token: str) -> Any:
+        if token == PLACEHOLDER and self._beyond is not None:
+            return self._beyond
+        return super()._convert_token_to_id_with_added_voc(token)
+
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
+        """As transformers'."""
+        if isinstance(ids, int):
+            return PLACEHOLDER if ids == self._beyond else super().convert_ids_to_tokens(ids)
+        left_out = self.all_special_ids if skip_special_tokens else []
+        return [self.convert_ids_to_tokens(int(token)) for token in ids if int(token) not in left_out]
+
+    def _add_tokens(self, new_tokens: list[Any], special_tokens: bool = False) -> int:
+        """transformers', for tokens that it has. Raises: UserError for another: it would get <NUM>'s row."""
+        if "reader" in self.__dict__:
+            new = next((str(token) for token in new_tokens if str(token) not in self.get_vocab()), None)
+            if new is not None:
+                allowed = "tokens that the tokenizer has: the row behind them is <NUM>'s"
+                raise UserError("add_tokens", new, allowed)
+        return int(super()._add_tokens(new_tokens, special_tokens))
+
+    def num_special_tokens_to_add(self, pair: bool = False) -> int:
+        """None: models are trained on texts without them."""
+        return 0
+
+    # ---- reading ----
+
+    def _encode_plus(  # type: ignore[override]
         self,
-        text: str | Sequence[str],
-        *,
-        padding: bool | str = False,
-        truncation: bool | str | None = None,
+        text: Any,
+        text_pair: Any = None,
+        add_special_tokens: bool = True,
+        padding_strategy: Any = PaddingStrategy.DO_NOT_PAD,
+        truncation_strategy: Any = TruncationStrategy.DO_NOT_TRUNCATE,
         max_length: int | None = None,
-        return_tensors: str | None = None,
-        add_special_tokens: bool = False,
-        padding_side: Literal["left", "right"] | None = None,
-        **pad: Any,
+        stride: int = 0,
+        is_split_into_words: bool = False,
+        pad_to_multiple_of: int | None = None,
+        padding_side: Any = None,
+        return_tensors: Any = None,
+        return_overflowing_tokens: bool = False,
+        verbose: bool = True,
+        **wanted: Any,
     ) -> BatchEncoding:
-        """input_ids, attention_mask, numeric_values (float64, 0 at words) of a text or of several, as transformers'
-        tokenizers give them: lists, or with return_tensors tensors [B,T].
+        """What `__call__` and `encode` come down to: transformers' fields, and numeric_values (float64, 0 at words).
 
-        truncation: to max_length (default: the tokenizer's), on its truncation_side. add_special_tokens: taken, and
-        changes nothing: models are trained on texts without them. pad: of `pad`. Raises: UserError for a number that
-        float64 does not hold; ValueError as transformers for rows of different lengths that are not padded.
+        No special token is added, whatever add_special_tokens says. Raises: UserError for a number that float64 does
+        not hold, and where special tokens of a text are to be read as words; ValueError as transformers.
         """
-        single = isinstance(text, str)
-        rows = self._strict([text] if isinstance(text, str) else list(text))
-        kept = slice(None)
-        if truncation and truncation != "do_not_truncate":
-            limit = max_length or self.model_max_length
-            kept = slice(-limit, None) if self.truncation_side == "left" else slice(limit)
-        ids, values = [row.ids[kept] for row in rows], [row.values[kept] for row in rows]
-        data: dict[str, Any] = {
-            "input_ids": ids,
-            "attention_mask": [[1] * len(row) for row in ids],
-            "numeric_values": values,
+        for odd in ("split_special_tokens", "sanitize_control_tokens"):
+            if wanted.get(odd):
+                raise UserError(odd, True, "False: special tokens of a text are special tokens")
+        batched, rows = _rows(text, text_pair, is_split_into_words)
+        joiner = Tokenizer(BPE())
+        if truncation_strategy != TruncationStrategy.DO_NOT_TRUNCATE and max_length is not None:
+            cut = {"stride": stride, "strategy": truncation_strategy.value, "direction": self.truncation_side}
+            joiner.enable_truncation(max_length, **cut)
+        values: dict[str, float] = {}
+        read = [[self._encoding(part, values) for part in row] for row in rows]
+        owned = [_joined(joiner, *row, overflow=return_overflowing_tokens) for row in read]
+        found = list(chain.from_iterable(owned))
+        self._pad_encodings(found, padding_strategy, max_length, pad_to_multiple_of, padding_side)
+        data = self._fields(found, values, wanted)
+        if return_overflowing_tokens:
+            data["overflow_to_sample_mapping"] = [i for i, group in enumerate(owned) for _ in group]
+        self._eventual_warn_about_too_long_sequence(max(data["input_ids"], key=len, default=[]), max_length, verbose)
+        if not batched and return_tensors is None and not return_overflowing_tokens:
+            data = {name: field[0] for name, field in data.items()}
+        numbers = data.pop("numeric_values")
+        encoded = BatchEncoding(data, found, tensor_type=return_tensors)
+        encoded["numeric_values"] = _as(encoded["input_ids"], numbers)
+        return encoded
+
+    def _fields(self, found: list[Encoding], values: dict[str, float], wanted: dict[str, Any]) -> dict[str, list[Any]]:
+        """Of each encoding what is wanted, and the values of its numbers."""
+        asked = {name: value for name, value in wanted.items() if name.startswith("return_")}
+        rows = [self._convert_encoding(e, **asked)[0] for e in found]
+        data: dict[str, list[Any]] = {
+            name: [row[name][0] for row in rows] for name in (rows[0] if rows else ["input_ids"])
         }
-        if single and return_tensors is None:
-            data = {name: found[0] for name, found in data.items()}
-        return self.pad(data, padding, max_length, padding_side=padding_side, return_tensors=return_tensors, **pad)
+        num = self.num_token_id
+        tokens = [zip(e.ids, e.tokens, strict=True) for e in found]
+        data["numeric_values"] = [[values[t] if i == num else 0.0 for i, t in row] for row in tokens]
+        return data
+
+    def _pad_encodings(self, found: list[Encoding], strategy: Any, length: Any, multiple: Any, side: Any) -> None:
+        """In place, as transformers' options say."""
+        if strategy == PaddingStrategy.DO_NOT_PAD:
+            return
+        multiple = multiple or 1
+        wide = length if strategy == PaddingStrategy.MAX_LENGTH else max(map(len, found), default=0)
+        token = {"pad_id": self.pad_token_id, "pad_type_id": self.pad_token_type_id, "pad_token": self.pad_token}
+        for e in found:
+            e.pad(-(-wide // multiple) * multiple, direction=side or self.padding_side, **token)
+
+    def _encoding(self, text: Any, values: dict[str, float]) -> Encoding:
+        """A text, or its words; `values` gets its numerals'. Raises: UserError, ValueError as `_encode_plus`."""
+        words = [text] if isinstance(text, str) else text
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"text input must be of type `str`, or lists of them, and not {type(text).__name__}")
+        encoding, its, overflows = self.reader.encoder.encoding(words)
+        if overflows:
+            raise UserError("number", overflows[0], "numbers that float64 holds")
+        values.update(its)
+        return encoding
+
+    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **given: Any) -> list[str]:
+        """The tokens, a number as <NUM>."""
+        return list(self.convert_ids_to_tokens(self.encode(text, pair, add_special_tokens, **given)))
+
+    def preprocess(self, texts: list[str], padding_side: Any = "right") -> dict[str, torch.Tensor]:
+        """`NumericalAwareTokenizer.preprocess`."""
+        return self.reader.preprocess(texts, padding_side)
 
     def pad(
         self,
-        encoded_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        padding: bool | str = True,
+        encoded_inputs: Any,
+        padding: Any = True,
         max_length: int | None = None,
-        *,
-        padding_side: Literal["left", "right"] | None = None,
-        return_tensors: str | None = None,
-        **options: Any,
+        pad_to_multiple_of: int | None = None,
+        padding_side: Any = None,
+        return_attention_mask: bool | None = None,
+        return_tensors: Any = None,
+        verbose: bool = True,
     ) -> BatchEncoding:
         """As transformers' tokenizers pad, and numeric_values with 0; what data collators call."""
         if not isinstance(encoded_inputs, Mapping):
             encoded_inputs = {name: [row[name] for row in encoded_inputs] for name in encoded_inputs[0]}
-        inputs, side = dict(encoded_inputs), padding_side or self.padding_side
+        inputs = dict(encoded_inputs)
         values = inputs.pop("numeric_values", None)
-        options |= {"padding": padding, "max_length": max_length, "padding_side": side}
-        missing = self.tokenizer.pad_token is None
-        if missing:
-            self.tokenizer.pad_token_id = self.pad_token_id
-        try:
-            padded = self.tokenizer.pad(inputs, return_tensors=return_tensors, **options)
-        finally:
-            if missing:
-                self.tokenizer.pad_token = None
+        how = (padding, max_length, pad_to_multiple_of, padding_side, return_attention_mask, return_tensors, verbose)
+        padded = super().pad(inputs, *how)
         if values is not None:
-            padded["numeric_values"] = _padded_values(values, padded["input_ids"], side)
-        return padded
+            padded["numeric_values"] = _padded_values(values, padded["input_ids"], padding_side or self.padding_side)
+        return padded if isinstance(padded, BatchEncoding) else BatchEncoding(padded)
 
-    def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
-        """The wrapped tokenizer's, for tokens that it has. Raises: UserError for another: it would get <NUM>'s row."""
-        self._check_known(new_tokens if isinstance(new_tokens, (list, tuple)) else [new_tokens])
-        return int(self.tokenizer.add_tokens(new_tokens, special_tokens=special_tokens))
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
+        """As transformers'; without a template: Qwen's own form, as the training takes it."""
+        if chat_template is None and self.chat_template is None:
+            return CHATML
+        return super().get_chat_template(chat_template, tools)
 
-    def add_special_tokens(self, special_tokens_dict: Mapping[str, Any], *args: Any, **options: Any) -> int:
-        """As `add_tokens`."""
-        for found in special_tokens_dict.values():
-            self._check_known(found if isinstance(found, (list, tuple)) else [found])
-        return int(self.tokenizer.add_special_tokens(special_tokens_dict, *args, **options))
+    # ---- writing ----
 
-    def _check_known(self, tokens: Sequence[Any]) -> None:
-        new = next((str(token) for token in tokens if str(token) not in self.tokenizer.get_vocab()), None)
-        if new is not None:
-            raise UserError("add_tokens", new, "tokens that the tokenizer has: the row behind them is <NUM>'s")
-
-    def decode(
-        self,
-        ids: Any,
-        values: Any = None,
-        skip_special_tokens: bool = False,
-        **ignored: Any,
+    def decode(  # type: ignore[override]
+        self, token_ids: Any, values: Any = None, skip_special_tokens: bool = False, **ignored: Any
     ) -> Any:
         """As `NumericalAwareTokenizer.decode`; values None: a number is written as <NUM>, for its value is not known.
 
         Several rows [B,T] give a list. ignored: clean_up_tokenization_spaces, for numbers would not survive it.
         """
-        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        if isinstance(values, bool):  # transformers' second argument
+            values, skip_special_tokens = None, values
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         if isinstance(ids, int):
             ids = [ids]
-        if len(ids) and not isinstance(ids[0], int):
-            return self.batch_decode(ids, values, skip_special_tokens)
+        if len(ids) and isinstance(ids[0], (list, tuple)):
+            each = [None] * len(ids) if values is None else values
+            return [self.decode(row, v, skip_special_tokens) for row, v in zip(ids, each, strict=True)]
         if values is not None:
-            return super().decode(ids, values, skip_special_tokens)
+            return self.reader.decode(ids, values, skip_special_tokens)
         pieces: list[list[int]] = [[]]
         for token in ids:
             if token == self.num_token_id:
                 pieces.append([])
             else:
                 pieces[-1].append(token)
-        texts = (super(CausalQwenTokenizer, self).decode(p, [0.0] * len(p), skip_special_tokens) for p in pieces)
-        return PLACEHOLDER.join(texts)
+        return PLACEHOLDER.join(self.reader.decode(p, [0.0] * len(p), skip_special_tokens) for p in pieces)
 
-    def batch_decode(
+    def batch_decode(  # type: ignore[override]
         self, sequences: Any, values: Any = None, skip_special_tokens: bool = False, **ignored: Any
     ) -> list[str]:
         """`decode` of each row."""
-        each = [None] * len(sequences) if values is None else values
-        return [self.decode(row, v, skip_special_tokens) for row, v in zip(sequences, each, strict=True)]
+        found = self.decode(sequences, values, skip_special_tokens)
+        return [found] if isinstance(found, str) else found
 
-    def apply_chat_template(
-        self,
-        conversation: Any,
-        *,
-        tokenize: bool = True,
-        return_dict: bool = True,
-        chat_template: str | None = None,
-        padding: bool | str = False,
-        truncation: bool | str | None = None,
-        max_length: int | None = None,
-        return_tensors: str | None = None,
-        tokenizer_kwargs: dict[str, Any] | None = None,
-        **template: Any,
-    ) -> Any:
-        """As transformers': the text of a chat, or what `__call__` makes of it. Without a template: Qwen's own form,
-        as the training takes it. template: tools, documents, add_generation_prompt, continue_final_message, ..."""
-        chosen = chat_template or (None if self.tokenizer.chat_template else CHATML)
-        text = self.tokenizer.apply_chat_template(conversation, tokenize=False, chat_template=chosen, **template)
-        if not tokenize:
-            return text
-        options: dict[str, Any] = {"padding": padding, "truncation": truncation, "max_length": max_length}
-        found = self(text, return_tensors=return_tensors, **options, **(tokenizer_kwargs or {}))
-        return found if return_dict else found["input_ids"]
+
+def _like(kind: Any, source: Any, **own: Any) -> Any:
+    """A tokenizer of another class with the same words, special tokens and chat template."""
+    kept = {name: getattr(source, name) for name in KEPT}
+    special = {**source.special_tokens_map, "extra_special_tokens": source.extra_special_tokens}
+    return kind(tokenizer_object=source.backend_tokenizer, **special, **kept, **own)
+
+
+def _joined(joiner: Tokenizer, first: Encoding, second: Any = None, *, overflow: bool) -> list[Encoding]:
+    """A text and its second, if there is one, cut as the joiner says, and what was cut off."""
+    whole = joiner.post_process(first, second)
+    return [whole, *(whole.overflowing if overflow else [])]
+
+
+def _rows(text: Any, pair: Any, words: bool) -> tuple[bool, list[tuple[Any, ...]]]:
+    """Whether several texts are given; each with its second, if there is one."""
+    batched = isinstance(text, (list, tuple))
+    if words:
+        batched = batched and len(text) > 0 and isinstance(text[0], (list, tuple))
+    given = [t if batched else [t] for t in (text, pair) if t is not None]
+    rows = list(zip(*given, strict=True))
+    if pair is None and not words:  # a pair may also come as such
+        rows = [tuple(row[0]) if isinstance(row[0], (list, tuple)) else row for row in rows]
+    return batched, rows
 
 
 def _padded_values(values: Any, ids: Any, side: str) -> Any:
     """Values with zeros on a side, in the shape and kind (list, tensor, array) that the padded ids have; float64."""
     values = [v.tolist() if hasattr(v, "tolist") else v for v in values]
-    single = bool(values) and not isinstance(values[0], (list, tuple))
+    single = len(ids) == 0 or not hasattr(ids[0], "__len__")
     rows = []
     for row, padded in zip([values] if single else values, [ids] if single else ids, strict=True):
         own, zeros = [float(v) for v in row], [0.0] * (len(padded) - len(row))
         rows.append(zeros + own if side == "left" else own + zeros)
-    found = rows[0] if single else rows
+    return _as(ids, rows[0] if single else rows)
+
+
+def _as(ids: Any, values: Any) -> Any:
+    """Values as the ids are: a list, a tensor or an array, of float64."""
     if isinstance(ids, torch.Tensor):
-        return torch.tensor(found, dtype=torch.float64)
-    return np.asarray(found) if isinstance(ids, np.ndarray) else found
+        return torch.tensor(values, dtype=torch.float64)
+    return np.asarray(values) if isinstance(ids, np.ndarray) else values

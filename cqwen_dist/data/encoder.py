@@ -14,9 +14,9 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.normalizers import NFC
 
 from cqwen_dist.config import NumberPolicy
@@ -25,6 +25,7 @@ from cqwen_dist.data.numbers import find_numbers
 
 # A noncharacter: no text that is meant for exchange holds it, and one that does takes the slow way.
 _MARK = "\U0010fffe"
+_FIELDS = ("ids", "tokens", "words", "offsets")
 _LITTLE = 1 << 14  # characters for which getting ready (a second, with a real vocabulary) is not worth it
 _NUMERAL = re.compile(r"\d(?:[\w.,:/-]*\d)?")
 
@@ -84,14 +85,50 @@ class NumberEncoder:
         ids = self._many(texts, pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
         return [Reading(*row) for row in zip(ids, numbers, overflows, left, strict=True)]
 
+    def encoding(self, texts: Sequence[str]) -> tuple[Encoding, dict[str, float], list[str]]:
+        """A text, or its words, as tokenizers' own Encoding, with the same ids as `read` gives.
+
+        A number's token is its numeral. With the value of each numeral, and literals that overflow. Offsets count
+        characters of the text in NFC, or of each word.
+        """
+        values: dict[str, float] = {}
+        overflows: list[str] = []
+        rows: list[tuple[int, str, int, tuple[int, int]]] = []  # id, token, word, offsets
+        for i, text in enumerate(texts):
+            pieces, numbers, odd, numerals = self._split(text)
+            values.update(zip(numerals, numbers, strict=True))
+            overflows += odd
+            parts, spelt, at, words = self._parts(pieces), iter(numerals), 0, 0
+            encoded = iter(self._backend.encode_batch([p for p in parts if p is not None], add_special_tokens=False))
+            for part in parts:
+                if part is None:
+                    part = next(spelt)
+                    own = [(self.num_token_id, part, 0, (0, len(part)))]
+                else:
+                    e = next(encoded)
+                    own = list(zip(e.ids, e.tokens, (w or 0 for w in e.word_ids), e.offsets, strict=True))
+                rows += [(n, t, words + w if len(texts) == 1 else i, (at + a, at + b)) for n, t, w, (a, b) in own]
+                at, words = at + len(part), words + 1 + max((w for _, _, w, _ in own), default=-1)
+        found = Encoding()
+        names: dict[str, Any] = {name: [row[i] for row in rows] for i, name in enumerate(_FIELDS)}
+        same = {"type_ids": [0] * len(rows), "special_tokens_mask": [0] * len(rows), "attention_mask": [1] * len(rows)}
+        state = {**names, **same, "overflowing": [], "sequence_ranges": {}}
+        found.__setstate__(json.dumps(state).encode())  # as it is pickled: what can be merged loses its words' numbers
+        return found, values, overflows
+
     def split(self, text: str) -> tuple[list[str], list[float], list[str]]:
         """The n + 1 texts around n numbers (some may be empty), the numbers, and the literals that overflow."""
+        return self._split(text)[:3]
+
+    def _split(self, text: str) -> tuple[list[str], list[float], list[str], list[str]]:
+        """And how the numbers are spelt."""
         if not text.isascii():
             # As Qwen's tokenizer does, but before numbers are looked for: a composed letter binds as its parts do.
             text = unicodedata.normalize("NFC", text)
         pieces: list[str] = []
         numbers: list[float] = []
         overflows: list[str] = []
+        numerals: list[str] = []
         position = 0
         for start, end, value in find_numbers(text, self.policy) if self.policy is not None else ():
             if math.isinf(value):
@@ -99,9 +136,10 @@ class NumberEncoder:
                 continue
             pieces.append(text[position:start])
             numbers.append(value)
+            numerals.append(text[start:end])
             position = end
         pieces.append(text[position:])
-        return pieces, numbers, overflows
+        return pieces, numbers, overflows, numerals
 
     def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[array[int]]:
         if self._ascii is None:
@@ -136,6 +174,16 @@ class NumberEncoder:
 
     def _one(self, pieces: list[str]) -> array[int]:
         """The same, one piece after the other."""
+        parts = self._parts(pieces)
+        words = self._backend.encode_batch_fast([p for p in parts if p is not None], add_special_tokens=False)
+        encoded = iter(words)
+        ids = array("i")
+        for part in parts:
+            ids.extend([self.num_token_id] if part is None else next(encoded).ids)
+        return ids
+
+    def _parts(self, pieces: list[str]) -> list[str | None]:
+        """What is encoded by itself; None: a number."""
         parts: list[str | None] = []
         for i, piece in enumerate(pieces):
             parts += [None] * (i > 0)
@@ -144,9 +192,4 @@ class NumberEncoder:
                 parts += piece.replace(self.literal, cut).split("\0")
             elif piece:
                 parts.append(piece)
-        words = self._backend.encode_batch_fast([p for p in parts if p is not None], add_special_tokens=False)
-        encoded = iter(words)
-        ids = array("i")
-        for part in parts:
-            ids.extend([self.num_token_id] if part is None else next(encoded).ids)
-        return ids
+        return parts

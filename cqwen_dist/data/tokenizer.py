@@ -111,20 +111,20 @@ class NumericalAwareTokenizer:
             raise UserError("model.tokenizer", name, f"a tokenizer's folder or hub name ({reason[:200]})") from None
         saved = folder / POLICY_FILE
         if saved.is_file():
-            try:
-                data = json.loads(saved.read_text(encoding="utf-8"))
-                num_token_id = int(data["num_token_id"]) if num_token_id is None else num_token_id
-                policy = NumberPolicy(**data["policy"]) if policy is None else policy
-            except (ValueError, KeyError, TypeError) as error:
-                reason = " ".join(str(error).split()[:20])
-                raise UserError(POLICY_FILE, reason, "the file as save_pretrained wrote it", str(saved)) from None
+            row, its = read_policy(saved)
+            num_token_id, policy = row if num_token_id is None else num_token_id, policy or its
         return cls(tokenizer, num_token_id, vocab_size, policy)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """The tokenizer's own files plus `number_policy.json`: num_token_id and the policy."""
         self.tokenizer.save_pretrained(str(folder))
-        data = {"num_token_id": self.num_token_id, "policy": self.policy.model_dump()}
-        (Path(folder) / POLICY_FILE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        self.write_policy(folder)
+
+    def write_policy(self, folder: str | Path) -> Path:
+        """`number_policy.json` alone."""
+        path, data = Path(folder) / POLICY_FILE, {"num_token_id": self.num_token_id, "policy": self.policy.model_dump()}
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        return path
 
     def digest(self) -> str:
         """SHA-256 of what turns text into ids and values."""
@@ -154,7 +154,7 @@ class NumericalAwareTokenizer:
 
         Raises: UserError for a number that float64 does not hold.
         """
-        return self._strict([text])[0][:2]
+        return self.encode_strictly([text])[0][:2]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
         """As `encode` for many texts at once; overflowing literals stay text."""
@@ -171,7 +171,7 @@ class NumericalAwareTokenizer:
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
         padding. Raises: UserError for a number that float64 does not hold.
         """
-        rows = self._strict(texts)
+        rows = self.encode_strictly(texts)
         shape = (len(rows), max((len(row.ids) for row in rows), default=0))
         input_ids = torch.full(shape, self.pad_token_id, dtype=torch.int64)
         numeric_values = torch.zeros(shape, dtype=torch.float64)
@@ -215,7 +215,8 @@ class NumericalAwareTokenizer:
         flush()
         return write_numbers(pieces, self.policy)
 
-    def _strict(self, texts: list[str]) -> list[Encoded]:
+    def encode_strictly(self, texts: list[str]) -> list[Encoded]:
+        """As `encode_batch`. Raises: UserError for a number that float64 does not hold."""
         encoded = self.encode_batch(texts)
         for row in encoded:
             if row.overflows:
@@ -233,6 +234,16 @@ class DigitTokenizer(NumericalAwareTokenizer):
     def places(self, text: str) -> list[tuple[int, int]]:
         """Where in the text each of its tokens stands: text[start:end]."""
         return list(self._backend.encode(text, add_special_tokens=False).offsets)
+
+
+def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
+    """What `number_policy.json` holds. Raises: UserError."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return int(data["num_token_id"]), NumberPolicy(**data["policy"])
+    except (ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split()[:20])
+        raise UserError(POLICY_FILE, reason, "the file as save_pretrained wrote it", str(path)) from None
 
 
 def without_prefix(backend: Tokenizer) -> Tokenizer:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
-from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, text_of
+from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, text_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Padded(NamedTuple):
 
 def padded(tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device) -> Padded:
     """Raises `UserError` for no prompt, and for one without tokens."""
+    tokenizer = reader(tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     if not encoded or any(not ids for ids, _ in encoded):
         raise UserError("prompt", "no tokens", "some text")
@@ -93,6 +94,7 @@ def continue_text(
     ones of the model's `generate`. Raises `UserError` for an empty prompt and what `generate` refuses.
     """
     check_digits(digits)
+    tokenizer = reader(tokenizer)
     if on_text is not None and len(prompts) != 1:
         raise UserError("stream", f"{len(prompts)} prompts", "one")
     batch = padded(tokenizer, prompts, input_device(model))

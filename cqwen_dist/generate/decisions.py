@@ -19,7 +19,7 @@ from cqwen_dist.generate.continuation import Padded, input_device, padded
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.generate.modes import prob_words
-from cqwen_dist.generate.streaming import Tokenizer
+from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import ovr_scores
 from cqwen_dist.ops.ovr.topk import prob_at
@@ -132,7 +132,7 @@ class Score:
 @torch.no_grad()
 def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence[str]) -> list[Score]:
     """Continuations of one prompt as they stand, in one batch. Raises `UserError` for one without tokens."""
-    net, num = model.model, model.config.num_token_id
+    net, num, tokenizer = model.model, model.config.num_token_id, reader(tokenizer)
     before = len(tokenizer.encode(prompt)[0])
     if not before:
         raise UserError("prompt", "no tokens", "some text")

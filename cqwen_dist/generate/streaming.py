@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> tuple[list[int], list[float]]: ...
 
     def decode(self, ids: list[int], values: list[float]) -> str: ...
+
+
+def reader(tokenizer: Any) -> Tokenizer:
+    """What reads numbers in a `CausalQwenTokenizer`, whose own `encode` gives ids alone; any other as it is."""
+    found: Tokenizer = getattr(tokenizer, "reader", tokenizer)
+    return found
 
 
 def text_of(

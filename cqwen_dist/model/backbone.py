@@ -52,14 +52,13 @@ class FeatureExtractionNetwork(nn.Module):
 
 
 @contextmanager
-def hidden_states(transformer: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, a call of the transformer leaves its hidden states [B,T,H] here: embeddings, each layer's, the last z."""
-    seen: list[Tensor] = []
+def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]]:
+    """Inside, a call of the transformer leaves here what is asked for: with output_hidden_states hidden_states [B,T,H]
+    each (embeddings, each layer's, the last is z), with output_attentions attentions [B,heads,T,T] of each layer."""
+    seen: dict[str, Any] = {}
     hooks = (
-        transformer.register_forward_pre_hook(
-            lambda _, args, given: (args, {**given, "output_hidden_states": True}), with_kwargs=True
-        ),
-        transformer.register_forward_hook(lambda _, args, output: seen.extend(output.hidden_states)),
+        transformer.register_forward_pre_hook(lambda _, args, given: (args, {**given, **asked}), with_kwargs=True),
+        transformer.register_forward_hook(lambda _, args, output: seen.update(output)),
     )
     try:
         yield seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
 )
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
@@ -28,9 +27,9 @@ from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, tran
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import (
-    hidden_states,
     load_base,
     rows_with_number_for,
+    seen_inside,
     tokenizer_beside,
     tokenizer_rows,
 )
@@ -41,6 +40,8 @@ from cqwen_dist.model.lora import merge_lora
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 
+logger = logging.get_logger(__name__)
+
 
 @dataclass
 class CausalQwenOutput(ModelOutput):
@@ -50,8 +51,9 @@ class CausalQwenOutput(ModelOutput):
     logits: loc_S [B,k,V] of the positions that logits_to_keep names; with labels only if it is given.
     scale_S, log_probs: of the same positions, on demand: S's scale, and log P(S_k > C_k), one word against the rest.
     loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the law of the number, if one comes next.
-    past_key_values: the cache that was given or asked for, extended. hidden_states: on demand, [B,T,H] each: the
-    embeddings, then each layer's, in the backbone's dtype; the last is z.
+    past_key_values: the cache that was given or asked for, extended. On demand: hidden_states, [B,T,H] each, the
+    embeddings, then each layer's, in the backbone's dtype, the last is z; attentions, [B,heads,T,T] of each layer, if
+    attn_implementation is "eager" (others keep none).
     """
 
     loss: Tensor | None = None
@@ -64,12 +66,14 @@ class CausalQwenOutput(ModelOutput):
     past_key_values: Any = None
     log_probs: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
 
 
 class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     """CausalQwen as Hugging Face users know models: from_pretrained, save_pretrained, generate."""
 
     config_class = CausalQwenConfig
+    _said = False
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -161,7 +165,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_log_probs: bool = False,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | list[int] | None = None,
         return_dict: bool | None = None,
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of what of it is not None.
@@ -175,11 +179,11 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("input_ids", "none" if input_ids is None else "inputs_embeds too", "one of the two")
-        if output_attentions:
-            raise UserError("output_attentions", True, "False: attention weights are not kept")
+        self._heed(input_ids, numeric_values)
+        asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config.base_config)
-        with hidden_states(self.model.transformer) if output_hidden_states else nullcontext() as states:
+        with seen_inside(self.model.transformer, **asked) as seen:
             u = self.model.infer(
                 input_ids,
                 numeric_values,
@@ -192,14 +196,30 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         with at_hand(action):
             u_prime = action.add_noise(u)
             y = action.value(u_prime)
-            asked = labels is None or logits_to_keep is not None or output_scales or output_log_probs
-            scores = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if asked else {}
+            scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs
+            scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if scored else {}
             loss = None if labels is None else self._loss(u, labels, numeric_values, attention_mask)
-        laws = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
-        seen = tuple(states) if states else None
-        output = CausalQwenOutput(loss=loss, past_key_values=past_key_values, hidden_states=seen, **scores, **laws)
+        laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
+        inside: Any = {name.removeprefix("output_"): seen.get(name.removeprefix("output_")) for name in asked}
+        output = CausalQwenOutput(loss=loss, past_key_values=past_key_values, **scores, **laws, **inside)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
+
+    def _heed(self, ids: Tensor | None, values: Tensor | None) -> None:
+        """Say once that ids came without the values of their numbers. Reads the ids, until it was said."""
+        if values is not None or ids is None or self._said or torch.compiler.is_compiling():
+            return
+        if bool((ids == self.config.num_token_id).any()):
+            self._said = True
+            logger.warning(
+                "There are <NUM> in input_ids, but no numeric_values: every number is read as 0. Hand on all that the "
+                "tokenizer gives, or load it with read_numbers=False, which reads numerals as words."
+            )
+
+    def _asked(self, **outputs: Any) -> dict[str, Any]:
+        """Which of the backbone's outputs are wanted, by the call or else by the config."""
+        wanted = {n: getattr(self.config, n) if value is None else value for n, value in outputs.items()}
+        return {name: value for name, value in wanted.items() if value}
 
     def _scores(self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool) -> dict[str, Tensor]:
         """loc_S, and on demand the rest, [B,k,V] each, of the positions that logits_to_keep names."""
@@ -266,6 +286,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if ids is None:
             raise UserError("prompt", None, "token ids [B,T], int64")
         ids, numeric_values, attention_mask = as_rows(self.device, ids, numeric_values, attention_mask)
+        self._heed(ids, numeric_values)
         request = translate(
             self,
             ids,

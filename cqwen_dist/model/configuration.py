@@ -9,6 +9,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.targets import TargetTransform
 
+OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+
 
 class CausalQwenConfig(PretrainedConfig):
     """The shape of a CausalQwen and the constants that inference needs.
@@ -49,6 +51,8 @@ class CausalQwenConfig(PretrainedConfig):
         self.base.pop("_name_or_path", None)  # a path of the machine that it was trained on
         self.vocab_size = base_config.vocab_size
         self.hidden_size = base_config.hidden_size
+        for name in OF_BASE:  # where libraries look for them
+            setattr(self, name, getattr(base_config, name, None))
         self.num_token_id = self.vocab_size - 1 if num_token_id is None else num_token_id
         self.used_rows = self.num_token_id + 1 if used_rows is None else used_rows
         self.causal_size = causal_size or self.hidden_size

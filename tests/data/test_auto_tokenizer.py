@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from support.exported import TEXTS
-from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
-from cqwen_dist.data.tokenizer import train_tokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 BIG = 1234567.890123  # fp32 does not hold it
 ROWS = [f"he paid {BIG}", "tea"]
@@ -19,12 +25,12 @@ ROWS = [f"he paid {BIG}", "tea"]
 
 @pytest.fixture
 def tokenizer() -> CausalQwenTokenizer:
-    return CausalQwenTokenizer(train_tokenizer(TEXTS, 270), vocab_size=300)
+    return CausalQwenTokenizer.of(NumericalAwareTokenizer(train_tokenizer(TEXTS, 270), vocab_size=300))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_called_as_transformers_tokenizers_are(tokenizer: CausalQwenTokenizer, side: str) -> None:
-    lists = [tokenizer.encode(text) for text in ROWS]
+    lists = [tokenizer.reader.encode(text) for text in ROWS]
     one = tokenizer(ROWS[0])
     assert (one["input_ids"], one["numeric_values"]) == lists[0]
     assert tokenizer(ROWS)["input_ids"] == [ids for ids, _ in lists]
@@ -47,7 +53,7 @@ def test_called_as_transformers_tokenizers_are(tokenizer: CausalQwenTokenizer, s
 
 
 def test_truncation_keeps_ids_and_values_together(tokenizer: CausalQwenTokenizer) -> None:
-    ids, values = tokenizer.encode(ROWS[0])
+    ids, values = tokenizer.reader.encode(ROWS[0])
     cut = tokenizer(ROWS[0], truncation=True, max_length=2)
     assert (cut["input_ids"], cut["numeric_values"]) == (ids[:2], values[:2])
     tokenizer.truncation_side = "left"
@@ -82,13 +88,52 @@ def test_the_rest_is_the_wrapped_tokenizers_own(tokenizer: CausalQwenTokenizer) 
     assert tokenizer(ROWS, padding=True)["input_ids"][1][0] == tokenizer.pad_token_id
     tokenizer.pad_token_id = tokenizer.eos_token_id
     assert tokenizer.tokenizer.pad_token == end
-    tokenizer.pad_token = None
-    assert tokenizer(ROWS, padding=True)["input_ids"][1][0] == tokenizer.eos_token_id
-    assert tokenizer.pad_token is None
+    tokenizer.tokenizer.pad_token = tokenizer.pad_token = None
+    assert CausalQwenTokenizer.of(tokenizer.reader).pad_token == end, "the end token, where there is none to pad with"
     with pytest.raises(AttributeError):
         _ = tokenizer.no_such_thing
     again = copy.deepcopy(tokenizer)
     assert again(ROWS).data == tokenizer(ROWS).data
+
+
+def test_it_is_a_tokenizer_of_transformers(tokenizer: CausalQwenTokenizer) -> None:
+    """What TRL (PreTrainedTokenizerBase) and lm-eval (PreTrainedTokenizerFast) test for, and what they then call."""
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    text = "tea costs 3.5"
+    ids, values = tokenizer.reader.encode(text)
+    assert tokenizer.encode(text) == ids, "ids alone, as everywhere in transformers"
+    tokens = tokenizer.tokenize(text)
+    assert tokens[-1] == tokenizer.convert_ids_to_tokens(tokenizer.num_token_id) == "<NUM>"
+    assert tokenizer.convert_tokens_to_ids(tokens) == ids
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+    pair = tokenizer("tea costs ", "3.5")
+    assert (pair["input_ids"], pair["numeric_values"]) == (ids, values)
+    assert tokenizer([["tea", " costs ", "3.5"]], is_split_into_words=True)["input_ids"] == [ids]
+    assert tokenizer(text=text, text_target=text)["labels"] == ids
+    assert "numeric_values" not in tokenizer.tokenizer(text)
+    spelt = tokenizer("he paid 1,234.5 and 7 e", return_offsets_mapping=True)
+    assert ["he paid 1,234.5 and 7 e"[a:b] for a, b in spelt["offset_mapping"]][-3:] == ["7", " ", "e"]
+    assert spelt.char_to_token(10) == spelt["numeric_values"].index(1234.5)
+    cut = tokenizer(text, "pay 7 e", truncation=True, max_length=9, stride=1, return_overflowing_tokens=True)
+    kept = [sum(values) for values in cut["numeric_values"]]
+    assert len(kept) > 1, "each number stays with its token"
+    for row, values in zip(cut["input_ids"], cut["numeric_values"], strict=True):
+        assert [token == tokenizer.num_token_id for token in row] == [value != 0.0 for value in values]
+    assert pair.sequence_ids() == [0] * (len(ids) - 1) + [1]
+    with pytest.raises(ValueError, match="text input must be of type"):
+        tokenizer([3.5])
+
+
+def test_a_library_that_hands_on_ids_alone_can_have_the_numerals_as_words(
+    tokenizer: CausalQwenTokenizer, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    plain = CausalQwenTokenizer.from_pretrained(tmp_path, read_numbers=False)
+    found = plain(ROWS[0])
+    assert found["input_ids"] == tokenizer.tokenizer(ROWS[0])["input_ids"]
+    assert not any(found["numeric_values"])
+    assert plain.decode(found["input_ids"]) == ROWS[0], "nothing is lost"
+    assert CausalQwenTokenizer.from_pretrained(tmp_path)(ROWS[0]).data == tokenizer(ROWS[0]).data
 
 
 def test_no_token_takes_the_row_of_num(tokenizer: CausalQwenTokenizer) -> None:
@@ -101,7 +146,7 @@ def test_no_token_takes_the_row_of_num(tokenizer: CausalQwenTokenizer) -> None:
 
 def test_decoding_shows_that_there_is_a_number(tokenizer: CausalQwenTokenizer) -> None:
     text = "he paid 12.5 for the tea<|endoftext|>"
-    ids, values = tokenizer.encode(text)
+    ids, values = tokenizer.reader.encode(text)
     assert tokenizer.decode(ids, values) == text
     assert tokenizer.decode(ids) == text.replace("12.5", "<NUM>")
     assert tokenizer.decode(torch.tensor(ids), skip_special_tokens=True) == "he paid <NUM> for the tea"
@@ -118,4 +163,4 @@ def test_chats(tokenizer: CausalQwenTokenizer) -> None:
     assert torch.equal(found["numeric_values"], tokenizer.preprocess([text])["numeric_values"])
     assert 3.5 in found["numeric_values"]
     tokenizer.chat_template = "{{ messages[0]['content'] }}!"
-    assert tokenizer.apply_chat_template(chat, return_dict=False) == tokenizer.encode("tea costs 3.5!")[0]
+    assert tokenizer.apply_chat_template(chat, return_dict=False) == tokenizer.reader.encode("tea costs 3.5!")[0]

@@ -13,6 +13,7 @@ from support.numerics import assert_all_close, assert_close, gradients
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base, tiny_causal_lm, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from cqwen_dist.config import UserError
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
@@ -278,10 +279,29 @@ def test_embeddings_instead_of_ids_and_hidden_states() -> None:
     for odd, match in [
         ({}, "input_ids: found 'none'"),
         ({"input_ids": ids, "inputs_embeds": embedded}, "inputs_embeds too"),
-        ({"input_ids": ids, "output_attentions": True}, "output_attentions"),
     ]:
         with pytest.raises(UserError, match=match):
             model(**odd)
+    model.set_attn_implementation("eager")
+    assert [tuple(w.shape) for w in model(ids, values, mask, output_attentions=True).attentions] == [(4, 4, 12, 12)] * 2
+    model.config.output_hidden_states = True
+    assert_close(model(ids, values, mask).hidden_states[-1], wanted.hidden_states[-1], 1e-4, "as the config says")
+
+
+@torch.no_grad()
+def test_numbers_without_values_are_not_read_as_0_silently(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = worn(), random_ids(1, 6)
+    numbers = torch.cat([ids, torch.full((1, 1), NUM)], 1)
+    transformers_logging.enable_propagation()
+    try:
+        model(ids)
+        model(numbers, torch.zeros(1, 7))
+        assert not caplog.messages
+        model(numbers)
+        model.generate(numbers, max_new_tokens=1)
+    finally:
+        transformers_logging.disable_propagation()
+    assert len([m for m in caplog.messages if "every number is read as 0" in m]) == 1
 
 
 @torch.no_grad()
