@@ -34,12 +34,12 @@ def fit(
         raise UserError("--minutes", minutes, "more than 0")
     folder = out or Path("fits") / f"{Path(table.partition('#')[0]).name.split('.')[0]}-{target}".replace("/", "-")
     quiet_libraries()
-    from cqwen_dist.tables.fit import Request, judge, prepare
+    from cqwen_dist.tables.fitting import FitRequest, judge, prepare
 
     def say(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    request = Request(table, target, base, text_columns or [], template, test_fraction, split, seed, minutes)
+    request = FitRequest(table, target, base, text_columns or [], template, test_fraction, split, seed, minutes)
     made = prepare(request, folder, say)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         _train(folder)

@@ -48,24 +48,35 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     names = list(dict.fromkeys(name for record in records for name in record))
     _known("--target", [target], names)
     _known("--text-columns", wanted, names)
-    usable = [name for name in names if name != target and not IN_BRACES & set(name)]
-    columns = [name for name in wanted or usable if name in usable]
-    if not columns:
-        raise UserError("FILE", ", ".join(names), f"a column other than {target}, its name without {{}}[].!:", source)
+    unnamed = [name for name in names if IN_BRACES & {*name}]
+    columns = [name for name in wanted or names if name not in (target, *unnamed)]
+    if not columns or target in unnamed:
+        raise UserError(
+            "FILE", ", ".join(names), f"{target} and a further column without {{}}[].!: in its name", source
+        )
     whole = [{name: _as_text(record.get(name)) for name in (*columns, target)} for record in records]
+    _refuse_targets(whole, target, source)
     rows = [row for row in whole if row[target]]
-    for number, row in enumerate(whole, 1):
+    return Table(columns, _of_numbers(columns, rows), rows, target, _notes(len(whole) - len(rows), target, unnamed))
+
+
+def _notes(lost: int, target: str, unnamed: Sequence[str]) -> list[str]:
+    rows = [f"{lost:,} rows without a {target} are left out"] if lost else []
+    return rows + ([f"columns left out, as a template cannot name them: {', '.join(unnamed)}"] if unnamed else [])
+
+
+def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
+    """Raises `UserError` for targets that are no numbers, too few, or all the same."""
+    for number, row in enumerate(rows, 1):
         if row[target] and as_number(row[target]) is None:
             raise UserError("--target", row[target], f"numbers in the column {target}", f"{source}, record {number}")
-    if len(rows) < LEAST_ROWS:
-        raise UserError("FILE", Said(f"{len(rows)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
-    if len({float(row[target]) for row in rows}) == 1:
-        found = Said(f"{rows[0][target]} in every row")
-        raise UserError("--target", found, f"a column {target} with different numbers", source)
-    notes = [f"{len(whole) - len(rows):,} rows without a {target} are left out"] * (len(rows) < len(whole))
-    left = [name for name in names if IN_BRACES & set(name)]
-    notes += [f"columns left out, as a template cannot name them: {', '.join(left)}"] * bool(left)
-    return Table(columns, _of_numbers(columns, rows), rows, target, notes)
+    found = [as_number(row[target]) for row in rows if row[target]]
+    if len(found) < LEAST_ROWS:
+        raise UserError("FILE", Said(f"{len(found)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
+    if len({*found}) == 1:
+        raise UserError(
+            "--target", Said(f"{found[0]:g} in every row"), f"a column {target} with different numbers", source
+        )
 
 
 class Parts(NamedTuple):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.fit import errors
+from cqwen_dist.tables.fitting import errors
 from cqwen_dist.tables.rows import Table
 
 TRAIN, TEST = np.arange(160), np.arange(160, 200)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cqwen_dist.config import load_config
-from cqwen_dist.tables.settings import LONGEST, Pace, best_transform, choose, config_text
+from cqwen_dist.tables.choices import LONGEST, Pace, best_transform, choose, config_text
 
 PACE = Pace(0.05, 0.15, "fp32", 576)
 NORMAL = np.random.default_rng(0).normal(50.0, 4.0, 1000)

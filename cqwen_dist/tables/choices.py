@@ -103,7 +103,7 @@ def measure_pace(base: str, tokens: int) -> Pace:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """What was chosen. epochs of the LoRA stage: 0: the time does not allow any."""
 
     transform: str
@@ -114,7 +114,7 @@ class Choice:
     lora_minutes: float
 
 
-def choose(values: np.ndarray, tokens: np.ndarray, valid: int, pace: Pace, minutes: float) -> Choice:
+def choose(values: np.ndarray, tokens: np.ndarray, valid: int, pace: Pace, minutes: float) -> Chosen:
     """values [n]: the training rows' targets; tokens [n]: their lengths; valid: rows of an evaluation; minutes: for the
     whole command, about."""
     n = len(values)
@@ -128,7 +128,7 @@ def choose(values: np.ndarray, tokens: np.ndarray, valid: int, pace: Pace, minut
     epochs = min(max(left / epoch, 0.0), 8.0)
     epochs = math.floor(4 * epochs) / 4  # quarters
     heads = min(max(4 * n // batch, 100), 1000)
-    return Choice(best_transform(values), length, batch, heads, epochs, epochs * epoch / 60)
+    return Chosen(best_transform(values), length, batch, heads, epochs, epochs * epoch / 60)
 
 
 def best_transform(values: np.ndarray) -> str:
@@ -146,7 +146,7 @@ def _likelihood(values: np.ndarray) -> float:
     return float(-np.log(math.pi * scale * (1 + ((values - middle) / scale) ** 2)).mean())
 
 
-def config_text(folder: Path, base: str, choice: Choice, pace: Pace, rows: int, seed: int, **data: str) -> str:
+def config_text(folder: Path, base: str, choice: Chosen, pace: Pace, rows: int, seed: int, **data: str) -> str:
     """The config as YAML, with comments. data: prompt, text, target, as `data.prompt_template` and so on."""
     rates = {"rate": 0.012 / pace.hidden}
     lora = ""

@@ -24,8 +24,8 @@ from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import prompts_of, template_of
 from cqwen_dist.run.files import appearing, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
+from cqwen_dist.tables.choices import LONGEST, choose, config_text, measure_pace
 from cqwen_dist.tables.rows import Parts, Table, held_out_rows, read_parts, read_table, split
-from cqwen_dist.tables.settings import LONGEST, choose, config_text, measure_pace
 
 EMPTY = "unknown"  # what stands for an empty cell
 OURS = "CausalQwen"
@@ -33,7 +33,7 @@ REQUEST, CONFIG = "request.json", "fit.yaml"
 
 
 @dataclass(frozen=True)
-class Request:
+class FitRequest:
     """What `cqwen fit` is asked for. template: the prompt, columns in braces; None: a line a column."""
 
     table: str
@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
     prompts: list[str]
 
 
-def prepare(request: Request, folder: Path, say: Callable[[str], None]) -> Prepared:
+def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Prepared:
     """Read and split the table and write fit.yaml, unless the folder holds both already. Raises `UserError`."""
     asked = folder / REQUEST
     if not asked.is_file():
@@ -72,7 +72,7 @@ def prepare(request: Request, folder: Path, say: Callable[[str], None]) -> Prepa
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
 
 
-def _begin(request: Request, beside: Path, folder: Path, say: Callable[[str], None]) -> None:
+def _begin(request: FitRequest, beside: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Choose by table, base and machine, and write the parts and the config of `folder` into `beside`."""
     table = read_table(request.table, request.target, request.text_columns)
     given = None if request.split is None else held_out_rows(request.split, len(table.rows))
