@@ -230,29 +230,31 @@ def predict(
     if out is not None and out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
     quiet_libraries()
-    from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.generate.table import predict_table, prompts_of, read_table
+    from cqwen_dist.api import predict as run
+    from cqwen_dist.generate.table import write_table
     from cqwen_dist.run.files import written_whole
 
-    prompts_of(template, *read_table(table), empty)  # a mistake is refused before the model is read
-    model, tokenizer = load_trained(checkpoint, device)
-    options = {
-        "options": option or (),
-        "reject_below": reject_below,
-        "batch_size": batch_size,
-        "digits": chosen_digits,
-        "within": within,
-        "empty": empty,
-    }
+    rows = run(
+        checkpoint,
+        table,
+        template,
+        options=option or (),
+        reject_below=reject_below,
+        digits=chosen_digits,
+        within=within,
+        empty=empty,
+        batch_size=batch_size,
+        device=device,
+    )
     if out is None:
-        predict_table(model, tokenizer, table, template, sys.stdout, **options)
+        write_table(rows, sys.stdout)
         return
     try:
         with written_whole(out) as beside, beside.open("w", encoding="utf-8", newline="") as file:
-            rows = predict_table(model, tokenizer, table, template, file, **options)
+            write_table(rows, file)
     except OSError as error:
         raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
-    typer.echo(f"{rows} rows to {out}")
+    typer.echo(f"{len(rows)} rows to {out}")
 
 
 def export(

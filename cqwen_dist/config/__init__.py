@@ -4,7 +4,7 @@ from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainC
 from cqwen_dist.config.data import DataConfig, NumberPolicy, refuse_missing
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.config.ranks import refuse_ranks
-from cqwen_dist.config.reading import changed_keys, json_schema, load_config
+from cqwen_dist.config.reading import changed_keys, given_config, json_schema, load_config
 from cqwen_dist.config.schema import Config, FeatureCacheConfig, ParallelConfig, RunConfig, TrainConfig
 from cqwen_dist.config.training import (
     GROUPS,
@@ -41,6 +41,7 @@ __all__ = [
     "Until",
     "UserError",
     "changed_keys",
+    "given_config",
     "json_schema",
     "load_config",
     "refuse_missing",
