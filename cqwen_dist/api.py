@@ -167,21 +167,19 @@ def predict(
     `cqwen predict --help` says. Raises `UserError`, for a template before the model is read.
     """
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.data.from_memory import records
+    from cqwen_dist.data.from_memory import as_rows, records
     from cqwen_dist.generate.table import predict_rows, prompts_of, read_table
 
-    table: list[dict[str, Any]]
+    table: list[Any]
     if isinstance(rows, (str, Path)):
         columns, table = read_table(Path(rows))
     else:
-        table = list(records(rows, "rows"))
-        columns = list(table[0]) if table else []
-        odd = next((i for i, row in enumerate(table, 1) if row.keys() != table[0].keys()), None)
-        if odd is not None:
-            raise UserError(
-                "rows", list(table[odd - 1]), f"the columns of the first: {', '.join(columns)}", f"row {odd}"
-            )
-    prompts = prompts_of(template, columns, table, empty)
+        table = list(as_rows(rows, "rows"))
+        columns = list(table[0]) if table and isinstance(table[0], Mapping) else []
+        for number, row in enumerate(table, 1):
+            if not isinstance(row, Mapping) or list(row) != columns:
+                raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
+    prompts = prompts_of(template, columns, list(records(table, "rows")), empty)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     return list(
         predict_rows(

@@ -128,7 +128,7 @@ def _read(path: Path) -> str:
 
 
 def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> tuple[str, ...]:
-    """Apply one dotted `key=value` to the tree in place; returns the path. given: the value, where the text has none."""
+    """Apply one dotted `key=value` to the tree in place; returns the path. given: the value, where it is not text."""
     key, equals, raw = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or not _printable(text):

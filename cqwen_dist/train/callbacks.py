@@ -80,7 +80,7 @@ class Callbacks:
         """callbacks: none on all ranks but one. stop: this rank's."""
         self._callbacks, self._folder, self._stop = callbacks, folder, stop
         self.total_steps = 0
-        self._reason: str | None = None
+        self.asked: str | None = None  # the reason for which one asked to stop
         self._failure: tuple[str, Exception] | None = None
         self._told = 0  # checkpoints
 
@@ -103,7 +103,7 @@ class Callbacks:
 
     def ask(self, reason: str) -> None:
         """Stop the run, as a signal does."""
-        self._reason = self._reason or reason
+        self.asked = self.asked or reason
         self._stop.reason = self._stop.reason or reason
 
     def agreed(self) -> str | None:
@@ -112,7 +112,7 @@ class Callbacks:
         Raises `CallbackError` on every rank where one failed.
         """
         failure = self._failure and self._failure[0]
-        everyone = gather_objects((failure, self._reason, self._stop.reason))
+        everyone = gather_objects((failure, self.asked, self._stop.reason))
         for failed, _, _ in everyone:
             if failed is not None:
                 raise CallbackError(failed) from (self._failure and self._failure[1])

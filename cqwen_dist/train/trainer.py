@@ -49,6 +49,7 @@ def train(
             leave_deepspeed()
     newest = ended.get("checkpoint")
     checkpoint = None if newest is None else folder / CHECKPOINTS / newest
+    metrics = {name: float(value) for name, value in metrics.items()}
     step, reason = ended.get("step", 0), ended.get("reason")
     return TrainResult(folder, ended["status"], step, metrics, checkpoint, reason, runtime.rank)
 
@@ -159,7 +160,8 @@ class Trainer:
         batches = run.loaders.enter(plan)
         run.cache.enter(plan, step, run.loaders.current)
         self.callbacks.total_steps = run.schedule.total_steps
-        self.callbacks.tell("on_stage_start", step, plan.stage.name)
+        if not self.callbacks.asked:  # else the stop is agreed on before the next step
+            self.callbacks.tell("on_stage_start", step, plan.stage.name)
         return batches
 
     def _take_step(self, plan: StagePlan, step: int, batches: Iterator[list[Batch]]) -> dict[str, Any]:
