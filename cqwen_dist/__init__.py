@@ -1,3 +1,51 @@
-"""cqwen_dist: distributed LoRA fine-tuning of CausalQwen."""
+"""cqwen_dist: distributed LoRA fine-tuning of CausalQwen.
+
+from cqwen_dist import train, evaluate, predict, load  # docs/python.md
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cqwen_dist.api import (
+        Callback,
+        CallbackError,
+        Config,
+        Moment,
+        Stage,
+        Stopped,
+        TrainResult,
+        UserError,
+        evaluate,
+        load,
+        predict,
+        train,
+    )
 
 __version__ = "0.1.0"
+__all__ = [
+    "Callback",
+    "CallbackError",
+    "Config",
+    "Moment",
+    "Stage",
+    "Stopped",
+    "TrainResult",
+    "UserError",
+    "evaluate",
+    "load",
+    "predict",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """These names are read when they are first used: `import cqwen_dist` imports no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from cqwen_dist import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -80,7 +80,7 @@ class Saver:
         self._side = side_group(timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.newest: str | None = None  # the name of the last checkpoint that is whole
+        self.whole: list[str] = []  # names of the checkpoints that have been written, in order
         self._figures: dict[str, float] = {}
 
     def save(self, collect: Callable[[], TrainState], about: About) -> None:
@@ -96,6 +96,11 @@ class Saver:
         if not self._background:
             self.wait()
         self._figures["perf/save_stall_s"] = time.monotonic() - began
+
+    @property
+    def newest(self) -> str | None:
+        """The last checkpoint that is whole."""
+        return self.whole[-1] if self.whole else None
 
     def take(self) -> dict[str, float]:
         """Seconds that saves took since the last call: how long training waited, and the save as a whole."""
@@ -140,7 +145,7 @@ class Saver:
 
     def _write(self, state: TrainState, about: About, began: float) -> None:
         try:
-            self.newest = write_checkpoint(self._run_dir, state, about, self._groups, self._side).name
+            self.whole.append(write_checkpoint(self._run_dir, state, about, self._groups, self._side).name)
             if self._side.rank() == 0:
                 self._prune(about.step)
             self._figures["perf/save_s"] = time.monotonic() - began

@@ -26,15 +26,16 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Held-out metrics of a trained model and of its base model, by deterministic inference."""
-    for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
-        if value is not None and not 0 < value < 1:
-            raise UserError(key, value, "a probability between 0 and 1")
     quiet_libraries()
-    from cqwen_dist.train.evaluation.evaluate_checkpoint import evaluate_checkpoint
-    from cqwen_dist.train.evaluation.evaluator import Decisions
+    from cqwen_dist.api import evaluate as run
 
-    metrics = evaluate_checkpoint(
-        checkpoint, data or None, micro_batch_size, base=base or None, decisions=Decisions(label_set, reject_below)
+    metrics = run(
+        checkpoint,
+        data or None,
+        base=base or None,
+        label_set=label_set,
+        reject_below=reject_below,
+        micro_batch_size=micro_batch_size,
     )
     if as_json:
         print_json(metrics)

@@ -27,23 +27,14 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     end_with_launcher()
     _open_enough_files()
     checked = load_config(config, overrides or [])
-    quiet_libraries()
+    from cqwen_dist.api import train as run
     from cqwen_dist.parallel.collectives import Stopped
     from cqwen_dist.parallel.runtime import launched
-    from cqwen_dist.train.trainer import train as run
 
-    folder = Path(checked.run.dir)
     try:
         run(checked)
-    except UserError:  # nothing was trained
-        raise
     except Stopped:  # a launcher would take any other code for a failure; the run's status.json says what it was
-        _leave_report(folder)
         raise typer.Exit(0 if launched(os.environ) else 75) from None
-    except Exception:
-        _leave_report(folder)
-        raise
-    _leave_report(folder)
 
 
 def launch(
@@ -167,26 +158,3 @@ def _open_enough_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < LEAST_FILES:
         raise UserError("ulimit -n", soft, f"{LEAST_FILES} or more open files")
-
-
-def _leave_report(run: Path) -> None:
-    """report.html in the run's folder, by rank 0. What goes wrong here does not make a failure of a finished run.
-
-    A run that was stopped before its first step has nothing to report, and ends at once.
-    """
-    from cqwen_dist.run.files import METRICS, REPORT
-    from cqwen_dist.run.status import read_status
-
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if not (run / METRICS).is_file():
-        typer.echo(f"{read_status(run)['status']}: {run}")
-        return
-    from cqwen_dist.report.html import write_report
-
-    try:
-        page = write_report([run], run / REPORT)
-    except Exception as error:
-        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
-    else:
-        typer.echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")

@@ -211,7 +211,9 @@ def _plot(path: Path, prompt: str, mode: str, written: list[Any]) -> None:
 def predict(
     checkpoint: Checkpoint,
     table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV file with a header.")],
-    template: Annotated[str, typer.Option(help='The prompt of a row, columns in braces: "age {age}: score was".')],
+    template: Annotated[
+        str | None, typer.Option(help='The prompt of a row, "age {age}: score was"; default: as the run learnt it.')
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; default: stdout.")] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="Choose among these texts instead of a number; repeat it.")
@@ -231,30 +233,32 @@ def predict(
     if out is not None and out.exists():
         raise UserError("--out", str(out), "a file that does not exist yet")
     quiet_libraries()
-    from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.generate.table import predict_table, prompts_of, read_table
+    from cqwen_dist.api import predict as run
+    from cqwen_dist.generate.table import write_table
     from cqwen_dist.run.files import written_whole
 
-    prompts_of(template, *read_table(table, decimal_comma), empty)  # a mistake is refused before the model is read
-    model, tokenizer = load_trained(checkpoint, device)
-    options = {
-        "options": option or (),
-        "reject_below": reject_below,
-        "batch_size": batch_size,
-        "digits": chosen_digits,
-        "within": within,
-        "empty": empty,
-        "decimal_comma": decimal_comma,
-    }
+    rows = run(
+        checkpoint,
+        table,
+        template,
+        options=option or (),
+        reject_below=reject_below,
+        digits=chosen_digits,
+        within=within,
+        empty=empty,
+        decimal_comma=decimal_comma,
+        batch_size=batch_size,
+        device=device,
+    )
     if out is None:
-        predict_table(model, tokenizer, table, template, sys.stdout, **options)
+        write_table(rows, sys.stdout)
         return
     try:
         with written_whole(out) as beside, beside.open("w", encoding="utf-8", newline="") as file:
-            rows = predict_table(model, tokenizer, table, template, file, **options)
+            write_table(rows, file)
     except OSError as error:
         raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
-    typer.echo(f"{rows} rows to {out}")
+    typer.echo(f"{len(rows)} rows to {out}")
 
 
 def export(

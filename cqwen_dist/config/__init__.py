@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainConfig
     from cqwen_dist.config.data import DataConfig, NumberPolicy, source_files
     from cqwen_dist.config.ranks import refuse_ranks
-    from cqwen_dist.config.reading import changed_keys, json_schema, load_config
+    from cqwen_dist.config.reading import changed_keys, given_config, json_schema, load_config
     from cqwen_dist.config.schema import Config, FeatureCacheConfig, ParallelConfig, RunConfig, TrainConfig
     from cqwen_dist.config.training import (
         GROUPS,
@@ -46,6 +46,7 @@ __all__ = [
     "Until",
     "UserError",
     "changed_keys",
+    "given_config",
     "json_schema",
     "load_config",
     "refuse_ranks",

@@ -9,7 +9,9 @@ Editors complete the keys: `cqwen config schema > cqwen.schema.json`, and as the
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -48,7 +50,7 @@ RESUMABLE = (
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config, apply dotted overrides, validate. Raises `UserError`; reads only."""
     try:
         tree, lines = yaml_text.parse(_read(Path(path)))
@@ -58,12 +60,40 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if not isinstance(tree, dict):
         found = "no content" if tree is None else tree
         raise UserError("config", found, f"a mapping with {', '.join(Config.model_fields)}", str(path))
-    overridden = {_override(tree, text): text for text in overrides}
+    return _validated(tree, lines, str(path), {_override(tree, text): text for text in overrides})
+
+
+def given_config(given: Config | Mapping[str, Any] | str | Path, overrides: Mapping[str, Any]) -> Config:
+    """A config out of Python: a file's path, a `Config`, or a dict of plain values and sections such as `Stage`.
+
+    overrides: by dotted key. Raises `UserError`.
+    """
+    if isinstance(given, (str, Path)):
+        given = load_config(given)
+    tree = _plain(given)
+    if not isinstance(tree, dict):
+        raise UserError("config", given, "a path, a dict, or a cqwen_dist.Config")
+    return _validated(tree, {}, "", {_override(tree, f"{key}=", (_plain(overrides[key]),)): key for key in overrides})
+
+
+def _plain(value: Any) -> Any:
+    """Sections as dicts, paths as text."""
+    if isinstance(value, Section):
+        return value.model_dump()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overridden: Mapping[Any, str]) -> Config:
+    """lines: of the file `path`, by key; overridden: keys with the overrides that set them."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         key, found, allowed = explain(error, tree)
-        where = str(path)
+        where = path
         for end in range(len(key), 0, -1):
             if key[:end] in overridden:
                 where = _where(overridden[key[:end]])
@@ -77,7 +107,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
                 break
         raise UserError(".".join(key), found, allowed, where) from None
     except RecursionError:
-        raise UserError("config", Said("values nested too deep"), "a few levels", str(path)) from None
+        raise UserError("config", Said("values nested too deep"), "a few levels", path) from None
 
 
 def _read(path: Path) -> str:
@@ -97,8 +127,8 @@ def _read(path: Path) -> str:
         raise UserError("config", Said(f"byte 0x{data[error.start]:02x}"), "UTF-8 text", f"line {line}") from None
 
 
-def _override(tree: dict[str, Any], text: str) -> tuple[str, ...]:
-    """Apply one dotted `key=value` to the tree in place; returns the path."""
+def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> tuple[str, ...]:
+    """Apply one dotted `key=value` to the tree in place; returns the path. given: the value, where it is not text."""
     key, equals, raw = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or not _printable(text):
@@ -115,7 +145,7 @@ def _override(tree: dict[str, Any], text: str) -> tuple[str, ...]:
         elif not isinstance(at, dict):
             raise UserError(".".join(above), at, f"a list or section, to set {part} in it", _where(text))
         if depth == len(path) - 1:
-            at[index] = _override_value(path, raw, text)
+            at[index] = given[0] if given else _override_value(path, raw, text)
         elif isinstance(at, dict) and at.get(index) is None:
             at[index] = _default_at((*above, part))
         at = at[index]
@@ -153,6 +183,7 @@ def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
 
 
 def _where(text: str) -> str:
+    text = text.removesuffix("=")
     return f"override {text}" if len(text) <= 80 else f"override {text[:77]}..."
 
 

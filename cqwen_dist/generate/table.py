@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import string
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,9 +55,9 @@ def read_table(path: Path, decimal_comma: bool = False) -> tuple[list[str], list
 
 
 def prompts_of(
-    template: str, columns: Sequence[str], rows: Sequence[dict[str, str]], empty: str | None = None
+    template: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], empty: str | None = None
 ) -> list[str]:
-    """The template, such as "age {age}, bmi {bmi}: score", filled with each row's cells as they stand.
+    """The template, such as "age {age}, bmi {bmi}: score", filled with each row's cells as they stand; None is empty.
 
     empty: what stands for an empty cell, as data.empty_cell in training. Raises `UserError` for a name that is no
     column, a template that is the same for every row, and an empty cell without `empty`.
@@ -75,23 +74,28 @@ def prompts_of(
     return ["".join(text + cell for text, cell in pieces) for pieces in filled]
 
 
-def template_of(data: DataConfig) -> str | None:
-    """The prompt of a row as a run learnt it: what stands in front of data.target_field; None: it learnt no table."""
+def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
+    """The prompt of a row as a run learnt it: what stands in front of data.target_field; None: it learnt no table.
+
+    columns: of the table whose rows are to be filled in, for a template that says {*}.
+    """
     if data.target_field is None:
         return None
-    before = (data.text_template or "").partition(f"{{{data.target_field}}}")[0]
-    return (data.prompt_template or "") + before
+    template = (data.prompt_template or "") + (data.text_template or "").partition(f"{{{data.target_field}}}")[0]
+    others = [name for name in columns if name != data.target_field and f"{{{name}}}" not in template]
+    return template.replace("{*}", "".join(f"{name}: {{{name}}}\n" for name in others))
 
 
 def _filled(
-    parts: list[tuple[str, str | None]], row: dict[str, str], number: int, empty: str | None
+    parts: list[tuple[str, str | None]], row: Mapping[str, Any], number: int, empty: str | None
 ) -> Iterator[tuple[str, str]]:
     """The template's texts, each with the cell behind it."""
     for text, name in parts:
-        if name is not None and not row[name] and empty is None:
+        cell = "" if name is None or row[name] is None else str(row[name])
+        if name is not None and not cell and empty is None:
             found = Said(f"row {number} with an empty cell in the column {name}")
             raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
-        yield text, "" if name is None else row[name] or empty or ""
+        yield text, "" if name is None else cell or empty or ""
 
 
 def predict_numbers(
@@ -102,10 +106,10 @@ def predict_numbers(
     batch_size: int = 16,
     digits: Digits = "auto",
     within: int = 8,
-) -> Iterator[dict[str, float | str]]:
+) -> Iterator[dict[str, float | str | None]]:
     """The first number that the model writes behind each prompt (mode standard) as `number_columns`: loc_Y, its
     intervals (recalibrated where the model holds the factors) and P(<NUM>) there. A model may write words first, and be
-    it a blank: so many tokens at most, `within`. Where it writes no number the cells are empty, but for the largest
+    it a blank: so many tokens at most, `within`. Where it writes no number they are None, but for the largest
     P(<NUM>) that was seen. model: a `CausalQwenForCausalLM`.
 
     digits: of the predicted value ("auto": what its 50 % interval leaves). Raises `UserError`.
@@ -133,7 +137,7 @@ def predict_numbers(
             record = numbers.record(row, at, digits)
             if record is None:
                 seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
-                yield {**dict.fromkeys(number_columns(model), ""), "p_num": float(f"{seen:.6g}")}
+                yield {**dict.fromkeys(number_columns(model)), "p_num": float(f"{seen:.6g}")}
                 continue
             told: list[float | str] = [record.written, *_ends(record.intervals), float(f"{record.p_num:.6g}")]
             told += [] if record.type is None else [record.type]
@@ -147,41 +151,38 @@ def _ends(intervals: dict[str, tuple[float, float]]) -> list[float]:
     return [float(f"{end:.6g}") for level in LEVELS for end in intervals[f"{level:g}"]]
 
 
-def predict_table(
+def predict_rows(
     model: Any,
     tokenizer: Tokenizer,
-    path: Path,
-    template: str,
-    out: TextIO,
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str],
     *,
     options: Sequence[str] = (),
     reject_below: float = 0.0,
     batch_size: int = 16,
     digits: Digits = "auto",
     within: int = 8,
-    empty: str | None = None,
-    decimal_comma: bool = False,
-) -> int:
-    """Write the table with its new columns as CSV; returns its rows.
+) -> Iterator[dict[str, Any]]:
+    """The rows with their new columns. prompts: of each (`prompts_of`).
 
-    options: choose one of these texts for each row instead (columns `chosen`, empty where none reaches reject_below,
+    options: choose one of these texts for each row instead (columns `chosen`, None where none reaches reject_below,
     and `p OPTION`). Raises `UserError`, also where the table has one of the new columns already.
     """
-    columns, rows = read_table(path, decimal_comma)
-    prompts = prompts_of(template, columns, rows, empty)
     added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model)
-    taken = [name for name in added if name in columns]
+    taken = [name for name in added if rows and name in rows[0]]
     if taken:
-        raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'", str(path))
+        raise UserError("FILE", f"a column {taken[0]}", "other names than the new columns'")
     found: Iterator[dict[str, Any]]
     if options:
         chosen = choose(model, tokenizer, prompts, options, reject_below)
-        found = ({CHOICE: c.option or "", **{f"p {o}": f"{p:.6g}" for o, p in c.p.items()}} for c in chosen)
+        found = ({CHOICE: c.option, **{f"p {o}": float(f"{p:.6g}") for o, p in c.p.items()}} for c in chosen)
     else:
         found = predict_numbers(model, tokenizer, prompts, batch_size=batch_size, digits=digits, within=within)
-    whole = ({**row, **new} for row, new in zip(rows, found, strict=True))
-    first = list(islice(whole, 1))  # whose making refuses wrong options, before a word is written
-    writer = csv.DictWriter(out, [*columns, *added], lineterminator="\n")
+    return ({**row, **new} for row, new in zip(rows, found, strict=True))
+
+
+def write_table(rows: Sequence[Mapping[str, Any]], out: TextIO) -> None:
+    """As CSV; None is an empty cell."""
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(chain(first, whole))
-    return len(rows)
+    writer.writerows(rows)

@@ -22,6 +22,9 @@ from transformers.utils import ModelOutput, logging
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import numeral_ids
+from cqwen_dist.config.errors import Said
+from cqwen_dist.data.from_memory import text_batches
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
 from cqwen_dist.model.abduction import AbductionNetwork
@@ -33,7 +36,7 @@ from cqwen_dist.model.backbone import (
     tokenizer_beside,
     tokenizer_rows,
 )
-from cqwen_dist.model.calibration import calibrate
+from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.lora import merge_lora
@@ -119,18 +122,30 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     def from_base(
         cls,
         name_or_path: str,
-        start: str = "seed",
+        start: str | None = None,
         num_token_id: int | None = None,
         calibration_batches: Iterable[Batch] | None = None,
+        texts: Iterable[str] | None = None,
         **options: Any,
     ) -> CausalQwenForCausalLM:
         """A base model turned causal (seed S3 section 4).
 
-        start: "seed", "seed-100", or "calibrated" (then calibration_batches are needed). num_token_id: default
+        texts: some of those that it is to be trained on, in random order; with them it starts calibrated, as a run
+        does: so many are read as make about 4,000 tokens, by the base's own tokenizer, and their numbers give the unit.
+        start: "calibrated" (the default with texts, or with calibration_batches instead), "seed" (the default without,
+        with a warning: the first loss is then in the hundreds or thousands), or "seed-100". num_token_id: default
         len(tokenizer) of the model's tokenizer, or the last row without one. options: of
         `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). The calibrated start makes <NUM>'s rows from
         the digits' unless num_row_init is given. Raises `UserError`.
         """
+        given = texts is not None or calibration_batches is not None
+        start = start or ("calibrated" if given else "seed")
+        if texts is not None and (calibration_batches is not None or start != "calibrated"):
+            raise UserError("texts", Said(f"texts with start {start}"), "start calibrated, and no calibration_batches")
+        if start == "seed" and not given:
+            logger.warning(
+                "from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them"
+            )
         used = tokenizer_rows(name_or_path)
         if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
             found = tokenizer_beside(name_or_path)
@@ -140,12 +155,19 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
         if num_token_id is None:
             num_token_id = base.config.vocab_size - 1 if used is None else used
+        if texts is not None:
+            tokenizer = NumericalAwareTokenizer.from_pretrained(name_or_path, num_token_id)
+            calibration_batches, unit = text_batches(
+                texts, tokenizer, base.config.max_position_embeddings, LEVEL_TOKENS
+            )
+            options = {"number_dims": 8, "target": unit, **options}
         options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))
         model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options)
         if start == "calibrated":
             if calibration_batches is None:
-                raise UserError("calibration_batches", "no batches", "batches of text for the calibrated start")
-            calibrate(model, calibration_batches, numerals=options.get("numerals", ()))
+                raise UserError("texts", "no texts", "texts, or calibration_batches, for the calibrated start")
+            batches = list(calibration_batches)
+            calibrate(model, batches, numerals=options.get("numerals", ()), fit_batches=batches)
         causal = cls(model.config, model)
         if base.generation_config is not None:
             causal.generation_config = base.generation_config

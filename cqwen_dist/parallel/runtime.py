@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,36 +90,70 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None) -> Iterator[Runtime]:
-    """Bring the process group up, yield the `Runtime`, take it down again.
+def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False) -> Iterator[Runtime]:
+    """Bring the process group up, yield the `Runtime`, take it down again; a group that is up already is used.
 
     gloo on CPU, nccl on GPUs. A single process without a launcher gets a group of one, so that there is one
     path through the code. The group is always destroyed: without that, gloo may abort after a success.
-    stop: the flag that the process's signals set, where they do.
+    stop: the flag that the process's signals set, where they do. alone: a group of one under a launcher too.
     """
     rank, world, local_rank = find_ranks(os.environ)
     device = pick_device(local_rank)
+    if dist.is_initialized():
+        if alone and dist.get_world_size() > 1:
+            raise UserError(
+                "ranks", f"a process group of {dist.get_world_size()} that is up", "it after that has ended"
+            )
+        yield Runtime(dist.get_rank(), dist.get_world_size(), local_rank, device, timeout_s, stop or StopFlag())
+        return
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # unset, `import deepspeed` prints to stdout
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    alone = "MASTER_ADDR" not in os.environ
     if alone:
+        rank, world = 0, 1
+    limit = timedelta(seconds=timeout_s)
+    with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, local_rank, limit) as store:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )
+        try:
+            yield Runtime(rank, world, local_rank, device, timeout_s, stop or StopFlag())
+        finally:
+            dist.destroy_process_group()
+
+
+_groups = count()
+
+
+@contextmanager
+def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -> Iterator[Any]:
+    """The store in which the ranks find each other, and what DeepSpeed reads in the environment.
+
+    Under a launcher it is one for the life of the process, with names of its own for each group: torchrun's own store
+    keeps the addresses of the last one.
+    """
+    own = "MASTER_ADDR" not in os.environ
+    if own:
         if world > 1:
             raise RuntimeError(f"{world} ranks but no MASTER_ADDR in the environment: start them with `cqwen launch`")
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free_port())
     for name, value in zip(_LAUNCHERS[0], (rank, world, local_rank), strict=True):
-        os.environ[name] = str(value)  # what DeepSpeed reads
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+        os.environ[name] = str(value)
     try:
-        yield Runtime(rank, world, local_rank, device, timeout_s, stop or StopFlag())
+        store = dist.HashStore() if own else dist.PrefixStore(f"cqwen-{next(_groups)}", _launchers_store(rank, world))
+        store.set_timeout(timeout)
+        yield store
     finally:
-        dist.destroy_process_group()
-        if alone:
+        if own:
             for name in ("MASTER_ADDR", "MASTER_PORT", *_LAUNCHERS[0]):
                 os.environ.pop(name, None)
+
+
+@cache
+def _launchers_store(rank: int, world: int) -> Any:
+    return next(iter(dist.rendezvous("env://", rank, world)))[0]

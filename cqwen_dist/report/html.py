@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cqwen_dist import __version__
@@ -16,7 +18,8 @@ from cqwen_dist.report.charts import GLANCE, TILES, Chart, sections, watched_nam
 from cqwen_dist.report.console import finite
 from cqwen_dist.report.diagnosis import diagnose
 from cqwen_dist.report.run_data import RunData, read_run
-from cqwen_dist.run.files import write_atomically
+from cqwen_dist.run.files import METRICS, REPORT, write_atomically
+from cqwen_dist.run.status import read_status
 
 PAGE = Path(__file__).parent / "page"
 
@@ -27,6 +30,23 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, render(runs))
     return out
+
+
+def leave_report(run: Path) -> None:
+    """report.html in the run's folder, by rank 0, and a line that says so. What goes wrong here does not make a failure
+    of a finished run. A run that was stopped before its first step has nothing to report, and ends at once.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if not (run / METRICS).is_file():
+        typer.echo(f"{read_status(run)['status']}: {run}")
+        return
+    try:
+        page = write_report([run], run / REPORT)
+    except Exception as error:
+        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
+    else:
+        typer.echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
 
 
 def render(runs: Sequence[RunData]) -> str:

@@ -68,7 +68,7 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
         allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
         raise UserError("--out", str(folder), allowed)
     table, parts = read_parts(folder / "table")
-    template = template_of(load_config(folder / CONFIG).data) or ""
+    template = template_of(load_config(folder / CONFIG).data, table.columns) or ""
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
 
 

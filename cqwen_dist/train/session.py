@@ -22,9 +22,12 @@ from cqwen_dist.train.telemetry.progress import Progress
 
 
 @contextmanager
-def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
+def open_session(
+    config: Config, runtime: Runtime, write_inputs: Callable[[], None] = lambda: None
+) -> Iterator[RunStatus]:
     """Open and lock the run's folder for as long as the context lasts. Collective over the world.
 
+    write_inputs: called by rank 0 when the folder is this run's, before anything is read.
     status.json says how it ends: `preempted` for `Stopped`, else by the failure's cause (`train.causes`). A disk's
     failure is raised as `DiskError`.
     """
@@ -34,6 +37,7 @@ def open_session(config: Config, runtime: Runtime) -> Iterator[RunStatus]:
         def hold() -> None:
             say = Progress(0, 0).say
             open_run(config, lambda: held.enter_context(run_lock(folder)), say)
+            write_inputs()
 
         main_rank_first(hold)
         held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s))

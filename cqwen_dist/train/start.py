@@ -23,6 +23,7 @@ from cqwen_dist.train.session import check_best_metric
 from cqwen_dist.train.state import Place, restore, row_range
 from cqwen_dist.train.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.train.telemetry.metrics import MetricsLog
+from cqwen_dist.train.telemetry.writers import Writer
 from cqwen_dist.train.warm_start import read_warm_start
 
 CALIBRATION_TOKENS = 512  # of all ranks together
@@ -37,14 +38,15 @@ def begin(run: Run) -> Place:
     return place
 
 
-def open_log(run: Run, place: Place) -> MetricsLog:
-    """The metrics' files and watchers; what was logged after the place (and is done again) is dropped. Rank 0 alone."""
+def open_log(run: Run, place: Place, *further: Writer) -> MetricsLog:
+    """The metrics' files and watchers, and further writers. What was logged after the place (and is done again) is
+    dropped. Rank 0 alone."""
     words = run.stepper.used_rows or run.model.config.vocab_size
     alarms = Alarms.of(run.config.loss, words, run.evaluations.base_accuracy, run.config.start == "calibrated")
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
     everything = run.config.model_dump(mode="json")
-    log = MetricsLog(run.folder, run.config.run, everything, logged, alarms, run.progress.say)
+    log = MetricsLog(run.folder, run.config.run, everything, logged, alarms, run.progress.say, further)
     if place.exchanged:
         names = ", ".join(KEYS[name] for name in place.exchanged)
         log.alarm(Alarm(place.step, "exchanged-inputs", f"goes on with another {names}, as run.accept allows"))

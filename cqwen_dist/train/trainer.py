@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +15,10 @@ from cqwen_dist.config import Config
 from cqwen_dist.parallel.collectives import Stopped, main_rank_says
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
-from cqwen_dist.run.files import METRICS
+from cqwen_dist.run.files import CHECKPOINTS, METRICS
 from cqwen_dist.run.status import RunStatus, read_status
 from cqwen_dist.train.assembly import Run, build_run
+from cqwen_dist.train.callbacks import Callback, Callbacks, TrainResult
 from cqwen_dist.train.replicas import RanksDiffer
 from cqwen_dist.train.session import open_session
 from cqwen_dist.train.stages import StagePlan
@@ -27,25 +29,44 @@ from cqwen_dist.train.telemetry.metrics import MetricsLog
 from cqwen_dist.train.telemetry.perf import Clock, of_model
 from cqwen_dist.train.telemetry.writers import MetricsFile
 from cqwen_dist.train.zero.engine import NonFiniteStep
+from cqwen_dist.train.zero.partitioned_base import leave_deepspeed
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Train, or go on, or find that it was done before. One call on every rank; returns the last evaluation's metrics.
+def train(
+    config: Config, callbacks: Sequence[Callback] = (), write_inputs: Callable[[], None] = lambda: None
+) -> TrainResult:
+    """Train, or go on, or find that it was done before. One call on every rank.
 
-    Raises `UserError` on every rank alike where the input is wrong, and `Stopped` where the run was told to stop and
-    can be gone on with.
+    write_inputs: `open_session`'s. Raises `UserError` on every rank alike where the input is wrong, and `Stopped` where
+    a signal told the run to stop, which can be gone on with.
     """
     with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
-        return train_on(config, runtime)
+        try:
+            metrics = train_on(config, runtime, callbacks, write_inputs)
+            folder = Path(config.run.dir)
+            ended = main_rank_says(lambda: read_status(folder))
+        finally:
+            leave_deepspeed()
+    newest = ended.get("checkpoint")
+    checkpoint = None if newest is None else folder / CHECKPOINTS / newest
+    metrics = {name: float(value) for name, value in metrics.items()}
+    step, reason = ended.get("step", 0), ended.get("reason")
+    return TrainResult(folder, ended["status"], step, metrics, checkpoint, reason, runtime.rank)
 
 
-def train_on(config: Config, runtime: Runtime) -> dict[str, Any]:
-    """`train` in a process group that is up."""
-    with open_session(config, runtime) as status:
+def train_on(
+    config: Config,
+    runtime: Runtime,
+    callbacks: Sequence[Callback] = (),
+    write_inputs: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """`train` in a process group that is up; returns the last evaluation's metrics."""
+    with open_session(config, runtime, write_inputs) as status:
         with runtime.stop.interruptible():  # nothing is lost yet
             run = build_run(config, runtime)
+        told = Callbacks(callbacks if runtime.is_main else (), run.folder, runtime.stop)
         try:
-            return Trainer(run, status).train()
+            return Trainer(run, status, told).train()
         finally:
             run.progress.close()
 
@@ -53,9 +74,9 @@ def train_on(config: Config, runtime: Runtime) -> dict[str, Any]:
 class Trainer:
     """Trains a run, on one rank, from where it is to its end."""
 
-    def __init__(self, run: Run, status: RunStatus) -> None:
+    def __init__(self, run: Run, status: RunStatus, callbacks: Callbacks) -> None:
         config, runtime = run.config, run.runtime
-        self.run, self.status = run, status
+        self.run, self.status, self.callbacks = run, status, callbacks
         self.place = Place()
         self.saved_step = 0
         self.log: MetricsLog | None = None  # of rank 0
@@ -73,16 +94,20 @@ class Trainer:
         self.saved_step = self.place.step
         if self.place.step >= run.schedule.total_steps:
             return self._already_done()
-        if run.runtime.is_main:
-            self.log = open_log(run, self.place)
+        self._open_log()
         self._tell_status()
         self.status.write(status="running")
+        reason = None
         try:
+            if self.place.step == 0 and self.place.figures:
+                self.callbacks.tell("on_evaluation", 0, self.place.stage, self.place.figures)
             while not self._take_steps():
                 pass
         except Stopped:
             self._save_on_stop()
-            raise
+            reason = self.callbacks.agreed()
+            if reason is None:
+                raise
         finally:  # a run that fails has logged every step that it took
             run.loaders.close()
             run.saver.close()
@@ -90,8 +115,10 @@ class Trainer:
                 self.log.close()
         run.saver.wait()
         run.cache.close()
+        self._tell_checkpoints()
+        self.callbacks.agreed()
         ended = "done" if self.place.step >= run.schedule.total_steps else "paused"
-        self.status.write(status=ended, eta_s=0, checkpoint=run.saver.newest)
+        self.status.write(status=ended, eta_s=0, checkpoint=run.saver.newest, reason=reason)
         return self.place.figures
 
     def _take_steps(self) -> bool:
@@ -132,6 +159,9 @@ class Trainer:
         run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
         batches = run.loaders.enter(plan)
         run.cache.enter(plan, step, run.loaders.current)
+        self.callbacks.total_steps = run.schedule.total_steps
+        if not self.callbacks.asked:  # else the stop is agreed on before the next step
+            self.callbacks.tell("on_stage_start", step, plan.stage.name)
         return batches
 
     def _take_step(self, plan: StagePlan, step: int, batches: Iterator[list[Batch]]) -> dict[str, Any]:
@@ -190,6 +220,18 @@ class Trainer:
             if self.log is not None:
                 self.log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
             self._save()
+        self._tell_checkpoints()
+        if at_end:
+            self.callbacks.tell("on_stage_end", step, self.place.stage)
+
+    def _open_log(self) -> None:
+        if self.run.runtime.is_main:
+            self.callbacks.total_steps = self.run.schedule.total_steps
+            self.log = open_log(self.run, self.place, self.callbacks)
+
+    def _tell_checkpoints(self) -> None:
+        saver = self.run.saver
+        self.callbacks.checkpoints(self.place.step, self.place.stage, self.run.folder / CHECKPOINTS, saver.whole)
 
     def _go_back(self, found: RanksDiffer) -> None:
         """Copies differ: go back to the last checkpoint, once, to learn whether it happens again.
@@ -208,8 +250,7 @@ class Trainer:
             self.log.close()
         self.place = restore(run, folder)
         self.saved_step = self.place.step
-        if run.runtime.is_main:
-            self.log = open_log(run, self.place)
+        self._open_log()
         self._tell(f"after step {found.step}: {found}; the steps after {self.place.step} are taken again")
 
     def _judge(self, step: int, hashes: Tensor | None) -> None:
@@ -231,6 +272,9 @@ class Trainer:
         metrics = evaluations(step, self.place.stage)
         if self.log is not None:
             self.log.add(metrics)
+            self.log.flush()  # they are on the host: an evaluation has waited for this step
+        if metrics:
+            self.callbacks.tell("on_evaluation", step, self.place.stage, metrics)
         if shown := evaluations.shown(metrics):
             self.run.progress.say(f"  evaluation at step {step}: {shown}")
         return metrics
@@ -247,6 +291,8 @@ class Trainer:
     def _save_on_stop(self) -> None:
         self.run.saver.wait()  # raises what stopped the run where that was a save
         self.run.progress.say("told to stop: saving")
+        if self.log is not None:
+            self.log.flush()
         if self.place.step > self.saved_step:
             self.run.replicas.check(self.place.step, due=True)
             self._save()

@@ -12,10 +12,11 @@ import pytest
 import torch
 from support.exported import tiny_pair
 
+from cqwen_dist.api import predict
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, predict_table, prompts_of, read_table
+from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, prompts_of, read_table, write_table
 
 TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
 TEMPLATE = "{item} costs {amount} and bread costs"
@@ -60,7 +61,7 @@ def test_a_table_is_cut_as_its_header_says(tmp_path: Path) -> None:
 def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None:
     model, tokenizer = pair
     out = io.StringIO()
-    assert predict_table(model, tokenizer, table, TEMPLATE, out, digits=17, batch_size=2) == 3
+    write_table(predict(pair, table, TEMPLATE, digits=17, batch_size=2), out)
     written = list(csv.DictReader(io.StringIO(out.getvalue())))
     assert list(written[0]) == ["item", "amount", "note", *NUMBER_COLUMNS]
     assert [row["note"] for row in written] == ["a, b", "", "{z}"]
@@ -79,7 +80,7 @@ def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None
     assert any(row["predicted"] for row in written)
     one_by_one = list(predict_numbers(model, tokenizer, prompts, batch_size=1, digits=17))
     for alone, row in zip(one_by_one, written, strict=True):
-        assert str(alone["predicted"])[:6] == row["predicted"][:6]
+        assert str(alone["predicted"] or "")[:6] == row["predicted"][:6]
 
 
 def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair) -> None:
@@ -87,7 +88,7 @@ def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair
     with torch.no_grad():
         model.model.action.threshold[tokenizer.num_token_id] = 60.0
     (row,) = predict_numbers(model, tokenizer, ["tea costs"])
-    assert row["predicted"] == row["low_90"] == ""
+    assert row["predicted"] is row["low_90"] is None
     assert 0.0 < row["p_num"] < 0.1
 
 
@@ -105,11 +106,9 @@ def test_choices_and_rejection(pair, table: Path) -> None:
     prompts = prompts_of(TEMPLATE, *read_table(table))
     expected = choose(model, tokenizer, prompts, options)
     for limit in (0.0, 1.0):
-        out = io.StringIO()
-        predict_table(model, tokenizer, table, TEMPLATE, out, options=options, reject_below=limit)
-        written = list(csv.DictReader(io.StringIO(out.getvalue())))
-        assert [row["chosen"] for row in written] == [(c.option if limit == 0.0 else "") for c in expected]
-        assert float(written[0]["p  and"]) == pytest.approx(expected[0].p[" and"], rel=1e-4)
+        written = predict(pair, table, TEMPLATE, options=options, reject_below=limit)
+        assert [row["chosen"] for row in written] == [(c.option if limit == 0.0 else None) for c in expected]
+        assert written[0]["p  and"] == pytest.approx(expected[0].p[" and"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +128,13 @@ def test_what_is_refused(pair, tmp_path: Path, text: str, template: str, match: 
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(UserError, match=match):
-        predict_table(*pair, path, template, io.StringIO())
+        predict(pair, path, template)
 
 
 @pytest.mark.parametrize("wrong", [{"options": ["x", "x"]}, {"options": ["x"], "reject_below": 3.0}, {"digits": 99}])
-def test_a_wrong_option_writes_no_word(pair, table: Path, wrong: dict[str, Any]) -> None:
-    out = io.StringIO()
+def test_a_wrong_option_is_refused(pair, table: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError):
-        predict_table(*pair, table, TEMPLATE, out, **wrong)
-    assert out.getvalue() == ""
+        predict(pair, table, TEMPLATE, **wrong)
 
 
 def test_files_that_are_not_tables(pair, tmp_path: Path) -> None:

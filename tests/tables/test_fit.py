@@ -68,6 +68,16 @@ def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, lis
     assert "very same command" in other.stderr
 
 
+def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tuple[Path, list[object]]) -> None:
+    out, _ = fitted
+    done = cqwen_forked("predict", out / "run", out / "table" / "test.csv")
+    assert done.returncode == 0, done.stderr
+    with (out / "predicted.csv").open(encoding="utf-8") as file:
+        before = list(csv.DictReader(file))
+    for row, same in zip(csv.DictReader(done.stdout.splitlines()), before, strict=True):
+        assert float(row["low_90"]) == pytest.approx(float(same["low_90"]), rel=1e-4)  # other rows share the batch
+
+
 @pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--minutes", "0"], ["--base", "nowhere/none"]])
 def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: list[str]) -> None:
     table = write_table(tmp_path / "people.csv")

@@ -33,6 +33,7 @@ NAMES = {
     "utils/tensor_fragment.py:tensor_fragment": ("get_hp_fragment_address", "lp_fragment_address"),
     "utils/tensor_fragment.py:fragment_address": ("start", "numel"),
     "ops/__init__.py": ("__compatible_ops__",),
+    "utils/groups.py": ("_WORLD_GROUP",),
 }
 
 

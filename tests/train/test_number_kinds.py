@@ -1,7 +1,6 @@
 """Numbers of several types and numbers with several values (S4 4.7), from a table to predictions, over two ranks."""
 
 import csv
-import io
 import random
 from pathlib import Path
 
@@ -11,12 +10,13 @@ from support.exported import tiny_pair
 from support.numerics import assert_close
 from support.runs import losses, metrics, train_run, write_config
 
+from cqwen_dist.api import predict
 from cqwen_dist.checkpoint.export import export, load_trained
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.generate.continuation import continue_text
-from cqwen_dist.generate.table import NUMBER_COLUMNS, number_columns, predict_table
+from cqwen_dist.generate.table import NUMBER_COLUMNS, number_columns
 from cqwen_dist.train.number_labels import number_labels
 
 KINDS = {
@@ -91,9 +91,7 @@ def test_from_a_table_to_predictions(tmp_path: Path, kind: str) -> None:
         u = model.model.infer(torch.tensor([ids]), torch.tensor([values], dtype=torch.float64))
         u_prime = action.add_noise(u)
         by_hand = model.model.target.inverse(action.values(u_prime).loc[0, -1].double())
-    out = io.StringIO()
-    predict_table(exported, tokenizer, tmp_path / "table.csv", "{item} costs {box} or", out, within=1)
-    (row, *_) = csv.DictReader(io.StringIO(out.getvalue()))
+    row = predict((exported, tokenizer), tmp_path / "table.csv", "{item} costs {box} or", within=1)[0]
     assert set(row) == {"item", "price", "age", "box", "high", *number_columns(model)}
     if kind == "types":
         likely = int(action.type_scores(u_prime).sf(0.0)[0, -1].argmax())
@@ -104,7 +102,7 @@ def test_from_a_table_to_predictions(tmp_path: Path, kind: str) -> None:
     else:
         assert_close(torch.tensor(number["value"]), by_hand[0].float(), 1e-4)
         assert_close(torch.tensor(number["more"]["high"]["value"]), by_hand[1].float(), 1e-4)
-        assert float(row["low_90_high"]) < float(row["predicted_high"]) < float(row["high_90_high"])
+        assert row["low_90_high"] < row["predicted_high"] < row["high_90_high"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

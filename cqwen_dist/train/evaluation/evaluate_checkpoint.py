@@ -52,7 +52,7 @@ def evaluate_checkpoint(
     base = base or source.base
     model, tokenizer = load_trained(path)
     dataset = _dataset(source.config, data, tokenizer)
-    with distributed() as runtime:
+    with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(

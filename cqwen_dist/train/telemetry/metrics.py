@@ -16,7 +16,7 @@ from torch import Tensor
 from cqwen_dist.config import RunConfig
 from cqwen_dist.run.files import ALARMS
 from cqwen_dist.train.telemetry.alarms import Alarm, Alarms
-from cqwen_dist.train.telemetry.writers import MetricsFile, open_writers
+from cqwen_dist.train.telemetry.writers import MetricsFile, Writer, open_writers
 
 # The names of seed S1 (6.1) beside those of S3 (5), which they are aliases of.
 ALIASES = {
@@ -59,9 +59,10 @@ class MetricsLog:
         step: int,
         alarms: Alarms | None = None,
         say: Callable[[str], None] | None = None,
+        further: Sequence[Writer] = (),
     ) -> None:
-        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms."""
-        self._writers = open_writers(run_dir, run, config, step)
+        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. further: writers."""
+        self._writers = [*open_writers(run_dir, run, config, step), *further]
         self._alarm_file = MetricsFile(run_dir / ALARMS, step)
         self._alarms, self._say = alarms, say
         self._pending: dict[str, Any] | None = None

@@ -36,6 +36,11 @@ def join_deepspeed() -> None:
     deepspeed.init_distributed(dist_init_required=False)
 
 
+def leave_deepspeed() -> None:
+    """Let it forget the process group, which ends with the run: the process may train again."""
+    deepspeed.utils.groups._WORLD_GROUP = None
+
+
 class WeightFiles:
     """Tensors of a model's safetensors files by name; a tensor is read where it is sliced."""
 

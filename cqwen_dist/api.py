@@ -1,0 +1,217 @@
+"""What `from cqwen_dist import train, evaluate, predict, load` gives; the verbs of the command line call the same.
+
+What the user can mend is a `UserError` of one line. What only training needs is imported by `train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from cqwen_dist.config import Config, Stage, UserError, given_config
+from cqwen_dist.parallel.collectives import Stopped
+from cqwen_dist.train.callbacks import Callback, CallbackError, Moment, TrainResult
+
+if TYPE_CHECKING:
+    from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+    from cqwen_dist.generate.numbers import Digits
+    from cqwen_dist.generate.streaming import Tokenizer
+    from cqwen_dist.model import CausalQwenForCausalLM
+
+__all__ = [
+    "Callback",
+    "CallbackError",
+    "Config",
+    "Moment",
+    "Stage",
+    "Stopped",
+    "TrainResult",
+    "UserError",
+    "evaluate",
+    "load",
+    "predict",
+    "train",
+]
+
+DATA = "data"  # in a run's folder: rows that came from memory
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    callbacks: Sequence[Callback] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> TrainResult:
+    """Train a run, or go on with it, as `cqwen train` does: in this process, or as one of a launcher's ranks.
+
+    config: a YAML file's path, a dict, or a `Config`; a dict may hold `Stage` and the other sections of
+    `cqwen_dist.config`. overrides: values by dotted key, such as {"train.seed": 1}.
+    train_dataset, eval_dataset: instead of data.train and data.eval: a source (a path, hf:NAME), or rows out of memory:
+    a `datasets.Dataset`, a DataFrame, any iterable of records or texts. Rows are written to DIR/data/*.jsonl by rank 0
+    (other ranks' are not looked at), so that `cqwen train DIR/config.yaml` goes on with them too.
+    callbacks: called on rank 0 alone.
+
+    Raises `UserError` where the input is wrong, `CallbackError` where a callback fails, and `Stopped` (no `Exception`)
+    where a signal such as Ctrl-C stopped the run: it is saved, and the same call goes on.
+    """
+    for i, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            raise UserError(f"callbacks.{i}", callback, "an object of a class that extends cqwen_dist.Callback")
+    given = {"data.train": train_dataset, "data.eval": eval_dataset}
+    named = {key: str(rows) for key, rows in given.items() if isinstance(rows, (str, Path))}
+    held = {key: rows for key, rows in given.items() if rows is not None and key not in named}
+    overrides = {**(overrides or {}), **named}
+    if held:  # the run's folder is known once the config is
+        anywhere = given_config(config, {**overrides, **dict.fromkeys(held, "memory.jsonl")})
+        folder = Path(anywhere.run.dir) / DATA
+        overrides |= {key: str(folder / f"{key.removeprefix('data.')}.jsonl") for key in held}
+    checked = given_config(config, overrides)
+
+    def write_inputs() -> None:
+        from cqwen_dist.data.from_memory import write_records
+
+        for key, rows in held.items():
+            keep = key.removeprefix("data.").replace("train", "data") not in checked.run.accept
+            write_records(rows, Path(overrides[key]), key, checked.data.text_field, keep)
+
+    return _train(checked, callbacks, write_inputs)
+
+
+def _train(config: Config, callbacks: Sequence[Callback], write_inputs: Any) -> TrainResult:
+    from cqwen_dist.report.console import quiet_libraries
+    from cqwen_dist.report.html import leave_report
+
+    quiet_libraries()
+    from cqwen_dist.train.trainer import train as run
+
+    folder = Path(config.run.dir)
+    try:
+        result = run(config, callbacks, write_inputs)
+    except UserError:  # nothing was trained
+        raise
+    except (Exception, Stopped):
+        leave_report(folder)
+        raise
+    leave_report(folder)
+    return result
+
+
+def load(model: TrainResult | str | Path, device: str = "auto") -> tuple[CausalQwenForCausalLM, CausalQwenTokenizer]:
+    """Model and tokenizer of a run, a checkpoint or an exported folder, as Hugging Face's: ready to generate.
+
+    device: "cpu", "cuda", "cuda:1", ... or "auto". Raises `UserError`.
+    """
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+
+    found, tokenizer = load_trained(_folder(model), device)
+    return found, CausalQwenTokenizer.of(tokenizer)
+
+
+def evaluate(
+    model: TrainResult | str | Path,
+    data: Any = None,
+    *,
+    base: str | None = None,
+    label_set: float | None = None,
+    reject_below: float | None = None,
+    micro_batch_size: int = 8,
+) -> dict[str, float]:
+    """Held-out metrics of a run, a checkpoint or an exported folder, and of its base, as `cqwen eval` prints them.
+
+    In this process alone: on several ranks let one call it. data: a source, or rows as `train` takes them; None: the
+    run's own held-out texts. base: compare with this model. label_set, reject_below: `Decisions`. Raises `UserError`.
+    """
+    from cqwen_dist.train.evaluation.evaluate_checkpoint import evaluate_checkpoint
+    from cqwen_dist.train.evaluation.evaluator import Decisions
+
+    for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
+        if value is not None and not 0 < value < 1:
+            raise UserError(key, value, "a probability between 0 and 1")
+    decisions = Decisions(label_set, reject_below)
+    if data is None or isinstance(data, (str, Path)):
+        source = None if data is None else str(data)
+        return evaluate_checkpoint(_folder(model), source, micro_batch_size, base=base, decisions=decisions)
+    from cqwen_dist.checkpoint.export import is_exported, run_of
+    from cqwen_dist.data.from_memory import write_records
+
+    folder = _folder(model)
+    field = "text" if is_exported(folder) else run_of(folder)[0].data.text_field
+    with TemporaryDirectory() as beside:
+        path = Path(beside) / "rows.jsonl"
+        write_records(data, path, "data", field)
+        return evaluate_checkpoint(folder, str(path), micro_batch_size, base=base, decisions=decisions)
+
+
+def predict(
+    model: TrainResult | str | Path | tuple[CausalQwenForCausalLM, Tokenizer],
+    rows: Any,
+    template: str | None = None,
+    *,
+    options: Sequence[str] = (),
+    reject_below: float = 0.0,
+    digits: Digits = "auto",
+    within: int = 8,
+    empty: str | None = None,
+    decimal_comma: bool = False,
+    batch_size: int = 16,
+    device: str = "auto",
+) -> list[dict[str, Any]]:
+    """The number that comes next for every row of a table, as `cqwen predict` writes it: each row with new columns,
+    `predicted`, `low_50` to `high_95`, `p_num` (`generate.table.NUMBER_COLUMNS`); None where no number comes.
+
+    model: a folder, or what `load` gave. rows: a CSV file's path, a DataFrame, a list of dicts. template: the
+    prompt of a row, columns in braces; None: as the run learnt it, with its data.empty_cell. options: choose one of
+    these texts instead (`chosen`, `p OPTION`); the rest as `cqwen predict --help` says. Raises `UserError`, for a
+    template before the model is read.
+    """
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.data.from_memory import as_rows, records
+    from cqwen_dist.generate.table import predict_rows, prompts_of, read_table
+
+    table: list[Any]
+    if isinstance(rows, (str, Path)):
+        columns, table = read_table(Path(rows), decimal_comma)
+    else:
+        table = list(as_rows(rows, "rows"))
+        columns = list(table[0]) if table and isinstance(table[0], Mapping) else []
+        for number, row in enumerate(table, 1):
+            if not isinstance(row, Mapping) or list(row) != columns:
+                raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
+    if template is None:
+        template, own = _learnt_template(model, columns)
+        empty = own if empty is None else empty
+    prompts = prompts_of(template, columns, list(records(table, "rows")), empty)
+    found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
+    return list(
+        predict_rows(
+            found,
+            tokenizer,
+            table,
+            prompts,
+            options=options,
+            reject_below=reject_below,
+            batch_size=batch_size,
+            digits=digits,
+            within=within,
+        )
+    )
+
+
+def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:
+    """The prompt of a row, and what stands for an empty cell, as the run has it. Raises `UserError`."""
+    from cqwen_dist.checkpoint.export import is_exported, run_of
+    from cqwen_dist.generate.table import template_of
+
+    if not isinstance(model, tuple) and not is_exported(_folder(model)):
+        data = run_of(_folder(model))[0].data
+        if (found := template_of(data, columns)) is not None:
+            return found, data.empty_cell
+    raise UserError("--template", "none", "the prompt of a row; only a run with data.target_field knows its own")
+
+
+def _folder(model: TrainResult | str | Path) -> Path:
+    return model.folder if isinstance(model, TrainResult) else Path(model)

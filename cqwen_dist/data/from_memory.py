@@ -1,0 +1,109 @@
+"""Records and texts that a program holds, written once as JSONL: from there on they are a file like any other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.data.dataset import tokenise
+from cqwen_dist.data.loader import EvalLoader
+from cqwen_dist.data.records import Text
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.run.files import file_record, written_whole
+
+ROWS = "records or texts: a list, a generator, a datasets.Dataset (one split), a DataFrame"
+
+
+def records(rows: Any, key: str, text_field: str = "text") -> Iterator[dict[str, Any]]:
+    """Each row as a JSON object; a text under `text_field`. rows: `ROWS`. Raises `UserError` naming the row.
+
+    A whole float is written without its fraction and a NaN as null, as tables read from a file are.
+    """
+    for number, row in enumerate(as_rows(rows, key), 1):
+        try:
+            yield {text_field: row} if isinstance(row, str) else {str(name): _plain(row[name]) for name in row}
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                key, Said(str(error)), "text, numbers, true, false, none, lists of them", f"row {number}"
+            ) from None
+
+
+def as_rows(rows: Any, key: str) -> Iterator[Any]:
+    """The rows as they are, each a text or a mapping. Raises `UserError`."""
+    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):  # a DataFrame of pandas; iterated it gives its columns
+        rows = rows.to_dict("records")
+    if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
+        raise UserError(key, Said(f"a {type(rows).__name__}"), ROWS)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, (str, Mapping)):
+            raise UserError(key, row, "a text, or a record by column", f"row {number}")
+        yield row
+
+
+def write_records(rows: Any, path: Path, key: str, text_field: str = "text", keep: bool = False) -> None:
+    """Write them, whole or not at all. keep: a file that is there must hold the same ones. Raises `UserError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with written_whole(path) as beside:
+        with beside.open("x", encoding="utf-8") as file:
+            for count, record in enumerate(records(rows, key, text_field), 1):  # noqa: B007
+                file.write(json.dumps(record) + "\n")
+        if not count:
+            raise UserError(key, "no row", "one or more")
+        if keep and path.is_file() and file_record(path) != file_record(beside):
+            allowed = "the same, or run.accept: [data, eval] to go on with these, or another run.dir"
+            raise UserError(key, Said(f"other rows than the run began with ({path})"), allowed)
+
+
+def text_batches(
+    texts: Iterable[str], tokenizer: NumericalAwareTokenizer, context: int, tokens: int
+) -> tuple[list[Batch], dict[str, Any]]:
+    """About so many tokens of the first texts, as the training collator yields them, and the unit of their numbers (a
+    target transform as a dict). context: of the model, in tokens. Raises `UserError`."""
+    size, taken = 0, []
+    for number, record in enumerate(records(texts, "texts"), 1):
+        taken.append(Text(str(record.get("text")), f"texts:{number}"))
+        size += len(taken[-1].text)
+        if size > 8 * tokens:  # characters; a token has about four in English, and one or two in Chinese
+            break
+    dataset = tokenise(taken, tokenizer, DataConfig(train="texts", sequence_length=min(512, context)))
+    if not len(dataset):
+        raise UserError("texts", "no text", "one or more")
+    unit = dataset.statistics().transform("standardise").to_dict()
+    batches, size = [], 0
+    for batch in EvalLoader(dataset, rank=0, world=1, micro_batch_size=8):
+        batches.append(batch)
+        size += int(batch.attention_mask.sum())
+        if size >= tokens:
+            break
+    return batches, unit
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it. Raises TypeError or ValueError."""
+    if isinstance(value, str) or value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise ValueError(f"{value}")
+        text = repr(float(value))
+        return None if value != value else int(text[:-2]) if text.endswith(".0") else float(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(value[name]) for name in value}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy's and torch's scalars and arrays
+        return _plain(value.tolist())
+    if value != value:  # pandas' NaT
+        return None
+    if isinstance(value, (date, time, Decimal)):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__}")

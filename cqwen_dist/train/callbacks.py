@@ -1,0 +1,131 @@
+"""What a user's own code sees of a run: callbacks while it trains, by which it also stops it, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.parallel.collectives import gather_objects
+from cqwen_dist.parallel.stop import StopFlag
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run is when a callback is called: its folder, optimizer steps taken and planned, the stage's name."""
+
+    folder: Path
+    step: int
+    total_steps: int
+    stage: str
+    _callbacks: Callbacks = field(repr=False, compare=False)
+
+    def stop(self, reason: str) -> None:
+        """End the run in order: all ranks agree before the next step, a checkpoint is saved, `train` returns.
+
+        Its result has the status "paused" and this reason; the same call goes on from there.
+        """
+        self._callbacks.ask(reason)
+
+
+class Callback:
+    """Called while a run trains, on rank 0 alone; override what you need.
+
+    A method that raises ends the run: a checkpoint is saved, and `train` raises `CallbackError` on every rank.
+    """
+
+    def on_stage_start(self, at: Moment) -> None:
+        """A stage begins, or is gone on with."""
+
+    def on_step(self, at: Moment, metrics: Mapping[str, Any]) -> None:
+        """A step's metrics, as its line of metrics.jsonl, once they are on the host: the next step has begun by then,
+        unless this one was evaluated or saved. A call never waits for the device."""
+
+    def on_evaluation(self, at: Moment, metrics: Mapping[str, float]) -> None:
+        """The held-out metrics, at step 0 of a new run those of its start; behind the `on_step` of the same step."""
+
+    def on_checkpoint(self, at: Moment, checkpoint: Path) -> None:
+        """A checkpoint is whole on the disk; `at` may be some steps later, as it is written in the background."""
+
+    def on_stage_end(self, at: Moment) -> None:
+        """A stage is over, its last evaluation made and its checkpoint begun."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended; the same on every rank but for `rank`.
+
+    status: "done", or "paused": stopped by a callback or run.stop_after, and the same call goes on. metrics: of the
+    last evaluation. checkpoint: the newest, if any. reason: a callback's.
+    """
+
+    folder: Path
+    status: str
+    step: int
+    metrics: dict[str, Any]
+    checkpoint: Path | None
+    reason: str | None
+    rank: int
+
+
+class CallbackError(RuntimeError):
+    """A callback raised. Every rank raises this; on the rank where it happened its own exception is the cause."""
+
+
+class Callbacks:
+    """Calls a run's callbacks. It is a writer of metrics too (`telemetry.writers`)."""
+
+    def __init__(self, callbacks: Sequence[Callback], folder: Path, stop: StopFlag) -> None:
+        """callbacks: none on all ranks but one. stop: this rank's."""
+        self._callbacks, self._folder, self._stop = callbacks, folder, stop
+        self.total_steps = 0
+        self.asked: str | None = None  # the reason for which one asked to stop
+        self._failure: tuple[str, Exception] | None = None
+        self._told = 0  # checkpoints
+
+    def tell(self, event: str, step: int, stage: str, *found: Any) -> None:
+        """Call a method of each. What it raises is kept, and stops the run."""
+        for callback in self._callbacks if self._failure is None else ():
+            try:
+                getattr(callback, event)(Moment(self._folder, step, self.total_steps, stage, self), *found)
+            except Exception as error:
+                said = f"the callback {type(callback).__name__}.{event} raised {type(error).__name__}: {error}"
+                self._failure = said, error
+                self.ask(said)
+                return
+
+    def checkpoints(self, step: int, stage: str, folder: Path, whole: Sequence[str]) -> None:
+        """Tell of those that are whole by now."""
+        for name in whole[self._told :]:
+            self.tell("on_checkpoint", step, stage, folder / name)
+        self._told = len(whole)
+
+    def ask(self, reason: str) -> None:
+        """Stop the run, as a signal does."""
+        self.asked = self.asked or reason
+        self._stop.reason = self._stop.reason or reason
+
+    def agreed(self) -> str | None:
+        """The reason for which a callback stopped the run; None where none did, or a signal too. Collective.
+
+        Raises `CallbackError` on every rank where one failed.
+        """
+        failure = self._failure and self._failure[0]
+        everyone = gather_objects((failure, self.asked, self._stop.reason))
+        for failed, _, _ in everyone:
+            if failed is not None:
+                raise CallbackError(failed) from (self._failure and self._failure[1])
+        asked = next((reason for _, reason, _ in everyone if reason is not None), None)
+        return asked if all(told in (None, asked) for _, _, told in everyone) else None
+
+    # ------------------------------------------------------------------------------------- as a writer
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.tell("on_step", int(record["step"]), str(record["stage"]), dict(record))
+
+    def alarm(self, title: str, text: str) -> None:
+        """Alarms are in alarms.jsonl."""
+
+    def close(self) -> None:
+        """Nothing is held."""
