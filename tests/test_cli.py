@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, BertConfig
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.cli import main
-from cqwen_dist.cli.runs import _leave_report
 from cqwen_dist.config import load_config
 from cqwen_dist.report.console import print_json
+from cqwen_dist.report.html import leave_report
 from cqwen_dist.run.files import CONFIG, METRICS, REPORT
 from cqwen_dist.run.status import write_status
 
@@ -362,10 +362,10 @@ def test_a_run_that_was_stopped_before_its_first_step_ends_without_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_status(tmp_path, status="preempted")
-    _leave_report(tmp_path)
+    leave_report(tmp_path)
     assert capsys.readouterr().out == f"preempted: {tmp_path}\n"
     assert not (tmp_path / REPORT).exists()
     (tmp_path / METRICS).write_text("")
     (tmp_path / CONFIG).write_text(load_config(write_config(tmp_path)).to_yaml())
-    _leave_report(tmp_path)
+    leave_report(tmp_path)
     assert (tmp_path / REPORT).is_file()

@@ -138,14 +138,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). The calibrated start makes <NUM>'s rows from
         the digits' unless num_row_init is given. Raises `UserError`.
         """
-        given = texts is not None or calibration_batches is not None
-        start = start or ("calibrated" if given else "seed")
-        if texts is not None and (calibration_batches is not None or start != "calibrated"):
-            raise UserError("texts", Said(f"texts with start {start}"), "start calibrated, and no calibration_batches")
-        if start == "seed" and not given:
-            logger.warning(
-                "from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them"
-            )
+        start = _start_of(start, texts, calibration_batches)
         used = tokenizer_rows(name_or_path)
         if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
             found = tokenizer_beside(name_or_path)
@@ -164,9 +157,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))
         model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options)
         if start == "calibrated":
-            if calibration_batches is None:
-                raise UserError("texts", "no texts", "texts, or calibration_batches, for the calibrated start")
-            batches = list(calibration_batches)
+            batches = list(calibration_batches or ())
             calibrate(model, batches, numerals=options.get("numerals", ()), fit_batches=batches)
         causal = cls(model.config, model)
         if base.generation_config is not None:
@@ -339,6 +330,19 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         merge_lora(self.model.transformer)
         self.config.lora = None
         self.model.config.lora = None
+
+
+def _start_of(start: str | None, texts: Any, batches: Any) -> str:
+    """How `from_base` starts, by what it is given. Raises `UserError`."""
+    given = texts is not None or batches is not None
+    start = start or ("calibrated" if given else "seed")
+    if start == "calibrated" and not given:
+        raise UserError("texts", "no texts", "texts, or calibration_batches, for the calibrated start")
+    if texts is not None and (batches is not None or start != "calibrated"):
+        raise UserError("texts", Said(f"texts with start {start}"), "start calibrated, and no calibration_batches")
+    if start == "seed":
+        logger.warning("from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them")
+    return start
 
 
 def register() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,22 +42,26 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     Rows without a target are left out and told. Raises `UserError`: no such column, a target that is no number or
     always the same, fewer than `LEAST_ROWS` rows.
     """
-    records, _ = records_of(source)
-    if not records or not isinstance(records[0], dict):
-        raise UserError("FILE", source, "a table: .csv, .parquet, or .jsonl with an object a line")
+    records = _records(source)
     names = list(dict.fromkeys(name for record in records for name in record))
     _known("--target", [target], names)
     _known("--text-columns", wanted, names)
     unnamed = [name for name in names if IN_BRACES & {*name}]
     columns = [name for name in wanted or names if name not in (target, *unnamed)]
     if not columns or target in unnamed:
-        raise UserError(
-            "FILE", ", ".join(names), f"{target} and a further column without {{}}[].!: in its name", source
-        )
+        allowed = f"{target} and a further column without {{}}[].!: in its name"
+        raise UserError("FILE", ", ".join(names), allowed, source)
     whole = [{name: _as_text(record.get(name)) for name in (*columns, target)} for record in records]
     _refuse_targets(whole, target, source)
     rows = [row for row in whole if row[target]]
     return Table(columns, _of_numbers(columns, rows), rows, target, _notes(len(whole) - len(rows), target, unnamed))
+
+
+def _records(source: str) -> list[Mapping[str, Any]]:
+    records, _ = records_of(source)
+    if not records or not isinstance(records[0], Mapping):
+        raise UserError("FILE", source, "a table: .csv, .parquet, or .jsonl with an object a line")
+    return records
 
 
 def _notes(lost: int, target: str, unnamed: Sequence[str]) -> list[str]:

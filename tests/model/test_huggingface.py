@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import logging as transformers_logging
 
 from cqwen_dist.config import UserError
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.lora import adapters_disabled, is_lora
@@ -217,11 +218,34 @@ def test_from_base_with_a_tokenizer_takes_its_first_spare_row(base_folder: Path,
 
 
 def test_from_base_calibrated(base_folder: Path) -> None:
-    with pytest.raises(UserError, match="calibration_batches"):
+    with pytest.raises(UserError, match="texts: found no texts, allowed: texts, or calibration_batches"):
         CausalQwenForCausalLM.from_base(str(base_folder), start="calibrated")
     batches = [random_batch(num=VOCAB - 1)]
-    model = CausalQwenForCausalLM.from_base(str(base_folder), start="calibrated", calibration_batches=batches)
+    model = CausalQwenForCausalLM.from_base(str(base_folder), calibration_batches=batches)
     assert float(model.model.action.threshold.detach()[0]) != 0.0
+
+
+def test_from_base_with_texts_starts_as_a_run_does_and_without_it_says_so(
+    one_rank: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [json.loads(line)["text"] for line in (one_rank.parent / "texts.jsonl").read_text().splitlines()]
+    base = str(one_rank / "base")
+    batch = CausalQwenTokenizer.from_pretrained(base)(texts, padding=True, return_tensors="pt", padding_side="right")
+    loss = {}
+    for name, given in (("seed", {}), ("calibrated", {"texts": iter(texts)})):
+        model = CausalQwenForCausalLM.from_base(base, **given).eval()
+        with torch.no_grad():
+            loss[name] = float(model(**batch, labels=batch["input_ids"]).loss)
+        assert ("texts=[...] calibrates" in caplog.text) is (name == "seed")
+        caplog.clear()
+    told = json.loads((one_rank / "start.json").read_text())["calibration"]
+    assert loss["seed"] > told["seed_loss"] / 2
+    assert loss["calibrated"] < 2 * told["loss"]
+    assert (model.config.number_dims, model.config.target["name"]) == (8, "standardise")
+    with pytest.raises(UserError, match="texts: found texts with start seed, allowed: start calibrated"):
+        CausalQwenForCausalLM.from_base(base, start="seed", texts=texts)
+    with pytest.raises(UserError, match=r"^texts: found a str, allowed: records or texts"):
+        CausalQwenForCausalLM.from_base(base, texts="a text")
 
 
 def test_an_argument_that_is_none_is_refused_by_its_name() -> None:
