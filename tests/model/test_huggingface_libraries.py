@@ -208,3 +208,20 @@ def test_lm_eval_scores_a_hundred_items(
                 log_p = model(ids).logits.log_softmax(-1)[0, before - 1 : -1].gather(1, ids[0, before:, None]).sum()
             assert score == pytest.approx(float(log_p), abs=1e-3)
     assert found["results"]["tea"]["acc,none"] == pytest.approx(sum(best) / 100)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_page_of_libraries_runs_as_it_stands(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == 4
+    assert blocks[part].count("\n") <= 25
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "gsm8k").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    exec(blocks[part], {})
+    ends = [None, "trained/model.safetensors", "adapter/adapter_model.safetensors", None]
+    assert ends[part] is None or (tmp_path / "out" / str(ends[part])).is_file()
