@@ -118,6 +118,13 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.features.embedding.token_embedding = value
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **given: Any) -> Any:
+        """The table, for the size that it has. Raises `UserError` for another: each row has a threshold too."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            allowed = f"{self.config.vocab_size}, the rows of the vocabulary, spare ones among them"
+            raise UserError("resize_token_embeddings", new_num_tokens, allowed)
+        return self.get_input_embeddings()
+
     @classmethod
     def from_base(
         cls,

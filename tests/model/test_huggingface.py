@@ -328,6 +328,37 @@ def test_numbers_without_values_are_not_read_as_0_silently(caplog: pytest.LogCap
     assert len([m for m in caplog.messages if "every number is read as 0" in m]) == 1
 
 
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    model, batch = worn().train(), random_batch()
+    given = (batch.input_ids, batch.numeric_values, batch.attention_mask, batch.position_ids)
+
+    def learnt() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        loss = model(*given, labels=batch.input_ids).loss
+        loss.backward()
+        return loss.detach(), gradients(model)
+
+    loss, wanted = learnt()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.is_gradient_checkpointing
+    again, found = learnt()
+    assert_close(again, loss, 1e-6)
+    assert_all_close(found, wanted, 1e-5)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+@torch.no_grad()
+def test_positions_and_the_size_of_the_vocabulary() -> None:
+    model, ids = worn(), random_ids(1, 6)
+    apart = torch.tensor([[0, 1, 2, 10, 11, 12]])
+    assert_close(model(ids, position_ids=torch.arange(6)[None]).logits, model(ids).logits, 1e-6)
+    assert float((model(ids, position_ids=apart).logits - model(ids).logits)[:, 3:].abs().max()) > 1e-3
+    assert model.resize_token_embeddings(VOCAB) is model.get_input_embeddings()
+    with pytest.raises(UserError, match=f"resize_token_embeddings: found {NUM + 1}, allowed: {VOCAB}"):
+        model.resize_token_embeddings(NUM + 1)
+
+
 @torch.no_grad()
 def test_a_cache_that_is_asked_for_goes_on_where_it_ended() -> None:
     model, batch = worn(), random_batch(rows=1)

@@ -1,10 +1,8 @@
-"""What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate.
-
-TRL and lm-eval ask for tokenizers of transformers' own classes, which this one is not (docs/generation.md): no test.
-"""
+"""What users' libraries do with an exported folder: pipelines, PEFT, Trainer, accelerate, lm-eval (TRL: test_sft)."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+from transformers.utils import logging as transformers_logging
 
 import cqwen_dist.auto
 from cqwen_dist.config import UserError
@@ -162,3 +161,67 @@ def test_accelerate_takes_a_step(pair) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert float(model(**batch).loss.detach()) < float(before.detach())
+
+
+@pytest.mark.parametrize("read_numbers", [True, False])
+def test_lm_eval_scores_a_hundred_items(
+    folder: Path, tmp_path: Path, read_numbers: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It hands on ids alone: so numerals are words, or else it is said that every number is read as 0."""
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra hf-tools)")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"q": f"tea costs {i}.5 and milk costs", "a": [f" {i}", " tea", " salt"], "y": i % 3} for i in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "tea", "dataset_path": "json", "validation_split": "validation", "output_type": "multiple_choice",
+        "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "rows.jsonl")}}, "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{a}}", "doc_to_target": "y", "metric_list": [{"metric": "acc"}], "target_delimiter": "",
+    }  # fmt: skip
+    (tmp_path / "tea.yaml").write_text(json.dumps(task))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, read_numbers=read_numbers)
+    transformers_logging.enable_propagation()
+    try:
+        found = lm_eval.simple_evaluate(
+            HFLM(pretrained=model, tokenizer=tokenizer, batch_size=10, device="cpu"),
+            tasks=["tea"],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            bootstrap_iters=0,
+        )
+    finally:
+        transformers_logging.disable_propagation()
+    assert any("every number is read as 0" in m for m in caplog.messages) == read_numbers
+    samples = {sample["doc_id"]: sample for sample in found["samples"]["tea"]}
+    best, ends = [], {0, 57, 99}
+    for i, row in enumerate(rows):
+        scores = [float(response[0][0]) for response in samples[i]["resps"]]
+        best.append(scores.index(max(scores)) == row["y"])
+        for answer, score in zip(row["a"], scores, strict=True) if i in ends else ():
+            before, ids = (
+                len(tokenizer.encode(row["q"])),
+                tokenizer(row["q"] + answer, return_tensors="pt")["input_ids"],
+            )
+            with torch.no_grad():
+                log_p = model(ids).logits.log_softmax(-1)[0, before - 1 : -1].gather(1, ids[0, before:, None]).sum()
+            assert score == pytest.approx(float(log_p), abs=1e-3)
+    assert found["results"]["tea"]["acc,none"] == pytest.approx(sum(best) / 100)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_page_of_libraries_runs_as_it_stands(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == 4
+    assert blocks[part].count("\n") <= 25
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "gsm8k").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    exec(blocks[part], {})
+    ends = [None, "trained/model.safetensors", "adapter/adapter_model.safetensors", None]
+    assert ends[part] is None or (tmp_path / "out" / str(ends[part])).is_file()

@@ -1,0 +1,73 @@
+"""TRL's SFTTrainer with numbers (extra `hf-tools`): its own preparation of texts, chats and prompts with completions.
+
+Its own loss is the softmax's, from hidden states and lm_head alone, and it keeps nothing of a text but ids. Here the
+loss is the model's, and the values travel inside the ids until the collator takes them apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import struct
+from typing import Any
+
+import torch
+from transformers import BatchEncoding, DataCollatorForSeq2Seq
+from trl import SFTTrainer
+
+from cqwen_dist.batch import IGNORE_INDEX
+from cqwen_dist.config import UserError
+from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+
+_WORDS = 1 << 32  # ids below are words; as bits of a float64 they would be 0 and what is smaller than 3e-314
+
+
+class _ValuesInIds(CausalQwenTokenizer):
+    """A number's id is the bits of its value."""
+
+    def _encode_plus(self, *args: Any, **given: Any) -> BatchEncoding:
+        read = super()._encode_plus(*args, **given)
+        rows = zip(read["input_ids"], read["numeric_values"], strict=True)
+        read["input_ids"] = [_bits(value) if token == self.num_token_id else token for token, value in rows]
+        return read
+
+
+class _TakeApart:
+    """Collator: rows of such ids and labels to input_ids, numeric_values, attention_mask and labels [B,T]."""
+
+    def __init__(self, tokenizer: CausalQwenTokenizer) -> None:
+        self.num_token_id, self.pad = tokenizer.num_token_id, DataCollatorForSeq2Seq(tokenizer)
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> Any:
+        return self.pad([self._row(**row) for row in rows])
+
+    def _row(self, input_ids: list[int], labels: list[int], **other: Any) -> dict[str, list[Any]]:
+        ids, wanted = torch.tensor(input_ids), torch.tensor(labels)
+        numbers, learnt = (((t < 0) & (t != IGNORE_INDEX)) | (t >= _WORDS) for t in (ids, wanted))
+        return {
+            "input_ids": ids.masked_fill(numbers, self.num_token_id).tolist(),
+            "numeric_values": ids.view(torch.float64).masked_fill(~numbers, 0.0).tolist(),
+            "labels": wanted.masked_fill(learnt, self.num_token_id).tolist(),
+        }
+
+
+class CausalQwenSFTTrainer(SFTTrainer):
+    """As TRL's, for a CausalQwen and its `CausalQwenTokenizer`. Raises: UserError for packing and padding_free."""
+
+    def __init__(self, model: Any, args: Any = None, *, processing_class: CausalQwenTokenizer, **given: Any) -> None:
+        for odd in ("packing", "padding_free"):
+            if getattr(args, odd, False):
+                raise UserError(odd, True, "False: `cqwen train` packs")
+        collator = _TakeApart(processing_class)
+        super().__init__(model, args, data_collator=collator, processing_class=processing_class, **given)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, *rest: Any) -> Any:
+        carrying = copy.copy(processing_class)
+        carrying.__class__ = _ValuesInIds
+        return super()._prepare_dataset(dataset, carrying, *rest)
+
+    def compute_loss(self, *args: Any, **given: Any) -> Any:
+        return super(SFTTrainer, self).compute_loss(*args, **given)
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value or -0.0))[0])
