@@ -54,7 +54,14 @@ OF_LOGITS = (
     "top_h",
     "typical_p",
 )
-NEUTRAL = {"num_beams": 1, "guidance_scale": 1.0, "cache_implementation": "dynamic"}  # accepted, and change nothing
+# Accepted, and change nothing; the last two stand in every config that transformers makes for a model.
+NEUTRAL = {
+    "num_beams": 1,
+    "guidance_scale": 1.0,
+    "cache_implementation": "dynamic",
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
 
 
 @dataclass
@@ -109,11 +116,13 @@ def translate(
 ) -> Request:
     """A call of `CausalQwenForCausalLM.generate`.
 
-    What is given counts before the call's generation_config, and that before the model's own, of which the modes of
-    this package (all but `compatible`) take lengths and ends only: its temperature was chosen for softmax. A mode may
-    stand in a generation config as `mode`. Raises `UserError` for options that are unknown, or not of the mode.
+    What is given counts before the call's generation_config (where that differs from the model's own, of which servers
+    hand in a copy), and that before the model's own, of which the modes of this package (all but `compatible`) take
+    lengths and ends only: its temperature was chosen for softmax. A mode may stand in a generation config as `mode`.
+    Raises `UserError` for options that are unknown, or not of the mode.
     """
-    own, asked = _set(model.generation_config), {**_set(generation_config), **given}
+    own = _set(model.generation_config)
+    asked = {name: value for name, value in _set(generation_config).items() if own.get(name) != value} | given
     mode = mode or asked.get("mode") or own.get("mode") or "standard"
     asked.pop("mode", None)
     asked = _without_neutral(asked)

@@ -7,8 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from http.server import HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -26,6 +30,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.model import CausalQwenForCausalLM
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -232,7 +237,7 @@ def test_a_curved_abduction_is_no_plain_qwen(tmp_path: Path) -> None:
         export(folder, tmp_path / "out", as_base=True)
 
 
-def test_intervals_go_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_intervals_go_with_the_model(tmp_path: Path) -> None:
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     _, folder = folder_of(tmp_path)
     (folder / "calibration.json").write_text(json.dumps(factors))
@@ -250,10 +255,39 @@ def test_intervals_go_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     low, high = (x[at[:, 0], at[:, 1]] for x in numbers.interval(0.9))
     expected = 2 * 0.25 * 6.313751514675043 * 40.0 * numbers.scale[at[:, 0], at[:, 1]]
     assert_close(high - low, expected, 1e-9)
-    assert "with 90 % between" in run_snippet(out / "README.md", ".", out, capsys)[-1]
     (folder / "calibration.json").write_text('{"levels": 3}')
     with pytest.raises(UserError, match=r"calibration\.json"):
         load_trained(folder)
+
+
+def test_the_server_of_the_page_answers_with_text_and_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, folder = folder_of(tmp_path)
+    space: dict[str, Any] = {"__name__": "page"}
+    out = export(folder, tmp_path / "out")
+    run_snippet(Path(__file__).parents[2] / "docs" / "serving.md", "out/gsm8k", out, capsys, space)
+    with HTTPServer(("127.0.0.1", 0), space["Handler"]) as server:
+
+        def asked(**body: Any) -> Any:
+            answering = Thread(target=server.handle_request)
+            answering.start()
+            try:
+                with urlopen(f"http://127.0.0.1:{server.server_port}", json.dumps(body).encode(), timeout=60) as found:
+                    return json.load(found)
+            except HTTPError as error:
+                return json.load(error)
+            finally:
+                answering.join()
+
+        found = asked(prompt=TEXT, max_new_tokens=12, mode="noise", seed=1)
+        refused = asked(prompt=TEXT, mode="moon")
+    tokenizer = NumericalAwareTokenizer.from_pretrained(out)
+    (wanted,) = continue_text(model, tokenizer, [TEXT], max_new_tokens=12, mode="noise", seed=1)
+    assert found["text"] == wanted.text
+    assert [number["written"] for number in found["numbers"]] == [number.written for number in wanted.numbers]
+    assert set(found["numbers"][0]["intervals"]) == {"0.5", "0.9", "0.95"}
+    assert refused["error"].startswith("mode: found 'moon', allowed: standard")
 
 
 def test_a_folder_that_reads_back_otherwise_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

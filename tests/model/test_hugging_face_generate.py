@@ -107,6 +107,9 @@ def test_the_models_own_generation_config_is_the_default_and_travels(pair, promp
     assert torch.equal(again.generate(ids, attention_mask=mask, mode="compatible", max_new_tokens=10), expected)
     plain = low_level(model.model, ids, attention_mask=mask, mode="causal", seed=3, max_new_tokens=10)[0]
     assert torch.equal(again.generate(ids, attention_mask=mask, seed=3, max_new_tokens=10), plain)
+    copied = copy.deepcopy(again.generation_config)  # what `transformers serve` does for each request
+    copied.update(max_new_tokens=10, output_attentions=False, output_hidden_states=False)
+    assert torch.equal(again.generate(ids, attention_mask=mask, seed=3, generation_config=copied), plain)
 
 
 def test_lengths_copies_and_outputs() -> None:

@@ -34,12 +34,14 @@ def tiny_pair(**shape: Any) -> tuple[CausalQwenForCausalLM, NumericalAwareTokeni
     return model, tokenizer
 
 
-def run_snippet(page: Path, name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Run the Python of a page on a folder instead of the one it names; the lines that it prints."""
+def run_snippet(
+    page: Path, name: str, folder: Path, capsys: pytest.CaptureFixture[str], space: dict[str, Any] | None = None
+) -> list[str]:
+    """Run the Python of a page on a folder instead of the one it names; the lines that it prints. space: its names."""
     (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
     assert snippet.count(f'"{name}"') == 2
     capsys.readouterr()
-    exec(snippet.replace(f'"{name}"', repr(str(folder))), {})
+    exec(snippet.replace(f'"{name}"', repr(str(folder))), {} if space is None else space)
     return capsys.readouterr().out.splitlines()
 
 
