@@ -83,7 +83,7 @@ def test_keys_and_roles_of_other_names(tmp_path: Path) -> None:
 
 
 WRONG_CALLS = {
-    "tool calls": ({"messages": OPENAI}, "messages_field: found tool calls that the tokenizer's chat template"),
+    "tool calls": ({"messages": OPENAI}, "a.jsonl:1: data.messages_field: found tool calls that the tokenizer's"),
     "tools": ({"messages": OPENAI[5:6] + OPENAI[4:5], "tools": TOOLS}, "found tools that the tokenizer's chat"),
     "no JSON": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": "[{"}]}, "a.jsonl:1: .*tool_calls as JSON"),
     "no name": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": [{}]}]}, "found {}, allowed: tool_calls with a"),
