@@ -83,11 +83,17 @@ class Chat:
         """A turn with tool calls, of which the last one's name ends at `at`."""
         prompt = self._fill(before, tools, add_generation_prompt=True)
         turn_end = self._turn_end(tools)
-        end = text.find(turn_end, at)
-        if not text.startswith(prompt) or end < 0:
+        last = before[-1]["content"].strip() if before else ""
+        between = prompt.rpartition(last)[2] if last else ""
+        start, end = -1, text.find(turn_end, at)
+        if text.startswith(prompt):
+            start = len(prompt)
+        elif between and between in text[:at]:  # Mistral's moves the tools to the last question
+            start = text.rindex(between, 0, at) + len(between)
+        if start < 0 or end < 0 or turn_end in text[start:at]:
             allowed = "one that leaves earlier turns as they are and ends every turn alike"
             raise UserError("data.messages_field", Said("tool calls in an unusual chat template"), allowed)
-        return len(prompt), end + len(turn_end)
+        return start, end + len(turn_end)
 
     def _turn_end(self, tools: Any) -> str:
         """The token that ends the assistant's turns."""
