@@ -66,10 +66,12 @@ def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: lis
 
         def ours(path: Path, count: int) -> Callable[[], None]:
             def make() -> None:
-                own = {"train": str(path), "eval": None, "cache_dir": f"{folder}/{time.monotonic_ns()}"}
-                given = {"workers": count, "text_field": "text", "text_template": None, "eval_fraction": 0.0}
+                kept = {
+                    key: getattr(data, key) for key in ("numbers", "numeric_targets", "on_nonfinite", "max_text_mib")
+                }
+                own = DataConfig(train=str(path), cache_dir=f"{folder}/{time.monotonic_ns()}", workers=count, **kept)
                 with MemoryWatch(os.getpid()) as watch:
-                    prepare(data.model_copy(update={**own, **given}), tokenizer)
+                    prepare(own, tokenizer)
                 peaks = {"main_mib": watch.root_mib, "worker_mib": max(watch.worker_mib, default=0.0)}
                 memory[f"{path.stem}, workers {count}"] = {"bytes": path.stat().st_size, **peaks}
 

@@ -11,7 +11,6 @@ is all from where generation would begin to the end of that turn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -83,16 +82,22 @@ class Chat:
     def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
         """A turn with tool calls, of which the last one's name ends at `at`."""
         prompt = self._fill(before, tools, add_generation_prompt=True)
-        end = text.find(self._turn_end, at)
-        if not text.startswith(prompt) or end < 0:
+        turn_end = self._turn_end(tools)
+        last = before[-1]["content"].strip() if before else ""
+        between = prompt.rpartition(last)[2] if last else ""
+        start, end = -1, text.find(turn_end, at)
+        if text.startswith(prompt):
+            start = len(prompt)
+        elif between and between in text[:at]:  # Mistral's moves the tools to the last question
+            start = text.rindex(between, 0, at) + len(between)
+        if start < 0 or end < 0 or turn_end in text[start:at]:
             allowed = "one that leaves earlier turns as they are and ends every turn alike"
             raise UserError("data.messages_field", Said("tool calls in an unusual chat template"), allowed)
-        return len(prompt), end + len(self._turn_end)
+        return start, end + len(turn_end)
 
-    @cached_property
-    def _turn_end(self) -> str:
+    def _turn_end(self, tools: Any) -> str:
         """The token that ends the assistant's turns."""
-        text = self._fill([{"role": "user", "content": "a"}, {"role": "assistant", "content": _OPEN}])
+        text = self._fill([{"role": "user", "content": "a"}, {"role": "assistant", "content": _OPEN}], tools)
         at = text.find(_OPEN) + 1
         return text[at : self._end_of_turn(text, at)].strip() or "\0"
 

@@ -61,6 +61,8 @@ def read_block(block: Block, extract: Extract, skip: bool, report: ReadReport) -
             if not skip:
                 raise UserError(bad.kind, bad.found, bad.allowed, where) from None
             report.skip(bad.kind, where)
+        except UserError as error:  # of a chat template, which all records meet
+            raise UserError(error.key, error.found, error.allowed, where) from None
         else:
             report.read += 1
             yield text

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from support.tool_template import QWEN_TOOLS
+from support.tool_template import MISTRAL_TOOLS, QWEN_TOOLS
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.chat import Chat
@@ -71,6 +71,25 @@ def test_tool_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, think
     assert _learnt(path, chat, recipe="sharegpt") == [f"{CALLS % 2.5}<|im_end|>", "7.5.<|im_end|>"]
 
 
+def test_tools_may_move_to_the_last_question(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": OPENAI, "tools": TOOLS}))
+    call = '{"name": "price", "arguments": {"kg": %s}}'
+    assert _learnt(path, _chat(MISTRAL_TOOLS), recipe="chat") == [
+        f"[CALLS][{call % 2.5}{call % 3}]<|im_end|>",
+        "7.5 and 9.<|im_end|>",
+        f"[CALLS][{call % 1}]<|im_end|>",
+        "3.<|im_end|>",
+    ]
+    opens = QWEN_TOOLS.replace("THINKS", "false").replace(
+        "assistant\\n' }}{%- endif", "assistant\\n<think>' }}{%- endif"
+    )
+    with pytest.raises(
+        UserError, match="tool calls in an unusual chat template"
+    ):  # QwQ's prompt, which no turn follows
+        _learnt(path, _chat(opens), recipe="chat")
+
+
 def test_keys_and_roles_of_other_names(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"talk": [{"who": "customer", "says": "5?"}, {"who": "clerk", "says": 5}]}))
@@ -83,7 +102,7 @@ def test_keys_and_roles_of_other_names(tmp_path: Path) -> None:
 
 
 WRONG_CALLS = {
-    "tool calls": ({"messages": OPENAI}, "messages_field: found tool calls that the tokenizer's chat template"),
+    "tool calls": ({"messages": OPENAI}, "a.jsonl:1: data.messages_field: found tool calls that the tokenizer's"),
     "tools": ({"messages": OPENAI[5:6] + OPENAI[4:5], "tools": TOOLS}, "found tools that the tokenizer's chat"),
     "no JSON": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": "[{"}]}, "a.jsonl:1: .*tool_calls as JSON"),
     "no name": ({"messages": [OPENAI[0], {**OPENAI[1], "tool_calls": [{}]}]}, "found {}, allowed: tool_calls with a"),

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.plan import Architecture, Plan, activations, memory, plan, read_architecture, render
+from cqwen_dist.plan.command import count_sequences
 from cqwen_dist.plan.memory import GIB
 from cqwen_dist.plan.sizes import stage_sizes
 
@@ -39,7 +41,8 @@ QWEN25_05B = {
 
 def config(*, architecture: dict[str, Any] | None = None, **sections: Any) -> Config:
     model = {"architecture": architecture or SMALL, **sections.pop("model", {})}
-    return Config.model_validate({"model": model, "data": {"train": "x", "sequence_length": 16}, **sections})
+    data = {"train": "x", "sequence_length": 16, **sections.pop("data", {})}
+    return Config.model_validate({"model": model, "data": data, **sections})
 
 
 def planned(settings: Config, *, nodes: int = 1, gpus: int = 1, gib: float = 80.0) -> Plan:
@@ -270,3 +273,11 @@ def test_planning_imports_no_torch():
     code = "import sys, cqwen_dist.plan; print(*(m for m in ('torch', 'transformers', 'numpy') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "", "cqwen_dist.plan is arithmetic: it imports no heavy package"
+
+
+def test_the_texts_of_an_epoch_are_counted_by_line_or_not_at_all(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    (tmp_path / "c.json").write_text('[{"text": "a"}]\n')
+    counts = {"*.jsonl": 4, "a.jsonl": 2, "*.json": None, "*": None, "none*": None}
+    assert {name: count_sequences(config(data={"train": str(tmp_path / name)})) for name in counts} == counts

@@ -1,4 +1,4 @@
-"""A chat template that writes tool calls."""
+"""Chat templates that write tool calls."""
 
 # The heart of Qwen2.5's own template.
 QWEN_TOOLS = r"""
@@ -25,4 +25,19 @@ QWEN_TOOLS = r"""
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+# The heart of Mistral's: the tools stand before the last question, wherever that is.
+MISTRAL_TOOLS = r"""
+{%- set asked = messages | selectattr("role", "equalto", "user") | list %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {%- if tools and message == asked[-1] %}{{- "[TOOLS]" + (tools | tojson) + "[/TOOLS]" }}{%- endif %}
+        {{- "[INST]" + message.content + "[/INST]" }}
+    {%- elif message.tool_calls %}
+        {{- "[CALLS][" }}
+        {%- for call in message.tool_calls %}{{- call.function | tojson }}{%- endfor %}{{- "]<|im_end|>" }}
+    {%- elif message.role == "assistant" %}{{- message.content + "<|im_end|>" }}
+    {%- else %}{{- '[RESULT]{"content": ' + message.content + "}[/RESULT]" }}{%- endif %}
+{%- endfor %}
 """
