@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup base quickstart demo test test-all test-rounding test-matrix soak test-gpu test-cluster conformance \
-  lint format clean
+  docs lint format clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -63,6 +63,12 @@ lint: setup ## ruff and mypy
 
 conformance: setup ## docs/conformance.md out of tests/seeds/rows.yaml
 	$(BIN)/python tests/seeds/conformance.py
+
+docs: setup ## the documentation site, build/site
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	cp CHANGELOG.md docs/changelog.md
+	$(BIN)/cqwen config schema --markdown > docs/config.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: setup ## write the house style into the files
 	$(BIN)/ruff format .

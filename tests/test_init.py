@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support.runs import cqwen_forked, metrics, train_run
+from support.runs import cqwen, cqwen_forked, metrics, train_run
 
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.recipes import recognise
@@ -117,10 +117,20 @@ def test_what_stands_for_an_empty_cell(tmp_path: Path) -> None:
         list(read_texts(str(path), target, ReadReport()))
 
 
+SHORT = ["model.pretrain.steps=40", "data.limit=64", "stages.0.steps=3", "stages.1.steps=3"]
+
+
 @pytest.mark.slow
-def test_the_wheel_holds_the_configs(tmp_path: Path) -> None:
+def test_the_quickstart_of_a_wheel_runs_anywhere(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT]
     subprocess.run(build, check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {f"cqwen_dist/configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= set(names)
+    archive = zipfile.ZipFile(wheel)
+    assert {f"cqwen_dist/configs/{path.name}" for path in (ROOT / "configs").iterdir()} <= set(archive.namelist())
+    archive.extractall(tmp_path / "site")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = cqwen("quickstart", "--json", *SHORT, cwd=empty, PYTHONPATH=str(tmp_path / "site"), timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ridge_mdae"] == pytest.approx(40.2, abs=0.1)
+    assert (empty / "runs" / "quickstart" / "export" / "config.json").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -23,11 +24,17 @@ def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 def config_schema(
     basic: Annotated[bool, typer.Option("--basic", help="Only the keys that most runs set.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As tables to read instead.")] = False,
 ) -> None:
     """JSON Schema of a config file, so that editors complete keys."""
     from cqwen_dist.config import json_schema
 
-    typer.echo(json_schema(basic))
+    schema = json_schema(basic)
+    if markdown:
+        from cqwen_dist.config.key_page import schema_markdown
+
+        schema = schema_markdown(json.loads(schema))
+    typer.echo(schema, nl=not markdown)
 
 
 def plan(

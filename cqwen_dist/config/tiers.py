@@ -70,7 +70,7 @@ def with_tiers(schema: dict[str, Any], basic_only: bool) -> dict[str, Any]:
             if basic_only and not basic:
                 continue
             kept[name] = {**found, "x-tier": "basic" if basic else "expert"}
-            for other in _sections(found):
+            for other in sections_of(found):
                 mark(definitions[other], place)
         section["properties"] = kept
 
@@ -80,11 +80,12 @@ def with_tiers(schema: dict[str, Any], basic_only: bool) -> dict[str, Any]:
     return schema
 
 
-def _sections(key: dict[str, Any]) -> list[str]:
+def sections_of(key: dict[str, Any]) -> list[str]:
     """Names of the sections that a key refers to."""
     found = [key["$ref"].rsplit("/", 1)[1]] if "$ref" in key else []
-    for part in (*key.get("anyOf", ()), *key.get("allOf", ()), key.get("items"), key.get("additionalProperties")):
-        found += _sections(part) if isinstance(part, dict) else []
+    parts = (*key.get("anyOf", ()), *key.get("allOf", ()), *key.get("patternProperties", {}).values())
+    for part in (*parts, key.get("items"), key.get("additionalProperties")):
+        found += sections_of(part) if isinstance(part, dict) else []
     return found
 
 
@@ -95,7 +96,7 @@ def _drop_unused(schema: dict[str, Any]) -> None:
     left = [schema]
     while left:
         for key in left.pop().get("properties", {}).values():
-            for name in set(_sections(key)) - used:
+            for name in set(sections_of(key)) - used:
                 used.add(name)
                 left.append(definitions[name])
     schema["$defs"] = {name: definition for name, definition in definitions.items() if name in used}

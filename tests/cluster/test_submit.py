@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.runs import write_config
+from support.runs import command_environment, write_config
 
 from cqwen_dist.cli import main
 from cqwen_dist.cluster.slurm import Resources, split_stages
@@ -15,6 +17,7 @@ from cqwen_dist.cluster.submit import plan_jobs
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import write_status
 
+ROOT = Path(__file__).parents[2]
 SBATCH = """#!/bin/bash
 for word in "$@"; do
   if [ "$word" = --test-only ]; then echo "sbatch: Job 1 to start at noon" >&2; exit 0; fi
@@ -84,6 +87,21 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(
     assert (code, out) == (2, "")
     assert err.startswith("error: sbatch: found no such command here")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("words", [["plan", "qwen2.5-0.5b"], ["submit", "quickstart", "--dry-run"]])
+def test_a_laptop_without_gpu_slurm_and_network_is_enough(words: list[str], tmp_path: Path) -> None:
+    """In a network namespace that has no link; the base's architecture is known by its name."""
+    alone = [shutil.which("unshare") or "unshare", "-rn"]
+    if not Path(alone[0]).is_file() or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this system makes no namespaces")
+    verb, config, *more = words
+    command = [*alone, sys.executable, "-m", "cqwen_dist", verb, ROOT / "configs" / f"{config}.yaml", *more]
+    environment = {**command_environment(PATH=os.devnull), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert ("fits: " in done.stdout) if verb == "plan" else done.stdout.startswith("#!/usr/bin/env bash")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_needs_no_controller(

@@ -58,7 +58,7 @@ def page() -> str:
         lives = ", ".join(f"`{lives_at(place).relative_to(ROOT)}`" for place in row["lives"])
         tests = "<br>".join(f"`{there[t]}` {t.split('::')[1]}" for t in row.get("tests", []))
         links = ", ".join(
-            f"[{d}](decisions.md#{re.sub(r'[^a-z0-9 -]', '', f'{d}: {titles[d]}'.lower()).replace(' ', '-')})"
+            f"[{d}](decisions.md#{re.sub(r'[^a-z0-9_ -]', '', f'{d}: {titles[d]}'.lower()).replace(' ', '-')})"
             for d in row.get("decisions", [])
         )
         asks = row["asks"].replace("|", "\\|").replace("<", "&lt;")
