@@ -123,7 +123,8 @@ def tokenizer_beside(name_or_path: str) -> Any:
     if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name_or_path)
+        where = str(folder) if folder.is_dir() else name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)  # None would ask at the terminal
     except (OSError, ValueError, KeyError):
         return None
     return getattr(tokenizer, "tokenizer", tokenizer)  # of `cqwen_dist.auto`'s own class

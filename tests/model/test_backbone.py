@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from support.tiny import CONTEXT, random_batch, random_ids, tiny_base
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import ARCHITECTURES
+from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.backbone import FeatureExtractionNetwork, build_base, load_base
+from cqwen_dist.model.backbone import FeatureExtractionNetwork, build_base, load_base, tokenizer_beside
 
 BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
 
@@ -101,6 +103,17 @@ def test_errors_name_what_is_wrong(tmp_path) -> None:
         build_base({"model_type": "gpt2"}, 0)
     with pytest.raises(UserError, match=r"model\.architecture"):
         build_base({"model_type": "qwen2", "hidden_size": 10, "num_attention_heads": 0}, 0)
+
+
+def test_a_folder_with_its_own_code_asks_nothing_at_the_terminal(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an exported CausalQwen: its code does not run here, and no question stops a job."""
+    train_tokenizer(["tea"], 260).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "strange"}')
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["strange.Strange", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    assert tokenizer_beside(str(tmp_path)) is None
 
 
 def test_build_base_is_a_function_of_the_seed_alone() -> None:
