@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -92,8 +95,8 @@ def test_the_rest_is_the_wrapped_tokenizers_own(tokenizer: CausalQwenTokenizer) 
     assert CausalQwenTokenizer.of(tokenizer.reader).pad_token == end, "the end token, where there is none to pad with"
     with pytest.raises(AttributeError):
         _ = tokenizer.no_such_thing
-    again = copy.deepcopy(tokenizer)
-    assert again(ROWS).data == tokenizer(ROWS).data
+    for again in (copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
+        assert again(ROWS).data == tokenizer(ROWS).data
 
 
 def test_it_is_a_tokenizer_of_transformers(tokenizer: CausalQwenTokenizer) -> None:
@@ -122,6 +125,36 @@ def test_it_is_a_tokenizer_of_transformers(tokenizer: CausalQwenTokenizer) -> No
     assert pair.sequence_ids() == [0] * (len(ids) - 1) + [1]
     with pytest.raises(ValueError, match="text input must be of type"):
         tokenizer([3.5])
+
+
+def test_it_reads_what_the_training_reads(tokenizer: CausalQwenTokenizer) -> None:
+    pieces = [
+        "1",
+        "2.5",
+        "1,234.50",
+        " ",
+        "\n",
+        "tea",
+        "e\u0301",
+        "价格",
+        "<NUM>",
+        "<|im_end|>",
+        "-",
+        "$",
+        ".",
+        "１２",
+        "(",
+    ]
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(draw.choices(pieces, k=draw.randint(0, 12)))
+        read = tokenizer(text, return_offsets_mapping=True)
+        assert (read["input_ids"], read["numeric_values"]) == tokenizer.reader.encode(text), text
+        text, words = unicodedata.normalize("NFC", text), read.word_ids()
+        assert words == sorted(words)
+        for token, row, (start, end) in zip(read.tokens(), read["input_ids"], read["offset_mapping"], strict=True):
+            assert row != tokenizer.num_token_id or text[start:end] == token
+        assert not text or read["offset_mapping"][-1][1] == len(text)
 
 
 def test_a_library_that_hands_on_ids_alone_can_have_the_numerals_as_words(
