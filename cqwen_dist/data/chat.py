@@ -58,9 +58,9 @@ class Chat:
         Args: messages, tools: as `cqwen_dist.data.turns` makes them. Raises: BadChat; UserError for a template that is
         broken or writes no tool calls.
         """
-        own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        own = [i for i, message in enumerate(messages) if _is_learnt(message)]
         if not own:
-            raise BadChat([message["role"] for message in messages], "a turn of the assistant")
+            raise BadChat([message["role"] for message in messages], "a turn of the assistant, not of weight 0")
         plain = self._fill(messages, tools)
         if _OPEN in plain or _CLOSE in plain:
             raise BadChat(plain, "no noncharacters U+FDD0, U+FDD1")
@@ -130,9 +130,14 @@ def _unwritten(what: str) -> UserError:
     return UserError("data.messages_field", Said(f"{what} that the tokenizer's chat template does not write"), allowed)
 
 
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether the assistant says it, and it is not of OpenAI's weight 0."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
 def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
     """The assistant's with marks inside its outer white space, which templates trim; or around its last call's name."""
-    if message["role"] != "assistant":
+    if not _is_learnt(message):
         return dict(message)
     if "tool_calls" in message:
         *calls, last = message["tool_calls"]

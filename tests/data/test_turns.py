@@ -97,6 +97,9 @@ def test_keys_and_roles_of_other_names(tmp_path: Path) -> None:
     assert _learnt(path, Chat(), **keys, roles={"customer": "user", "clerk": "assistant"}) == ["5<|im_end|>"]
     with pytest.raises(UserError, match=r"a\.jsonl:1: no chat: found 'customer', allowed: .*data\.roles"):
         _learnt(path, Chat(), **keys)
+    shown = [{"role": "user", "content": "4?"}, {"role": "assistant", "content": "5", "weight": 0}]
+    path.write_text(json.dumps({"messages": [*shown, {"role": "assistant", "content": "4", "weight": 1}]}))
+    assert _learnt(path, Chat(), recipe="chat") == ["4<|im_end|>"]
     with pytest.raises(ValueError, match="both, or none"):
         DataConfig(train="a", roles={"a": "user"})
 
