@@ -49,8 +49,13 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page; default: report.html in the run, or here for several.")
     ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Held-out texts that the oldest kept and the newest checkpoint continue.")
+    ] = 0,
 ) -> None:
     """Curves, calibration, predictions and a diagnosis of runs as one HTML page that needs nothing else."""
+    if samples:
+        quiet_libraries()
     from cqwen_dist.report.diagnosis import diagnose
     from cqwen_dist.report.html import write_report
     from cqwen_dist.report.run_data import read_run
@@ -58,7 +63,7 @@ def report(
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     try:
-        typer.echo(f"report: {write_report(runs, page)}")
+        typer.echo(f"report: {write_report(runs, page, samples)}")
     except OSError as error:
         raise UserError("--out", str(page), f"a file that can be written ({error.strerror})") from None
     for run in runs:

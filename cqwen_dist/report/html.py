@@ -24,9 +24,17 @@ from cqwen_dist.run.status import read_status
 PAGE = Path(__file__).parent / "page"
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
-    """Read the runs and write the page, whole or not at all. Raises `UserError` where a folder is no run's."""
+def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
+    """Read the runs and write the page, whole or not at all. samples: held-out texts that each run's model continues.
+
+    Raises `UserError` where a folder is no run's, and where samples cannot be made.
+    """
     runs = [read_run(folder) for folder in folders]
+    if samples:
+        from cqwen_dist.report.samples import sample_texts
+
+        for run in runs:
+            run.samples = sample_texts(run.folder, run.config, samples)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, render(runs))
     return out
@@ -80,6 +88,7 @@ def _described(name: str, run: RunData) -> dict[str, Any]:
         "folder": str(run.folder),
         "status": _status(run),
         "made_of": made_of(run),
+        "samples": run.samples,
         "findings": [asdict(finding) for finding in diagnose(run)],
         "yaml": run.yaml,
         "environment": json.dumps(run.environment, indent=1, ensure_ascii=False),

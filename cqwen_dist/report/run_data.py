@@ -66,6 +66,7 @@ class RunData:
     alarms: list[dict[str, Any]]
     steps: int
     raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
+    samples: list[dict[str, Any]] = field(default_factory=list)  # of `sample_texts`, where they were asked for
 
 
 def read_run(folder: Path) -> RunData:

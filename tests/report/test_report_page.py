@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -14,8 +15,10 @@ from support.browser import look
 from support.runs import cqwen_forked
 
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.data.document import Document
 from cqwen_dist.report.html import render, write_report
 from cqwen_dist.report.run_data import POINTS, read_run
+from cqwen_dist.report.samples import cut
 from cqwen_dist.train.stages import StagePlan
 
 
@@ -234,6 +237,30 @@ def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ran
     done = cqwen_forked("train", config)
     assert done.returncode == 0, done.stderr
     assert (one_rank / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_samples_are_what_checkpoints_write_behind_held_out_texts(one: Path, one_rank: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    done = cqwen_forked("report", one_rank, "--samples", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    text = html.unescape(out.read_text())
+    known = {json.loads(line)["text"] for line in (one_rank.parent / "texts.jsonl").read_text().splitlines()}
+    found = re.findall(r"<b>Prompt</b>(.*?)<br><b>Truth</b>(.*?)\n(.*?)</div>", text, re.S)
+    assert len(found) == 2
+    for prompt, truth, written in found:
+        assert prompt + truth in known
+        assert re.findall(r"<b>Step (\d+)</b>", written) == ["1", "6"]
+    assert '<section id="samples">' not in one.read_text(), "they are made where they are asked for"
+
+
+def test_where_a_sample_is_cut() -> None:
+    ids, no = np.arange(8), np.zeros(8, bool)
+    one, two = no.copy(), no.copy()
+    one[6], two[[2, 6]] = True, True
+    learnt = np.arange(8) >= 3
+    cuts = [cut(Document(ids, ids * 0.0, targets, mask)) for targets, mask in ((no, None), (one, None), (two, None))]
+    assert cuts == [4, 6, 4]
+    assert cut(Document(ids, ids * 0.0, one, learnt)) == 3
 
 
 def test_a_hostile_name_and_a_broken_line_do_no_harm(one_rank: Path, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""What a run writes behind held-out texts, by its oldest kept checkpoint and its newest: `cqwen report --samples N`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cqwen_dist.config import Config, UserError
+
+if TYPE_CHECKING:
+    from cqwen_dist.data.document import Document
+
+LONGEST = 48  # tokens of a continuation
+
+
+def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any]]:
+    """`count` held-out texts, evenly drawn: {prompt, truth, written: [{step, text, numbers: [(value, low, high)]}]}.
+
+    Every number comes with its 90 % interval, recalibrated where the checkpoint knows how. Loads the model, on this
+    process's device. Raises `UserError` where nothing was held out or no checkpoint is kept.
+    """
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.checkpoint.manifest import list_checkpoints
+    from cqwen_dist.data.load import load_datasets
+    from cqwen_dist.generate.continuation import continue_text
+
+    kept = list_checkpoints(folder)
+    if not kept:
+        raise UserError("--samples", count, "a run that has a checkpoint")
+    samples: list[dict[str, Any]] = []
+    for checkpoint in dict.fromkeys((kept[0], kept[-1])):
+        model, tokenizer = load_trained(checkpoint, "auto")
+        if not samples:
+            held_out = load_datasets(config.data, tokenizer).eval
+            if held_out is None or not len(held_out):
+                raise UserError("--samples", count, "a run with held-out texts (data.eval, data.eval_fraction)")
+            for index in np.unique(np.linspace(0, len(held_out) - 1, count).astype(np.int64)):
+                document = held_out[int(index)][0]
+                at, ids, values = cut(document), document.ids.tolist(), document.values.tolist()
+                ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id and at < len(ids) - 1 else ids
+                texts = (tokenizer.decode(ids[:at], values[:at]), tokenizer.decode(ids[at:], values[at : len(ids)]))
+                samples.append({"prompt": texts[0], "truth": texts[1], "length": len(ids) - at, "written": []})
+        for sample in samples:  # one by one: the longest would decide the memory of all
+            new = min(sample["length"], LONGEST)
+            (found,) = continue_text(model, tokenizer, [sample["prompt"]], max_new_tokens=new)
+            numbers = [(number.value, *number.intervals["0.9"]) for number in found.numbers]
+            step = int(checkpoint.name.rpartition("-")[2])
+            sample["written"].append({"step": step, "text": found.text, "numbers": numbers})
+    return samples
+
+
+def cut(document: Document) -> int:
+    """Where the prompt of a text ends: at what is learnt behind a prompt, at the one target, else in the middle."""
+    if document.learnt is not None and not document.learnt[0]:
+        return max(int(document.learnt.argmax()), 1)
+    if document.targets.sum() == 1:
+        return max(int(document.targets.argmax()), 1)
+    return max(len(document.ids) // 2, 1)
