@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.generate.pipeline import register_pipeline
-from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, register
+from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM
 
-register()
 register_pipeline()
 AutoTokenizer.register(CausalQwenConfig, fast_tokenizer_class=CausalQwenTokenizer, exist_ok=True)
 

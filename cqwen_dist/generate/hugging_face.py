@@ -101,6 +101,9 @@ def as_rows(device: torch.device, ids: Any, values: Any, mask: Any) -> tuple[Ten
     return rows[0], rows[1], rows[2]
 
 
+COMPATIBLE_ALONE = "nothing but in mode compatible"
+
+
 def translate(
     model: Any,
     ids: Tensor,
@@ -124,15 +127,12 @@ def translate(
     own = _set(model.generation_config)
     asked = {name: value for name, value in _set(generation_config).items() if own.get(name) != value} | given
     mode = mode or asked.get("mode") or own.get("mode") or "standard"
-    asked.pop("mode", None)
-    asked = _without_neutral(asked)
     if isinstance(streamer, NumberStreamer):
         asked.setdefault("digits", streamer.digits)
     compatible = mode == "compatible"
-    if not compatible:
-        _refuse_logits_options(asked, logits_processor)
-    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if compatible else (*PLAIN, *LENGTH)
-    merged = {**{name: value for name, value in own.items() if name in kept}, **asked}
+    merged = _merged(own, asked, compatible)
+    if not compatible and logits_processor:
+        raise UserError("logits_processor", "", COMPATIBLE_ALONE)
     options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if name in merged}
     options["attention_mask"] = mask
     options["max_new_tokens"] = _length(merged, ids.shape[1])
@@ -146,21 +146,18 @@ def translate(
     )
 
 
-def _without_neutral(asked: dict[str, Any]) -> dict[str, Any]:
-    """The options that change something. Raises `UserError` for one that is unknown."""
+def _merged(own: dict[str, Any], asked: dict[str, Any], compatible: bool) -> dict[str, Any]:
+    """What is asked for, before what of the model's own counts in the mode. Raises `UserError`."""
     asked = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+    asked.pop("mode", None)
     known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
     for name, value in asked.items():
         if name not in known:
             raise UserError(name, value, f"options out of {', '.join(sorted(known))}")
-    return asked
-
-
-def _refuse_logits_options(asked: dict[str, Any], logits_processor: Sequence[Any] | None) -> None:
-    """Only `compatible` has logits: other modes take no option that changes them."""
-    odd = next((name for name in (*OF_LOGITS, "top_k", "top_p") if name in asked), None)
-    if odd or logits_processor:
-        raise UserError(odd or "logits_processor", asked.get(odd or ""), "nothing but in mode compatible")
+        if not compatible and name in (*OF_LOGITS, "top_k", "top_p"):  # only `compatible` has logits
+            raise UserError(name, value, COMPATIBLE_ALONE)
+    kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if compatible else (*PLAIN, *LENGTH)
+    return {**{name: value for name, value in own.items() if name in kept}, **asked}
 
 
 def _set(config: GenerationConfig | None) -> dict[str, Any]:

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
@@ -350,10 +347,3 @@ def _start_of(start: str | None, texts: Any, batches: Any) -> str:
     if start == "seed":
         logger.warning("from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them")
     return start
-
-
-def register() -> None:
-    """Make AutoConfig, AutoModel and AutoModelForCausalLM know `causal_qwen`."""
-    AutoConfig.register(CausalQwenConfig.model_type, CausalQwenConfig, exist_ok=True)
-    AutoModel.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
-    AutoModelForCausalLM.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
