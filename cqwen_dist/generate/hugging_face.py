@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ def translate(
     Raises `UserError` for options that are unknown, or not of the mode.
     """
     own = _set(model.generation_config)
-    asked = {name: value for name, value in _set(generation_config).items() if own.get(name) != value} | given
+    asked = _set(generation_config, own) | given
     mode = mode or asked.get("mode") or own.get("mode") or "standard"
     if isinstance(streamer, NumberStreamer):
         asked.setdefault("digits", streamer.digits)
@@ -160,12 +160,13 @@ def _merged(own: dict[str, Any], asked: dict[str, Any], compatible: bool) -> dic
     return {**{name: value for name, value in own.items() if name in kept}, **asked}
 
 
-def _set(config: GenerationConfig | None) -> dict[str, Any]:
-    """What a generation config says, without what it only records."""
+def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a generation config says beyond what is known, without what it only records."""
     if config is None:
         return {}
     recorded = ("transformers_version", "bos_token_id")
-    return {k: v for k, v in config.to_dict().items() if v is not None and k not in recorded and k[0] != "_"}
+    found = {k: v for k, v in config.to_dict().items() if v is not None and k not in recorded and k[0] != "_"}
+    return {k: v for k, v in found.items() if known is None or known.get(k) != v}
 
 
 def _length(merged: dict[str, Any], prompt: int) -> int:
