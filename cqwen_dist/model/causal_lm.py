@@ -194,9 +194,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         output_log_probs: further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is
         added to it. use_cache: begin a cache where none is given. Raises `UserError`.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("input_ids", "none" if input_ids is None else "inputs_embeds too", "one of the two")
-        self._heed(input_ids, numeric_values)
+        self._heed(input_ids, numeric_values, inputs_embeds)
         asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config.base_config)
@@ -222,8 +220,15 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
-    def _heed(self, ids: Tensor | None, values: Tensor | None) -> None:
-        """Say once that ids came without the values of their numbers. Reads the ids, until it was said."""
+    def _heed(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
+        """Refuse what does not fit together, and say once that ids came without the values of their numbers, which
+        reads the ids until it was said. Raises `UserError`."""
+        if (ids is None) == (embeds is None):
+            raise UserError("input_ids", "none" if ids is None else "inputs_embeds too", "one of the two")
+        given: Any = embeds if ids is None else ids
+        if values is not None and values.shape != given.shape[:2]:
+            allowed = f"{list(given.shape[:2])}, one for each token (prompt tuning adds tokens without values)"
+            raise UserError("numeric_values", list(values.shape), allowed)
         if values is not None or ids is None or self._said or torch.compiler.is_compiling():
             return
         if bool((ids == self.config.num_token_id).any()):
