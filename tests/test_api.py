@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import json
@@ -20,7 +21,19 @@ from support.runs import as_rank, command_environment, cqwen_forked, losses, met
 from transformers import PreTrainedModel
 
 import cqwen_dist
-from cqwen_dist import Callback, CallbackError, Moment, Stage, TrainResult, UserError, evaluate, load, predict, train
+from cqwen_dist import (
+    Callback,
+    CallbackError,
+    Moment,
+    Stage,
+    TrainResult,
+    UserError,
+    api,
+    evaluate,
+    load,
+    predict,
+    train,
+)
 from cqwen_dist.config import DataConfig, LossConfig, TrainConfig, given_config, load_config
 from cqwen_dist.data.from_memory import records
 from cqwen_dist.run.status import read_status
@@ -192,6 +205,11 @@ def test_importing_it_costs_nothing_and_the_folder_of_a_functions_name_is_called
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, env=command_environment(), timeout=60
     )
+    tree = ast.parse(Path(cqwen_dist.__file__).read_text())
+    typed = [{a.name for a in n.names} for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 0]
+    assert set(cqwen_dist.__all__) == set(api.__all__)
+    assert set(api.__all__) in typed, "what type checkers see"
+    assert Path(cqwen_dist.__file__).with_name("py.typed").is_file()
     assert done.stdout.startswith("model.name_or_path/architecture: found neither"), done.stderr
     assert callable(cqwen_dist.train)
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from itertools import count
 from typing import Any
 
@@ -127,6 +126,7 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
             dist.destroy_process_group()
 
 
+_stores: list[Any] = []  # the launcher's, once it has been met
 _groups = count()
 
 
@@ -145,15 +145,17 @@ def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -
     for name, value in zip(_LAUNCHERS[0], (rank, world, local_rank), strict=True):
         os.environ[name] = str(value)
     try:
-        store = dist.HashStore() if own else dist.PrefixStore(f"cqwen-{next(_groups)}", _launchers_store(rank, world))
-        store.set_timeout(timeout)
-        yield store
+        if own:
+            yield dist.HashStore()
+        else:
+            yield dist.PrefixStore(f"cqwen-{next(_groups)}", _launchers_store(rank, world, timeout))
     finally:
         if own:
             for name in ("MASTER_ADDR", "MASTER_PORT", *_LAUNCHERS[0]):
                 os.environ.pop(name, None)
 
 
-@cache
-def _launchers_store(rank: int, world: int) -> Any:
-    return next(iter(dist.rendezvous("env://", rank, world)))[0]
+def _launchers_store(rank: int, world: int, timeout: timedelta) -> Any:
+    if not _stores:
+        _stores.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
+    return _stores[0]

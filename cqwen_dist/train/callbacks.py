@@ -63,7 +63,7 @@ class TrainResult:
     folder: Path
     status: str
     step: int
-    metrics: dict[str, Any]
+    metrics: dict[str, float]
     checkpoint: Path | None
     reason: str | None
     rank: int
