@@ -18,24 +18,16 @@ from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
-from cqwen_dist.config.bases import numeral_ids
-from cqwen_dist.config.errors import Said
-from cqwen_dist.data.from_memory import text_batches
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import (
-    load_base,
-    rows_with_number_for,
     seen_inside,
-    tokenizer_beside,
-    tokenizer_rows,
 )
-from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
+from cqwen_dist.model.from_base import turned_causal
 from cqwen_dist.model.lora import merge_lora
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
@@ -142,27 +134,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). The calibrated start makes <NUM>'s rows from
         the digits' unless num_row_init is given. Raises `UserError`.
         """
-        start = _start_of(start, texts, calibration_batches)
-        used = tokenizer_rows(name_or_path)
-        if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
-            found = tokenizer_beside(name_or_path)
-            options.setdefault("numerals", [] if found is None else numeral_ids(found.get_vocab()))
-            options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
-        rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)
-        base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
-        if num_token_id is None:
-            num_token_id = base.config.vocab_size - 1 if used is None else used
-        if texts is not None:
-            tokenizer = NumericalAwareTokenizer.from_pretrained(name_or_path, num_token_id)
-            calibration_batches, unit = text_batches(
-                texts, tokenizer, base.config.max_position_embeddings, LEVEL_TOKENS
-            )
-            options = {"number_dims": 8, "target": unit, **options}
-        options.setdefault("used_rows", base.config.vocab_size if used is None else max(used, num_token_id + 1))
-        model = CausalQwenModel.from_base_model(base, start=start, num_token_id=num_token_id, **options)
-        if start == "calibrated":
-            batches = list(calibration_batches or ())
-            calibrate(model, batches, numerals=options.get("numerals", ()), fit_batches=batches)
+        model, base = turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
         causal = cls(model.config, model)
         if base.generation_config is not None:
             causal.generation_config = base.generation_config
@@ -339,16 +311,3 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         merge_lora(self.model.transformer)
         self.config.lora = None
         self.model.config.lora = None
-
-
-def _start_of(start: str | None, texts: Any, batches: Any) -> str:
-    """How `from_base` starts, by what it is given. Raises `UserError`."""
-    given = texts is not None or batches is not None
-    start = start or ("calibrated" if given else "seed")
-    if start == "calibrated" and not given:
-        raise UserError("texts", "no texts", "texts, or calibration_batches, for the calibrated start")
-    if texts is not None and (batches is not None or start != "calibrated"):
-        raise UserError("texts", Said(f"texts with start {start}"), "start calibrated, and no calibration_batches")
-    if start == "seed":
-        logger.warning("from_base without texts: the heads start at the seeds' constants; texts=[...] calibrates them")
-    return start
