@@ -144,7 +144,7 @@ def _num(run: RunData) -> Iterator[Finding]:
     f1 = run.last.get("eval/num_f1")
     if f1 is not None and "eval/reg_mdae" in run.last and f1 < 0.8:
         precision, recall = run.last.get("eval/num_precision", 0.0), run.last.get("eval/num_recall", 0.0)
-        which = "it misses numbers" if recall < precision else "it sees numbers where words are"
+        which = "it misses numbers" if recall <= precision else "it sees numbers where words are"
         yield Finding(
             "warn",
             f"Telling numbers from words: F1 {f1:.2f}",

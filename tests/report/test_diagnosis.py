@@ -144,6 +144,15 @@ def test_clipping_at_what_is_usual_is_no_fault() -> None:
     assert [f for f in findings(config={"train": {"max_grad_norm": "usual"}}, **raw) if f.level != "good"] == []
 
 
+@pytest.mark.parametrize(
+    ("precision", "recall", "which"), [(0.9, 0.2, "it misses"), (0.2, 0.9, "it sees"), (0, 0, "it misses")]
+)
+def test_which_way_numbers_and_words_are_mistaken(precision: float, recall: float, which: str) -> None:
+    changes = {"eval/num_f1": 0.3, "eval/num_precision": precision, "eval/num_recall": recall}
+    (text,) = (f.text for f in findings(changes) if f.level != "good")
+    assert which in text
+
+
 def test_a_loss_of_numbers_that_never_falls_names_the_statistics_to_check() -> None:
     """S1 6.2, its second rule."""
     raw = {"eval__reg_nll": [2.0, 2.5], "eval__reg_mdae": [31.0, 3.0]}
