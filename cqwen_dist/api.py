@@ -71,10 +71,13 @@ def train(
     checked = given_config(config, overrides)
 
     def write_inputs() -> None:
+        from cqwen_dist.checkpoint.identity import KEYS
         from cqwen_dist.data.from_memory import write_records
+        from cqwen_dist.run.folder import has_begun
 
+        accepted = {KEYS[name] for name in checked.run.accept}
         for key, rows in held.items():
-            keep = key.removeprefix("data.").replace("train", "data") not in checked.run.accept
+            keep = has_begun(Path(checked.run.dir)) and key not in accepted
             write_records(rows, Path(overrides[key]), key, checked.data.text_field, keep)
 
     return _train(checked, callbacks, write_inputs)

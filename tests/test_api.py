@@ -242,6 +242,11 @@ def test_what_is_no_config_no_data_and_no_callback(one_rank: Path, tmp_path: Pat
     ):
         with pytest.raises(UserError, match=match):
             train(tree, given, callbacks=callbacks)  # type: ignore[arg-type]
+    written = tmp_path / "run" / "data" / "train.jsonl"
+    written.write_text("of a call that failed before it learnt anything, so it binds nobody")
+    with pytest.raises(UserError, match=r"^model\.tokenizer: found no folder /nowhere"):
+        train(tree, rows, overrides={"model.tokenizer": "/nowhere"})
+    assert [json.loads(line) for line in written.read_text().splitlines()] == rows
     with pytest.raises(UserError, match=r"^config: found 3, allowed: a path, a dict"):
         train(3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"^override train\.seed: train\.seed: found 'x'"):

@@ -182,7 +182,8 @@ def predict_rows(
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], out: TextIO) -> None:
-    """As CSV; None is an empty cell."""
-    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    """As CSV; None is an empty cell. Without rows nothing."""
+    if rows:
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

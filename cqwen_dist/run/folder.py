@@ -35,7 +35,7 @@ def open_run(
         before_writing()
         if _starts_over(config):
             _archive(folder, say)
-        begun = _begun(folder)
+        begun = has_begun(folder)
         changes = _changes(config, begun)
         if (
             not begun
@@ -54,7 +54,7 @@ def open_run(
 def refuse_changes(config: Config) -> None:
     """Raises `UserError` by key where the run in the folder has begun with another config; writes nothing."""
     folder = Path(config.run.dir)
-    if not _starts_over(config) and _begun(folder) and (changes := _changes(config)):
+    if not _starts_over(config) and has_begun(folder) and (changes := _changes(config)):
         refuse_past_changes(load_config(folder / CONFIG), changes, folder, str(folder / CONFIG))
 
 
@@ -65,7 +65,8 @@ def is_done(config: Config) -> bool:
     return done and not _starts_over(config) and not _changes(config)
 
 
-def _begun(folder: Path) -> bool:
+def has_begun(folder: Path) -> bool:
+    """Whether a run has begun to train in the folder: then it binds what comes."""
     return any((folder / name).is_file() for name in (START, LATEST))
 
 
