@@ -5,13 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import urllib.request
-from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
-from support.exported import tiny_pair, write_folder
 
 from cqwen_dist.config import json_schema
 from cqwen_dist.config.key_page import schema_markdown
@@ -52,28 +48,6 @@ def test_the_config_page_has_every_key_with_its_sentence() -> None:
     assert len(schema_markdown(json.loads(json_schema(True)))) < len(page) / 2, "--basic: fewer"
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows), "four columns"
-
-
-def test_the_tutorials_server_answers(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model", *tiny_pair())
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.S)
-    *definitions, last = snippet.strip().splitlines()
-    assert last == 'HTTPServer(("127.0.0.1", 8000), Answers).serve_forever()'
-    names: dict[str, object] = {}
-    exec("\n".join(definitions).replace("out/patients", str(folder)), names)
-    server = HTTPServer(("127.0.0.1", 0), names["Answers"])  # type: ignore[arg-type]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        body = json.dumps({"prompt": "tea costs 3.5 and milk costs", "max_new_tokens": 6}).encode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}", body, timeout=60) as answer:
-            found = json.load(answer)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    assert found["prompt"] == "tea costs 3.5 and milk costs"
-    assert len(found["tokens"]) == 6 or found["end"] == "eos"
 
 
 def test_the_readme_links_to_files_that_are_there() -> None:
