@@ -62,7 +62,7 @@ def write_code(folder: Path, adapters: bool) -> None:
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     model = f"{MODELING}.CausalQwenForCausalLM"
     config = {"AutoConfig": f"{CONFIGURATION}.CausalQwenConfig", "AutoModel": model, "AutoModelForCausalLM": model}
-    tokenizer = {"AutoTokenizer": [f"{TOKENIZATION}.CausalQwenTokenizer", None]}
+    tokenizer = {"AutoTokenizer": [None, f"{TOKENIZATION}.CausalQwenTokenizer"]}
     for file, auto_map in (("config.json", config), ("tokenizer_config.json", tokenizer)):
         found = json.loads((folder / file).read_text(encoding="utf-8"))
         text = json.dumps({**found, "auto_map": auto_map}, indent=2)
