@@ -39,8 +39,8 @@ test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM'
 # Instructions that every x86-64 has, and products that round by their shape: what only one CPU's rounding holds up, falls.
 OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41
 ROUNDED    := tests/model tests/ops/test_ovr_best.py tests/ops/test_ovr_heads.py tests/ops/test_ovr_masters.py \
-  tests/generate/test_generator.py tests/generate/test_modes.py tests/seeds/test_formulas.py tests/train/test_resume.py \
-  tests/train/test_feature_cache.py --ignore tests/model/test_compile_layers.py
+  tests/generate/test_generator.py tests/generate/test_modes.py tests/seeds/test_formulas.py tests/training/test_resume.py \
+  tests/training/test_feature_cache.py --ignore tests/model/test_compile_layers.py
 test-rounding: setup ## numerical tests under another code path and another rounding
 	$(OTHER_PATH) $(BIN)/pytest --rounding $(ROUNDED)
 

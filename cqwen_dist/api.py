@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cqwen_dist.config import Config, Stage, UserError, given_config
 from cqwen_dist.parallel.collectives import Stopped
-from cqwen_dist.train.callbacks import Callback, CallbackError, Moment, TrainResult
+from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 
 if TYPE_CHECKING:
     from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
@@ -88,7 +88,7 @@ def _train(config: Config, callbacks: Sequence[Callback], write_inputs: Any) -> 
     from cqwen_dist.report.html import leave_report
 
     quiet_libraries()
-    from cqwen_dist.train.trainer import train as run
+    from cqwen_dist.training.trainer import train as run
 
     folder = Path(config.run.dir)
     try:
@@ -128,8 +128,8 @@ def evaluate(
     In this process alone: on several ranks let one call it. data: a source, or rows as `train` takes them; None: the
     run's own held-out texts. base: compare with this model. label_set, reject_below: `Decisions`. Raises `UserError`.
     """
-    from cqwen_dist.train.evaluation.evaluate_checkpoint import evaluate_checkpoint
-    from cqwen_dist.train.evaluation.evaluator import Decisions
+    from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
+    from cqwen_dist.training.evaluation.evaluator import Decisions
 
     for key, value in (("--label-set", label_set), ("--reject-below", reject_below)):
         if value is not None and not 0 < value < 1:

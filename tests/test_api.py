@@ -43,7 +43,7 @@ WITHOUT_TORCH = """
 import sys, cqwen_dist
 assert not {"torch", "transformers", "numpy", "pydantic"} & set(sys.modules), "imported by `import cqwen_dist`"
 assert set(cqwen_dist.__all__) <= set(dir(cqwen_dist))
-import cqwen_dist.train.callbacks  # binds the folder's name in the package
+import cqwen_dist.training.callbacks  # binds the folder's name in the package
 from cqwen_dist import train
 try:
     train({"model": {}, "data": {"train": "x"}})
@@ -201,7 +201,7 @@ def test_a_failing_callback_ends_both_ranks_and_a_stopping_one_stops_both(one_ra
     assert losses(tmp_path / "run") == pytest.approx(losses(one_rank), rel=1e-5)
 
 
-def test_importing_it_costs_nothing_and_the_folder_of_a_functions_name_is_called() -> None:
+def test_importing_it_costs_nothing_and_type_checkers_see_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, env=command_environment(), timeout=60
     )
@@ -211,7 +211,6 @@ def test_importing_it_costs_nothing_and_the_folder_of_a_functions_name_is_called
     assert set(api.__all__) in typed, "what type checkers see"
     assert Path(cqwen_dist.__file__).with_name("py.typed").is_file()
     assert done.stdout.startswith("model.name_or_path/architecture: found neither"), done.stderr
-    assert callable(cqwen_dist.train)
 
 
 @pytest.mark.parametrize(

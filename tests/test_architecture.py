@@ -29,7 +29,7 @@ FLOORS = {
     "model": 3,
     "checkpoint": 4,
     "auto": 4,  # what transformers' Auto classes are told: model and tokenizer
-    "train": 5,
+    "training": 5,
     "cluster": 6,
     "bench": 6,
     "report": 6,

@@ -21,7 +21,7 @@ from cqwen_dist.data.sources import read_texts
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.report.run_data import read_run
 from cqwen_dist.run.status import read_status
-from cqwen_dist.train.session import open_session
+from cqwen_dist.training.session import open_session
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_disk_that_safetensors_met_is_the_users_to_mend(
 ) -> None:
     import torch
 
-    from cqwen_dist.train import session
+    from cqwen_dist.training import session
 
     monkeypatch.setattr(session, "main_rank_first", lambda action: action())
     config = load_config(one_rank.parent / "config.yaml", [f"run.dir={tmp_path}"])

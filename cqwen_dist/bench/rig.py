@@ -24,11 +24,11 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
-from cqwen_dist.train.assembly import Base, Training, Words, build_training
-from cqwen_dist.train.stages import StagePlan
-from cqwen_dist.train.step import ACCURACY_EVERY
-from cqwen_dist.train.zero.partitioned_base import load_partitioned_base
-from cqwen_dist.train.zero.settings import deepspeed_config
+from cqwen_dist.training.assembly import Base, Training, Words, build_training
+from cqwen_dist.training.stages import StagePlan
+from cqwen_dist.training.step import ACCURACY_EVERY
+from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
+from cqwen_dist.training.zero.settings import deepspeed_config
 
 NUMBER_SHARE = 0.125  # of tokens are <NUM>, as in GSM8K
 DOCUMENTS = 4  # in a packed sequence

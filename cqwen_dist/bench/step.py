@@ -37,7 +37,7 @@ from cqwen_dist.plan.machine import MACHINES, Machine, machine
 from cqwen_dist.plan.make import tensor_bytes
 from cqwen_dist.plan.memory import GIB, WORKSPACE, kept, phases
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
-from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.training.stages import StagePlan
 
 PEERS = {"hf+peft": False, "hf+peft+liger": True}
 WARM_UP = 3

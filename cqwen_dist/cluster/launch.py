@@ -22,7 +22,7 @@ from cqwen_dist.parallel.ports import free_port
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.run.folder import is_done, refuse_changes
 from cqwen_dist.run.status import Status, read_status
-from cqwen_dist.train.zero.settings import deepspeed_config, feature_parameters
+from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
 
 STOPPED = 75  # exit code: stopped in order, resume me
 GRACE_S = 10.0  # between SIGTERM and SIGKILL

@@ -16,7 +16,7 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
-from cqwen_dist.train.zero.settings import deepspeed_config, feature_parameters
+from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
 
 
 @dataclass(frozen=True)

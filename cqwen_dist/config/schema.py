@@ -74,7 +74,7 @@ class TrainConfig(Section):
     )
     check_ranks_every: Count = Field(
         100,
-        description="Steps between comparisons of what ranks must hold alike (`train.replicas`), as every save "
+        description="Steps between comparisons of what ranks must hold alike (`training.replicas`), as every save "
         "makes them; 0: never.",
     )
     checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")

@@ -154,8 +154,8 @@ class CausalQwenModel(nn.Module):
 
         start: "seed" or "seed-100", or "calibrated" (the seed's constants until `calibration.calibrate` is run).
         head, table: the output head's weight and the token table where `base` does not hold them whole
-        (`train.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row; "digits": at the input it is the
-        mean of those of `numerals`, at the output what `calibration` fits. w_num_scale: None: w_num begins with
+        (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row; "digits": at the input it is
+        the mean of those of `numerals`, at the output what `calibration` fits. w_num_scale: None: w_num begins with
         VALUE_SHARE of their mean norm. reg_gain: of W_reg's Xavier start. shape: further fields of `CausalQwenConfig`.
         Raises `UserError`, also for an argument that is none of all these.
         """

@@ -3,7 +3,7 @@
 A handler that acted at once would find the ranks in different places, some of them inside a collective. So it only
 sets a flag, which is read where all ranks pass:
 
-    before an optimizer step   with the exchange of token counts; no rank takes that step (`train.step`)
+    before an optimizer step   with the exchange of token counts; no rank takes that step (`training.step`)
     before a forward elsewhere `StopFlag.agreed`, one small all-reduce (evaluation, calibration, a cache being built)
     where a rank works alone   `StopFlag.interruptible`: the signal ends it at once (setting up, waiting for data)
 """

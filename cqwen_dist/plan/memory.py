@@ -23,7 +23,7 @@ TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 WORK_BUFFERS = {"chunked": 3, "triton": 0}
 FASTEST = {"cpu": "chunked", "cuda": "triton"}
 REFERENCE_TENSORS = 9
-# A look at the accuracy (`train.step`, `ops.ovr.head`): tokens, bytes of an [N, n] chunk, such chunks alive at once.
+# A look at the accuracy (`training.step`, `ops.ovr.head`): tokens, bytes of an [N, n] chunk, such chunks alive at once.
 CHUNK_BYTES, CHUNKS = 8 * MIB, 11
 # [N, C] tensors in fp32 of KL(U || U at the start), those that its backward needs included.
 KL_TENSORS = 8

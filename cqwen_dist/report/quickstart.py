@@ -17,7 +17,7 @@ from cqwen_dist.config import load_config
 from cqwen_dist.data.diabetes import baselines, diabetes_texts
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.run.files import STATE
-from cqwen_dist.train.evaluation.conformal import CALIBRATION
+from cqwen_dist.training.evaluation.conformal import CALIBRATION
 
 
 def learned(run_dir: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from cqwen_dist.run.files import (
     read_lines,
     read_object,
 )
-from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.training.stages import StagePlan
 
 POINTS = 400  # of a curve; a longer one is drawn as medians of as many stretches, in a band from least to largest
 

@@ -20,7 +20,7 @@ from cqwen_dist.bench.learn.words import shared_words
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.train.evaluation.conformal import half_width
+from cqwen_dist.training.evaluation.conformal import half_width
 
 CODE = '''
 def area(width, height):

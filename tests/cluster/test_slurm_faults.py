@@ -163,7 +163,7 @@ def test_an_exception_on_one_rank_ends_the_job_at_once(cluster: Cluster, tmp_pat
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('RANK') == '1' and 'cqwen_dist.cluster.rank' in ' '.join(sys.orig_argv):\n"
-        "    import cqwen_dist.train.step as step\n"
+        "    import cqwen_dist.training.step as step\n"
         "    before = step.Stepper.__call__\n"
         "    def call(self, micro_batches, plan, at, *more):\n"
         "        if at == 15:\n"

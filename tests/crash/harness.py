@@ -30,17 +30,17 @@ SEEN, STRUCK = "seen.jsonl", "struck"
 SURVIVE_S = 20.0  # how long the other rank may take to find out
 # Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
 POINTS: dict[str, tuple[str, str, int, float]] = {
-    "step": ("cqwen_dist.train.step:Stepper", "__call__", 9, 40.0),
+    "step": ("cqwen_dist.training.step:Stepper", "__call__", 9, 40.0),
     "save": ("cqwen_dist.checkpoint.saving:Saver", "_write", 5, 60.0),
-    "boundary": ("cqwen_dist.train.trainer:Trainer", "_enter_stage", 2, 20.0),
-    "evaluation": ("cqwen_dist.train.assembly:Training", "forward", 9, 20.0),
+    "boundary": ("cqwen_dist.training.trainer:Trainer", "_enter_stage", 2, 20.0),
+    "evaluation": ("cqwen_dist.training.assembly:Training", "forward", 9, 20.0),
 }
 WAIT = "data"  # a wait for a batch that does not come
 ELSEWHERE = {
-    WAIT: ("cqwen_dist.train.trainer:Trainer", "_next", 9, 20.0),
-    "figures": ("cqwen_dist.train.trainer:Trainer", "_evaluate", 4, 20.0),
-    "setup": ("cqwen_dist.train.stage_loaders:StageLoaders", "__init__", 1, 0.0),
-    "start": ("cqwen_dist.train.assembly:Run", "at", 9, 20.0),
+    WAIT: ("cqwen_dist.training.trainer:Trainer", "_next", 9, 20.0),
+    "figures": ("cqwen_dist.training.trainer:Trainer", "_evaluate", 4, 20.0),
+    "setup": ("cqwen_dist.training.stage_loaders:StageLoaders", "__init__", 1, 0.0),
+    "start": ("cqwen_dist.training.assembly:Run", "at", 9, 20.0),
     "prune": ("cqwen_dist.checkpoint.saving:Saver", "_prune", 4, 10.0),
     "prepare": ("cqwen_dist.data.prepare:_Build", "_write", 1, 30.0),
 }
@@ -157,7 +157,7 @@ def _rank(
 
     from cqwen_dist.config import load_config
     from cqwen_dist.parallel.collectives import Stopped
-    from cqwen_dist.train.trainer import train
+    from cqwen_dist.training.trainer import train
 
     os.environ.clear()
     os.environ.update(environment)
@@ -212,7 +212,7 @@ def deal(blow: Blow, results: Any) -> None:
 
 def note_samples() -> None:
     """Have rank 0 write the samples of every step to SEEN in the run's folder."""
-    from cqwen_dist.train.telemetry.metrics import MetricsLog
+    from cqwen_dist.training.telemetry.metrics import MetricsLog
 
     plain, plain_push = MetricsLog.__init__, MetricsLog.push
 

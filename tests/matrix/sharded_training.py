@@ -30,8 +30,8 @@ from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.stages import Schedule
-from cqwen_dist.train.zero.engine import Engine
+from cqwen_dist.training.stages import Schedule
+from cqwen_dist.training.zero.engine import Engine
 
 
 class Case(NamedTuple):

@@ -17,9 +17,9 @@ from support.ranks import fork_server
 from torch import Tensor
 
 from cqwen_dist.parallel.groups import build_groups
-from cqwen_dist.train.stages import Schedule
-from cqwen_dist.train.zero import zero_state
-from cqwen_dist.train.zero.engine import Engine
+from cqwen_dist.training.stages import Schedule
+from cqwen_dist.training.zero import zero_state
+from cqwen_dist.training.zero.engine import Engine
 
 WORLD = 3
 TIMEOUT_S = 4.0

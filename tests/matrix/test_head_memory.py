@@ -15,9 +15,9 @@ from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.train.optim import HeadOptimizer
-from cqwen_dist.train.parameter_groups import head_members
-from cqwen_dist.train.stages import Schedule
+from cqwen_dist.training.optim import HeadOptimizer
+from cqwen_dist.training.parameter_groups import head_members
+from cqwen_dist.training.stages import Schedule
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ from support.ranks import run_ranks
 
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.plan.comm import Message, head_messages
-from cqwen_dist.train.stages import Schedule
+from cqwen_dist.training.stages import Schedule
 
 # function, its operation, which argument is the whole buffer
 WRAPPED = (

@@ -6,7 +6,7 @@ from support.numerics import assert_close
 from support.tiny import random_batch, tiny_base, tiny_model
 
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.train.parameter_groups import head_members
+from cqwen_dist.training.parameter_groups import head_members
 
 
 def test_two_layers_start_as_the_linear_one_and_learn_a_curve():

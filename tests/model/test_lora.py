@@ -10,7 +10,7 @@ from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, is_lora_b, is_magnitude, merge_lora
-from cqwen_dist.train.parameter_groups import feature_members
+from cqwen_dist.training.parameter_groups import feature_members
 
 FAMILY = {
     "lora": {},

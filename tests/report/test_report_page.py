@@ -19,7 +19,7 @@ from cqwen_dist.data.document import Document
 from cqwen_dist.report.html import render, write_report
 from cqwen_dist.report.run_data import POINTS, read_run
 from cqwen_dist.report.samples import cut
-from cqwen_dist.train.stages import StagePlan
+from cqwen_dist.training.stages import StagePlan
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def fork_server() -> Any:
     """The multiprocessing context whose processes begin with the package imported."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unset, `import deepspeed` looks for one and prints
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.train.trainer"])
+    context.set_forkserver_preload(["torch.distributed", "cqwen_dist.training.trainer"])
     return context
 
 

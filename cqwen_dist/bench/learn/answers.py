@@ -16,7 +16,7 @@ from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.train.evaluation.conformal import half_width
+from cqwen_dist.training.evaluation.conformal import half_width
 
 ROWS = 16  # texts a batch
 LEVEL = 0.9

@@ -16,7 +16,7 @@ from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import list_checkpoints
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.train.trainer import train_on
+from cqwen_dist.training.trainer import train_on
 
 
 def our_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
-from cqwen_dist.train.evaluation.evaluator import perplexity, top1
+from cqwen_dist.training.evaluation.evaluator import perplexity, top1
 
 ROWS = 4  # texts a batch: the ordinary way's logits are [ROWS,T,V]
 Scorer = Callable[[Batch], tuple[Tensor, Tensor]]  # the first word, and the label's log-probability, of every label

@@ -1,0 +1,296 @@
+"""A run assembled, once: `build_training` makes what steps, `build_run` adds data, evaluation and checkpoints.
+
+The trainer, the benchmarks' rig and the tests all use these, so what is measured or tested is what trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.identity import base_digest
+from cqwen_dist.checkpoint.saving import Saver
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.load import Datasets, load_datasets
+from cqwen_dist.data.loader import EvalLoader, Loader
+from cqwen_dist.data.statistics import NumericStatistics
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.model.abduction import abduction_named
+from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.losses import gate_named
+from cqwen_dist.ops.products import dtype_of
+from cqwen_dist.parallel.collectives import gather_objects, main_rank_first, main_rank_says
+from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.runtime import Runtime, seed_everything
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.run.files import DIGESTS
+from cqwen_dist.training.base import build_run_base, load_tokenizer
+from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.evaluation.evaluation_folder import EvaluationFolder
+from cqwen_dist.training.evaluation.evaluator import Evaluator
+from cqwen_dist.training.evaluation.run_evaluation import Evaluations
+from cqwen_dist.training.evaluation.watched_texts import WatchedEvaluators, read_watched
+from cqwen_dist.training.features.cache import FeatureCache
+from cqwen_dist.training.frequency import ThresholdBands
+from cqwen_dist.training.replicas import Replicas
+from cqwen_dist.training.session import run_saver, to_go_on_from
+from cqwen_dist.training.stage_loaders import StageLoaders
+from cqwen_dist.training.stages import Schedule, StagePlan
+from cqwen_dist.training.step import Stepper
+from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.zero.engine import Engine
+from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
+from cqwen_dist.training.zero.settings import deepspeed_config
+
+
+class Base(NamedTuple):
+    """A base model."""
+
+    model: Any
+    head: Any = None  # and the token table: where ZeRO-3 has partitioned the model
+    table: Any = None
+
+
+class Words(NamedTuple):
+    """The vocabulary, from the tokenizer and the data."""
+
+    num_token_id: int
+    used_rows: int  # words from here on are not the tokenizer's
+    counts: np.ndarray  # [V]: how often training has each word
+    numerals: Sequence[int] = ()  # the tokens that the base spells numerals with
+
+
+@dataclass(frozen=True)
+class Training:
+    """What takes optimizer steps on this rank."""
+
+    config: Config
+    runtime: Runtime
+    groups: Groups
+    model: CausalQwenModel
+    engine: Engine
+    constraint: Constraint
+    stepper: Stepper
+    replicas: Replicas
+    schedule: Schedule
+    words: Words
+
+    def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
+        """Set which groups train; fresh: the stage begins here, so moments of newly trained groups are zeroed."""
+        self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
+        self.constraint.features_moved = self.schedule.features_trained_by(plan)
+
+    def forward(self, batch: Batch, keep: Tensor) -> Tensor:
+        """z of the label positions, outside of steps. Raises `Stopped` on all ranks where any was told to stop."""
+        self.runtime.hang.alive()
+        self.runtime.stop.agreed(self.runtime.device)
+        return self.engine.forward(batch, keep)
+
+
+@dataclass(frozen=True)
+class Run(Training):
+    """A run on this rank, ready to begin (`training.start`) and to train (`training.trainer`)."""
+
+    folder: Path
+    resume_from: Path | None  # the checkpoint to go on from
+    datasets: Datasets
+    statistics: NumericStatistics
+    inputs: dict[str, str]  # digests of what it learns from (`checkpoint.identity`)
+    loaders: StageLoaders
+    cache: FeatureCache
+    evaluations: Evaluations
+    saver: Saver
+    progress: Progress
+
+    def at(self, what: str, done: int, of: int) -> None:
+        """Between two parts of the start: progress is shown. Raises `Stopped` as `forward` does."""
+        self.runtime.hang.alive()
+        self.runtime.stop.agreed(self.runtime.device)
+        self.progress.part(what, done, of)
+
+    def calibration_batches(self, tokens: int, numbers: int = 0) -> list[Batch]:
+        """This rank's share of about so many tokens, or of as many as hold so many numbers that are learnt, where
+        that is more; the same texts on any number of ranks.
+        """
+        report = self.datasets.train.report
+        share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
+        samples = min(max(1, round(share * report.sequences)), report.sequences)
+        loader = Loader(
+            self.datasets.train,
+            rank=self.runtime.rank,
+            world=self.groups.world_size,
+            global_batch_size=samples,
+            micro_batch_size=self.config.train.micro_batch_size,
+            seed=self.config.train.seed,
+        )
+        return next(iter(loader))
+
+
+def build_training(
+    config: Config,
+    runtime: Runtime,
+    groups: Groups,
+    base: Base,
+    words: Words,
+    steps_per_epoch: int | Sequence[int],
+    target: dict[str, Any] | None = None,
+) -> Training:
+    """Model, engine and stepper of a config on a base model that is loaded. Collective over the world.
+
+    target: the unit of numbers, as a dict; None: raw. steps_per_epoch: of all stages, or of each. Raises `UserError`.
+    """
+    seed_everything(config.train.seed)  # w_num, W_reg and the adapters start alike on all ranks
+    start, stop = vocab_range(base.model.config.vocab_size, groups.vocab_rank, groups.vocab_size)
+    model = CausalQwenModel.from_base_model(
+        base.model,
+        start=config.start,
+        head=base.head,
+        table=base.table,
+        num_token_id=words.num_token_id,
+        used_rows=words.used_rows,
+        vocab_start=start,
+        rows=stop - start,
+        w_num_scale=config.w_num_scale,
+        b_noise_init=config.model.b_noise_init,
+        num_row_init=config.num_row_init,
+        numerals=words.numerals,
+        num_bias_init=config.model.num_bias_init,
+        reg_gain=config.model.reg_gain,
+        abduction=config.model.abduction,
+        causal_size=config.model.causal_size,
+        number_dims=config.number_dims,
+        scale_activation=config.model.scale_activation,
+        scalar_threshold=config.train.thresholds == "scalar",
+        target=target,
+        number_types=config.data.types,
+        more_values=config.data.more_values or None,
+        lora=config.model.lora.model_dump() if config.trains("lora") else None,
+    )
+    if config.model.gradient_checkpointing:
+        model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    if config.model.compile_layers:
+        compile_layers(model.transformer)
+    engine = Engine(model, config, runtime, groups)
+    constraint = Constraint(model, config.loss.constraint, engine.forward)
+    stepper = Stepper(
+        engine,
+        constraint,
+        config.loss,
+        seed=config.train.seed,
+        gemm_dtype=dtype_of(config.train.precision),
+        gate=gate_named(config.loss.gate),
+        used_rows=words.used_rows if config.loss.negatives == "used" else None,
+        slope_limit=config.slope_limit,
+        word_counts=words.counts,
+    )
+    schedule = Schedule(config.stages, steps_per_epoch)
+    replicas = Replicas(engine, groups, config.train.check_ranks_every)
+    return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
+
+
+def build_run(config: Config, runtime: Runtime) -> Run:
+    """Read the data, load the model, assemble everything. Collective over the world. Raises `UserError`."""
+    abduction_named(config.model.abduction, config.run.dir)  # a class that is not there is refused at once
+    gate_named(config.loss.gate, config.run.dir)
+    seed_everything(config.train.seed)
+    groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
+    rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
+    progress = Progress(0, 0, silent=not runtime.is_main)
+    resume_from = main_rank_says(lambda: to_go_on_from(config, progress.say))  # a damaged one is refused at once
+
+    main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
+    base, tokenizer = _load_base(config, runtime, world)
+    context = base.model.config.max_position_embeddings
+    for key, length in config.sequence_lengths().items():
+        if length > context:
+            raise UserError(key, length, f"at most {context}, the base model's context")
+    datasets = load_datasets(config.data, tokenizer, main_rank_first)
+    statistics = datasets.train.statistics(rank, world, gather_objects)
+    loaders = StageLoaders(datasets.train, config, rank, world)
+
+    words = Words(
+        tokenizer.num_token_id,
+        used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
+        counts=datasets.train.word_counts(base.model.config.vocab_size),
+        numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
+    )
+    inputs = {
+        "data": datasets.train.digest(),
+        "eval": "" if datasets.eval is None else datasets.eval.digest(),
+        "tokenizer": tokenizer.digest(),
+        "base": main_rank_says(lambda: base_digest(base_folder_of(config.base_folder), folder / DIGESTS)),
+    }
+    target = statistics.transform(config.target_transform).to_dict()
+    training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
+
+    return Run(
+        **vars(training),
+        folder=folder,
+        resume_from=resume_from,
+        datasets=datasets,
+        statistics=statistics,
+        loaders=loaders,
+        inputs=inputs,
+        cache=FeatureCache(config, runtime, training.engine, training.forward, inputs, progress.say),
+        evaluations=_evaluations(training, datasets.eval, tokenizer, statistics, progress),
+        saver=run_saver(config, groups, runtime, progress.say),
+        progress=progress,
+    )
+
+
+def _evaluations(
+    training: Training,
+    held_out: TextDataset | None,
+    tokenizer: NumericalAwareTokenizer,
+    statistics: NumericStatistics,
+    progress: Progress,
+) -> Evaluations:
+    config, runtime, groups, words = training.config, training.runtime, training.groups, training.words
+
+    def evaluator(dataset: TextDataset) -> Evaluator:
+        size = config.train.micro_batch_size
+        return Evaluator(
+            training.model,
+            training.forward,
+            EvalLoader(dataset, rank=runtime.rank, world=groups.world_size, micro_batch_size=size),
+            groups,
+            baseline_value=statistics.median if statistics.count else None,
+            used_rows=training.stepper.used_rows,
+            gemm_dtype=training.stepper.gemm_dtype,
+            word_counts=words.counts,
+            numerals=words.numerals,
+            progress=progress.part,
+        )
+
+    action = training.model.action
+    return Evaluations(
+        None if held_out is None else evaluator(held_out),
+        WatchedEvaluators(read_watched(config.data, tokenizer), evaluator),
+        ThresholdBands(words.counts, action.vocab_start, action.rows, groups),
+        EvaluationFolder(Path(config.run.dir), tokenizer) if runtime.is_main else None,
+    )
+
+
+def _load_base(config: Config, runtime: Runtime, world: int) -> tuple[Base, NumericalAwareTokenizer]:
+    """The run's base model, partitioned under ZeRO-3, and its tokenizer, which is read once the base is there."""
+    name, dtype, code = config.base_folder, dtype_of(config.train.precision), config.model.trust_remote_code
+    tokenizer = cache(lambda: load_tokenizer(config))
+
+    def rows_for(rows: int) -> int:
+        return tokenizer().rows_for(rows)
+
+    if config.parallel.zero_stage == 3:
+        settings = deepspeed_config(config, world, 1)
+        base = Base(*load_partitioned_base(name, dtype, settings, runtime, code, rows_for=rows_for))
+    else:
+        base = Base(load_base(name, dtype, code, config.model.quantize, runtime.device, rows_for=rows_for))
+    return base, tokenizer()

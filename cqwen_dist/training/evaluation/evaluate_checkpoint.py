@@ -1,0 +1,180 @@
+"""`cqwen eval`: the training run's evaluation, of a checkpoint or an exported folder, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.dataset import TextDataset, tokenise
+from cqwen_dist.data.load import load_datasets
+from cqwen_dist.data.loader import EvalLoader
+from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.intervals import FILE as INTERVALS
+from cqwen_dist.model.backbone import load_base
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.head import WordHead
+from cqwen_dist.ops.ovr.scores import ovr_scores
+from cqwen_dist.ops.ovr.topk import topk
+from cqwen_dist.ops.products import dtype_of
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.runtime import distributed
+from cqwen_dist.run.files import START, STATE
+from cqwen_dist.training.evaluation.conformal import CALIBRATION, IntervalFactors
+from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, as_spelt, perplexity
+
+
+def evaluate_checkpoint(
+    path: Path,
+    data: str | None,
+    micro_batch_size: int = 8,
+    *,
+    base: str | None = None,
+    decisions: Decisions | None = None,
+) -> dict[str, float]:
+    """The metrics of `training.evaluation.evaluator` on `data` (default: the run's own held-out texts).
+
+    With them come the base model's own on the same texts: of the run's base, or of `base`. An exported folder has no
+    run beside it: then `data` is needed, its field is `text`, there is no baseline, and no base unless it is given.
+    On other data than the run's own the interval factors that were saved with the model are tried too. Raises
+    `UserError`.
+    """
+    source = _exported(path, data) if is_exported(path) else _of_run(path, data)
+    base = base or source.base
+    model, tokenizer = load_trained(path)
+    dataset = _dataset(source.config, data, tokenizer)
+    with distributed(alone=True) as runtime:
+        inner = model.model.to(runtime.device)
+        batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
+        evaluator = Evaluator(
+            inner,
+            inner.kept_features,
+            batches,
+            build_groups(1),
+            baseline_value=source.baseline,
+            used_rows=inner.config.used_rows if source.only_used else None,
+            gemm_dtype=source.dtype,
+            decisions=decisions,
+            known_factors=source.known,
+        )
+        if base is not None:
+            rows = inner.config.vocab_size
+            own = rows - inner.config.added_rows
+            model_of_base: Any = load_base(
+                base, source.dtype, source.remote_code, rows_for=lambda found: rows if found == own else found
+            )
+            numerals = tokenizer.numeral_ids if source.spelt or inner.config.added_rows else []
+            found = base_figures(model_of_base.to(runtime.device), batches, base, tokenizer.num_token_id, numerals)
+            evaluator.base = found
+        return evaluator()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a run, or an exported folder, knows of how its model is evaluated."""
+
+    config: DataConfig
+    base: str | None = None
+    only_used: bool = False  # of the vocabulary's rows
+    dtype: torch.dtype = torch.float32
+    remote_code: bool = False
+    spelt: bool = False  # <NUM>'s rows began as the mean of the digits'
+    baseline: float | None = None  # the training median
+    known: IntervalFactors | None = None
+
+
+def _exported(path: Path, data: str | None) -> _Source:
+    if data is None:
+        raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
+    return _Source(DataConfig(train=data), known=_factors(_json(path / INTERVALS)))
+
+
+def _of_run(path: Path, data: str | None) -> _Source:
+    run, folder = run_of(path)
+    start = _json(Path(run.run.dir) / START)
+    if start is None:
+        raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
+    saved = (_json(folder / STATE) or {}).get("figures") or {}
+    return _Source(
+        run.data,
+        base=run.base_folder,
+        only_used=run.loss.negatives == "used",
+        dtype=dtype_of(run.train.precision),
+        remote_code=run.model.trust_remote_code,
+        spelt=run.num_row_init == "digits",
+        baseline=start["statistics"]["median"] if start["statistics"]["count"] else None,
+        known=None if data is None else _factors(saved.get(CALIBRATION)),
+    )
+
+
+def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
+    """`data`, or the run's held-out texts. Raises `UserError` where there are none."""
+    if data is None:
+        dataset = load_datasets(config, tokenizer).eval
+    else:
+        texts = read_texts(data, config, ReadReport(), "--data", Chat(tokenizer.tokenizer))
+        dataset = tokenise(texts, tokenizer, config)
+    if dataset is None or not len(dataset):
+        raise UserError("--data", "no texts", "held-out texts (the run held none out)")
+    return dataset
+
+
+@torch.no_grad()
+def base_figures(
+    base: Any, batches: Iterable[Batch], name: str, num_token_id: int, numerals: Sequence[int] = ()
+) -> dict[str, float]:
+    """The base model's own top-1 and perplexity on the same ids, numbers' values unseen; every labelled position.
+
+    base: a causal language model of transformers; its own head, all V rows. numerals: the tokens it spells numerals
+    with, where it never saw <NUM>: then it reads their mean there, and any of them is right where a number is next, as
+    at a run's start. Raises `UserError` where a label is not in its vocabulary.
+    """
+    base.eval()
+    head, table = base.get_output_embeddings(), base.get_input_embeddings().weight
+    spelt = torch.tensor(list(numerals), dtype=torch.int64, device=head.weight.device)
+    rows, bias = head.weight[spelt], 0.0 if head.bias is None else head.bias[spelt]
+    digits = table[spelt].float().mean(0) if len(spelt) else table[num_token_id]
+    right = surprise = 0.0
+    count = 0
+    for batch in batches:
+        keep = batch.kept.to(head.weight.device)
+        there = batch.to(head.weight.device)
+        labels = there.labels.flatten()[keep]
+        if len(labels) and int(labels.max()) >= head.weight.shape[0]:
+            raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
+        embeddings = table[there.input_ids]
+        embeddings[there.input_ids == num_token_id] = digits.to(table.dtype)
+        z = base.base_model(inputs_embeds=embeddings, position_ids=there.position_ids, use_cache=False)[0]
+        z = z.flatten(0, 1)[keep]
+        u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
+        found = ovr_scores(u, words, labels)
+        _, best = topk(u, words, 1, rank_by="loc")
+        hits, likely = as_spelt(best[:, 0], found.label_loc, labels, num_token_id, spelt, z @ rows.T + bias)
+        right += float(hits.sum())
+        surprise += float((found.log_norm - likely).double().sum())
+        count += len(labels)
+    return {
+        "eval/base_accuracy": right / max(count, 1),
+        "eval/base_perplexity": perplexity(surprise / max(count, 1)),
+    }
+
+
+def _factors(found: Any) -> IntervalFactors | None:
+    return IntervalFactors.from_dict(found) if isinstance(found, dict) else None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """An object from a file; None where there is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None

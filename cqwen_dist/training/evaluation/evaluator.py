@@ -1,0 +1,331 @@
+"""Held-out metrics, all by deterministic inference (seed S3 section 5).
+
+eval/accuracy          argmax P over every labelled position       eval/base_accuracy     the base model's own top-1
+eval/perplexity        of softmax(loc_S)                           eval/base_perplexity   the base model's own
+eval/perplexity_ovr    of P_k / sum P                              eval/num_*             telling <NUM> from words
+eval/accuracy_words_*                                              by the label's frequency (`frequency.band_names`)
+eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
+eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
+dist/U_*               over all tokens and dimensions (`Spread`)   dist/ovr_prob_sum_*    1 is calibrated
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.levelling import rows_of
+from cqwen_dist.model.lora import adapters_disabled
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.scores import OvrScores
+from cqwen_dist.ops.ovr.topk import RankBy
+from cqwen_dist.parallel.collectives import gather_objects, sum_over
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_best, vocab_parallel_loss
+from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+from cqwen_dist.training.evaluation.conformal import IntervalFactors
+from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
+from cqwen_dist.training.evaluation.spread import Spread
+from cqwen_dist.training.frequency import band_names, band_of
+from cqwen_dist.training.number_labels import count_further
+
+Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
+PROBED = 48  # tokens whose U is followed from evaluation to evaluation
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Optional ways to predict (seed S4 3.3.2, 3.3.3, 3.5.3), each a probability in (0, 1), None for none.
+
+    label_set: predict every word with P above it. reject_below: abstain where the best word's P is below it.
+    """
+
+    label_set: float | None = None
+    reject_below: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a report draws beside the metrics.
+
+    numbers: `number_metrics`' drawing, None without numbers. labels [n] and probe [n,C]: the first few held-out tokens
+    of this rank and their U, on the CPU.
+    """
+
+    numbers: dict[str, Any] | None
+    labels: Tensor
+    probe: Cauchy
+
+
+class Evaluator:
+    """Evaluates one model on one held-out set. Collective over the world: every rank takes part."""
+
+    def __init__(
+        self,
+        model: CausalQwenModel,
+        features: Features,
+        batches: Iterable[Batch],
+        groups: Groups,
+        *,
+        baseline_value: float | None,
+        used_rows: int | None = None,
+        gemm_dtype: torch.dtype = torch.float32,
+        word_counts: np.ndarray | None = None,
+        decisions: Decisions | None = None,
+        known_factors: IntervalFactors | None = None,
+        numerals: Sequence[int] = (),
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> None:
+        """batches: iterated anew at each evaluation. baseline_value: the training numbers' median, raw unit.
+
+        word_counts [V]: how often training has each word, for accuracy by frequency. known_factors: of intervals,
+        measured before, to be tried on this data. numerals: the tokens that the base spells numerals with: where a
+        number is next, any of them is right for the base. progress: told which batch is evaluated, and of how many.
+        """
+        self.numerals, self.progress = list(numerals), progress
+        self.model, self.features, self.batches, self.groups = model, features, batches, groups
+        self.baseline_value, self.used_rows, self.gemm_dtype = baseline_value, used_rows, gemm_dtype
+        self.decisions, self.known_factors = decisions or Decisions(), known_factors
+        self.device = model.action.cls_weight.device
+        self.band = None if word_counts is None else torch.from_numpy(band_of(word_counts)).to(self.device)
+        self.base: dict[str, float] = {}  # the base model's own metrics, which every evaluation repeats
+        self.factors: IntervalFactors | None = None  # of the last evaluation
+        self.last: Evaluation | None = None
+
+    @torch.no_grad()
+    def measure_base(self) -> dict[str, float]:
+        """The base model's own top-1 and perplexity: values unseen, adapters off, the heads as inherited.
+
+        Where a number is next, a digit is as right as <NUM>, and likely as all of them together. Only before training.
+        """
+        rows, bias = rows_of(self.model.action, self.numerals, self.groups)
+        spelt = torch.tensor(self.numerals, dtype=torch.int64, device=self.device)
+        num = self.model.config.num_token_id
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        with adapters_disabled(self.model.transformer):
+            for batch, keep in self._kept():
+                unseen = replace(batch, numeric_values=torch.zeros_like(batch.numeric_values))
+                u = self.model.abduction(self.features(unseen, keep))
+                labels = batch.labels.flatten()[keep]
+                scores = self._scores(u, labels)
+                digits = self.model.action.word_part(u).loc @ rows.T + bias
+                best = top1(self.model, u, self.groups, self.gemm_dtype, "loc")
+                right, likely = as_spelt(best, scores.label_loc, labels, num, spelt, digits)
+                sums[0] += right.sum()
+                sums[1] += (scores.log_norm - likely).sum()
+                sums[2] += labels.numel()
+        right, surprise, total = sum_over(sums).tolist()
+        self.base = {
+            "eval/base_accuracy": right / max(total, 1),
+            "eval/base_perplexity": perplexity(surprise / max(total, 1)),
+        }
+        return self.base
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """All metrics, equal on every rank; `factors` and `last` hold the rest."""
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
+        banded = torch.zeros(2, len(band_names()), dtype=torch.float64, device=self.device)
+        lists: dict[str, list[Tensor]] = defaultdict(list)
+        generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
+        probe: tuple[Tensor, Cauchy] | None = None
+        spreads = {"U_loc": Spread(self.device), "U_scale": Spread(self.device)}
+        texts = 0
+
+        # Every batch of this rank: sums over tokens, and lists of what needs a median
+        for batch, keep in self._kept():
+            labels = batch.labels.flatten()[keep]
+            u = self.model.abduction(self.features(batch, keep))
+            u_prime = self.model.action.add_noise(u)
+            if probe is None and len(labels):
+                probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
+            lists["prob_sum"].append(self._count_words(u_prime, labels, sums, banded))
+            self._list_numbers(u_prime, batch, keep, texts, lists)
+            count_further(self.model, u_prime, batch, keep, sums, lists)
+            texts += int(batch.attention_mask.any(1).sum())
+            lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
+            spreads["U_loc"].add(u.loc)
+            spreads["U_scale"].add(u.scale)
+
+        # All ranks'
+        gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
+        names = sorted(sums)
+        packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
+        metrics = self._word_metrics(dict(zip(names, packed.tolist(), strict=False)), gathered)
+        for name, spread in spreads.items():
+            metrics.update({f"dist/{name}_{k}": v for k, v in spread.summary().items()})
+
+        # The numbers, and words by frequency
+        numbers = None
+        if len(gathered["true"]):
+            columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
+            found = number_metrics(Numbers(*columns), self.model.target, self.baseline_value, self.known_factors)
+            metrics.update(found.metrics)
+            self.factors, numbers = found.factors, found.drawing
+        if self.band is not None:
+            bands = zip(band_names(), *packed[len(names) :].view(2, -1).tolist(), strict=True)
+            metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
+        none = torch.zeros(0)
+        self.last = Evaluation(numbers, *(probe or (none.long(), Cauchy(none, none))))
+        return metrics
+
+    def _count_words(self, u_prime: Cauchy, labels: Tensor, sums: dict[str, Tensor], banded: Tensor) -> Tensor:
+        """Add a batch's words to the sums; returns each token's sum of P [N]."""
+        num_id = self.model.config.num_token_id
+        words = self._words(u_prime, labels)
+        scores = self._scores(u_prime, labels)
+        strength, best = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
+        right, is_num, best_is_num = best == labels, labels == num_id, best == num_id
+        sums["tokens"] += labels.numel()
+        sums["cls_loss"] += words.per_token.sum()
+        sums["surprise"] += (scores.log_norm - scores.label_loc).sum()
+        sums["surprise_ovr"] += (words.prob_sum.double().log() - scores.label_log_p).sum()
+        sums["right"] += right.sum()
+        sums["num_hit"] += (is_num & best_is_num).sum()
+        sums["num_said"] += best_is_num.sum()
+        sums["num_true"] += is_num.sum()
+        self._decide(sums, scores, strength, right)
+        if self.band is not None:
+            banded[0].index_add_(0, self.band[labels], right.double())
+            banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
+        return words.prob_sum
+
+    def _list_numbers(
+        self, u_prime: Cauchy, batch: Batch, keep: Tensor, texts: int, lists: dict[str, list[Tensor]]
+    ) -> None:
+        """A batch's numbers: the truth, Y, and the text each is of. texts: how many were before."""
+        is_number = batch.numeric_mask.flatten()[keep]
+        y = self.model.action.value(Cauchy(u_prime.loc[is_number], u_prime.scale[is_number]))
+        lists["true"].append(batch.numeric_labels.flatten()[keep][is_number])
+        lists["loc"].append(y.loc)
+        lists["scale"].append(y.scale)
+        lists["text"].append(texts + torch.div(keep[is_number], batch.labels.shape[1], rounding_mode="floor"))
+
+    def _causal_prob_sum(self, u: Cauchy, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """Each token's sum of P [N] for one individual drawn from its U, with noise alone as its scale."""
+        individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
+        causal = Cauchy(individual, self.model.action.b_noise.abs().expand_as(individual))
+        return self._words(causal, labels).prob_sum
+
+    def _decide(self, sums: dict[str, Tensor], scores: OvrScores, strength: Tensor, right: Tensor) -> None:
+        """Count what the optional ways to predict come to."""
+        if self.decisions.label_set is not None:
+            size = scores.above[:, 0]
+            sums["set_size"] += size.sum()
+            sums["set_empty"] += (size == 0).sum()
+            sums["set_hit"] += (scores.label_log_p > math.log(self.decisions.label_set)).sum()
+        if self.decisions.reject_below is not None:
+            # P of the decision strength z is atan2(1, -z)/pi, so P >= p where z >= tan(pi (p - 1/2))
+            answered = strength >= math.tan(math.pi * (self.decisions.reject_below - 0.5))
+            sums["answered"] += answered.sum()
+            sums["answered_right"] += (answered & right).sum()
+
+    def _word_metrics(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
+        tokens = max(c["tokens"], 1)
+        metrics = {
+            "eval/accuracy": c["right"] / tokens,
+            **self.base,
+            "eval/cls_loss_mean": c["cls_loss"] / tokens,
+            "eval/perplexity": perplexity(c["surprise"] / tokens),
+            "eval/perplexity_ovr": perplexity(c["surprise_ovr"] / tokens),
+            "eval/num_precision": c["num_hit"] / max(c["num_said"], 1),
+            "eval/num_recall": c["num_hit"] / max(c["num_true"], 1),
+            "eval/num_f1": 2 * c["num_hit"] / max(c["num_said"] + c["num_true"], 1),
+        }
+        if self.decisions.label_set is not None:
+            metrics["eval/multilabel_recall"] = c["set_hit"] / tokens
+            metrics["eval/multilabel_precision"] = c["set_hit"] / max(c["set_size"], 1)
+            metrics["eval/multilabel_f1"] = 2 * c["set_hit"] / max(c["set_size"] + tokens, 1)
+            metrics["eval/multilabel_size_mean"] = c["set_size"] / tokens
+            metrics["eval/multilabel_empty"] = c["set_empty"] / tokens
+        if self.decisions.reject_below is not None:
+            metrics["eval/reject_rate"] = 1.0 - c["answered"] / tokens
+            metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
+        if "types" in c:
+            metrics["eval/type_accuracy"] = c["types_right"] / max(c["types"], 1)
+        metrics |= {
+            f"eval/mdae_{name}": _median(lists[f"error {name}"]) for name in self.model.config.more_values or ()
+        }
+        for mode, name in (("standard", "prob_sum"), ("causal", "prob_sum_causal")):
+            metrics[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
+        return metrics
+
+    def _kept(self) -> Iterable[tuple[Batch, Tensor]]:
+        of = len(self.batches) if isinstance(self.batches, Sized) else 1
+        for i, batch in enumerate(self.batches):
+            self.progress("evaluating", i, of)
+            keep = batch.kept
+            yield batch.to(self.device), keep.to(self.device)
+
+    def _words(self, u_prime: Cauchy, labels: Tensor) -> VocabParallelOutput:
+        action = self.model.action
+        seen = action.word_part(u_prime).to(self.gemm_dtype)
+        return vocab_parallel_loss(seen, action.word_head(self.used_rows), labels, group=self.groups.vocab)
+
+    def _scores(self, u_prime: Cauchy, labels: Tensor) -> OvrScores:
+        action, label_set = self.model.action, self.decisions.label_set
+        return vocab_parallel_scores(
+            action.word_part(u_prime).to(self.gemm_dtype),
+            action.word_head(self.model.config.used_rows),
+            labels,
+            self.groups.vocab,
+            prob_thresholds=() if label_set is None else (label_set,),
+        )
+
+
+def as_spelt(
+    best: Tensor, label_loc: Tensor, labels: Tensor, num_token_id: int, spelt: Tensor, digits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(right [N] bool, the label's logit [N]) of a base that spells numerals: any of `spelt` stands for <NUM>.
+
+    best, labels [N] words, label_loc [N] the labels' logits, digits [N,d] those of `spelt` [d]; d may be 0.
+    """
+    number = labels == num_token_id
+    likely = torch.where(number, torch.logaddexp(label_loc, digits.float().logsumexp(1)), label_loc)
+    return (best == labels) | (number & torch.isin(best, spelt)), likely
+
+
+def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy) -> Tensor:
+    """The best word of each token [N], by P ("ovr", over the rows that the tokenizer uses) or by loc_S ("loc", all).
+
+    u_prime: Cauchy [N,C]. Collective over the vocabulary group.
+    """
+    return best_word(model, u_prime, groups, gemm_dtype, rank_by)[1]
+
+
+def best_word(
+    model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy
+) -> tuple[Tensor, Tensor]:
+    """`top1` with what it was ranked by: (z = (loc_S - C)/scale_S or loc_S [N] fp32, ids [N])."""
+    action = model.action
+    head = action.word_head(model.config.used_rows if rank_by == "ovr" else None)
+    scores, ids = vocab_parallel_best(action.word_part(u_prime).to(gemm_dtype), head, 1, groups.vocab, rank_by)
+    return scores[:, 0], ids[:, 0]
+
+
+def _gather(mine: dict[str, np.ndarray], texts: int) -> dict[str, np.ndarray]:
+    """Every rank's lists one after the other (a median needs them all), texts numbered over all ranks; one exchange."""
+    everyone = gather_objects((mine, texts))
+    first = np.cumsum([0, *(count for _, count in everyone)])
+    for (lists, _), offset in zip(everyone, first, strict=False):
+        lists["text"] = lists["text"] + offset
+    return {name: np.concatenate([lists[name] for lists, _ in everyone]) for name in mine}
+
+
+def perplexity(surprise: float) -> float:
+    """exp of a mean surprise in nats; infinite where no float holds it."""
+    return math.exp(surprise) if surprise < 709.0 else math.inf
+
+
+def _median(values: np.ndarray) -> float:
+    """The median of any number of values (torch.quantile refuses more than 16 million); nan of none."""
+    return float(np.median(values)) if len(values) else math.nan

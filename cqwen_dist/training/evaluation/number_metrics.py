@@ -1,0 +1,153 @@
+"""Metrics of the numbers' predictions: errors in the raw unit, intervals, CRPS, and what a report draws of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.targets import TargetTransform
+from cqwen_dist.training.evaluation.conformal import (
+    LEVELS,
+    IntervalFactors,
+    for_calibration,
+    half_width,
+    interval_factors,
+)
+
+DRAWN = 1000  # numbers a report gets to draw
+PIT_BINS = 20
+CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverage plot
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Held-out numbers, all float64 [M] in the data's order: the truth in the raw unit, Y in the target's, the text."""
+
+    true: np.ndarray
+    loc: np.ndarray
+    scale: np.ndarray
+    text: np.ndarray  # int64: the number of the text (packed row) in the held-out data
+
+    def __len__(self) -> int:
+        return len(self.true)
+
+
+@dataclass(frozen=True)
+class NumberMetrics:
+    """metrics: by name; factors: of the intervals; drawing: plain values for a report."""
+
+    metrics: dict[str, float]
+    factors: IntervalFactors
+    drawing: dict[str, Any]
+
+
+def number_metrics(
+    numbers: Numbers, target: TargetTransform, baseline: float | None, known: IntervalFactors | None = None
+) -> NumberMetrics:
+    """Everything about M >= 1 numbers. baseline: a constant prediction, raw unit.
+
+    known: factors that were measured elsewhere (the run's own, saved with it), to be tried on these numbers.
+
+    eval/coverage_50, _90, _95        share inside the Cauchy's own interval, of all numbers
+    eval/coverage_90_conformal, ...   the same recalibrated on one part (`conformal`), of the numbers of the other
+    eval/coverage_90_known, ...       with the known factors, of all numbers
+    eval/width_90, _90_conformal      median width of those intervals, raw unit
+    eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
+    A transform that is not linear has eval/crps_target alone: a log-Cauchy's CRPS is infinite.
+    """
+    y = Cauchy(torch.from_numpy(numbers.loc), torch.from_numpy(numbers.scale))
+    goal = target.forward(torch.from_numpy(numbers.true)).double()
+    predicted = target.inverse(y.loc).numpy()
+    error = np.abs(predicted - numbers.true)
+    crps = y.crps(goal)
+    metrics = {
+        "eval/reg_mae": float(error.mean()),
+        "eval/reg_mdae": float(np.median(error)),
+        "eval/reg_nll": float(y.nll(goal).mean()),
+        "eval/crps_target": float(crps.mean()),
+        "eval/numbers": float(len(numbers)),
+    }
+    if target.linear:
+        metrics["eval/crps"] = float(target.inverse_scale(crps).mean())
+    if baseline is not None:
+        constant = np.abs(numbers.true - baseline)
+        metrics["eval/baseline_mdae"] = float(np.median(constant))
+        metrics["eval/baseline_mae"] = float(constant.mean())
+
+    scores = ((goal - y.loc).abs() / y.scale).numpy()
+    calibrates = for_calibration(numbers.text)
+    factors = interval_factors(scores[calibrates])
+    measured = scores[~calibrates]
+    for level in LEVELS:
+        percent = f"{100 * level:.0f}"
+        factor = factors.levels.get(f"{level:g}")
+        metrics[f"eval/coverage_{percent}"] = float((scores <= half_width(level)).mean())
+        if factor is not None and len(measured):
+            metrics[f"eval/coverage_{percent}_conformal"] = float((measured <= factor * half_width(level)).mean())
+        if known is not None and f"{level:g}" in known.levels:
+            inside = scores <= known.levels[f"{level:g}"] * half_width(level)
+            metrics[f"eval/coverage_{percent}_known"] = float(inside.mean())
+    for name, factor in (("", 1.0), ("_conformal", factors.levels.get("0.9"))):
+        if factor is not None:
+            low, high = _interval(y, target, 0.9, factor)
+            metrics[f"eval/width_90{name}"] = float(np.median(high - low))
+    if len(measured):
+        metrics["eval/conformal_numbers"] = float(len(measured))
+    return NumberMetrics(metrics, factors, _drawing(numbers, y, goal, target, scores, calibrates, factors))
+
+
+def _interval(y: Cauchy, target: TargetTransform, level: float, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of the intervals, raw unit [M] each."""
+    reach = y.scale * (factor * half_width(level))
+    return target.inverse(y.loc - reach).numpy(), target.inverse(y.loc + reach).numpy()
+
+
+def _drawing(
+    numbers: Numbers,
+    y: Cauchy,
+    goal: torch.Tensor,
+    target: TargetTransform,
+    scores: np.ndarray,
+    calibrates: np.ndarray,
+    factors: IntervalFactors,
+) -> dict[str, Any]:
+    """Coverage curves, the histogram of PIT = F(truth), and at most DRAWN numbers with their 90 % intervals."""
+    pit = y.cdf(goal).numpy()
+    curve = interval_factors(scores[calibrates], CURVE)
+    measured = scores[~calibrates]
+    conformal = [
+        float((measured <= curve.levels[f"{p:g}"] * half_width(p)).mean())
+        if f"{p:g}" in curve.levels and len(measured)
+        else None
+        for p in CURVE
+    ]
+    factor = factors.levels.get("0.9")
+    low, high = _interval(y, target, 0.9, 1.0 if factor is None else factor)
+    some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
+    return {
+        "count": len(numbers),
+        "measured": len(measured),
+        "levels": list(CURVE),
+        "raw": [float((scores <= half_width(p)).mean()) for p in CURVE],
+        "conformal": conformal,
+        "pit": np.histogram(pit, PIT_BINS, (0.0, 1.0))[0].tolist(),
+        "interval": "raw" if factor is None else "conformal",
+        **{
+            name: [_short(x) for x in values[some]]
+            for name, values in (
+                ("true", numbers.true),
+                ("predicted", target.inverse(y.loc).numpy()),
+                ("low", low),
+                ("high", high),
+            )
+        },
+    }
+
+
+def _short(value: float) -> float:
+    """Six digits: as many as a drawing shows."""
+    return float(f"{value:.6g}")

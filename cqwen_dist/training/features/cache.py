@@ -1,0 +1,188 @@
+"""Epochs on the heads alone: where nothing before z trains, z is read from disk instead of computed.
+
+A stage without `embedding` and `lora` runs the features without a graph and in eval mode, so z of a sample is the same
+in every epoch, whatever dropout there is. A cache belongs to a data set, a sequence length and a state of the features.
+Its key holds hashes of the base model's files, of the weights trained before z, of the data and of the tokenizer, and
+what computes (dtype, device, package versions).
+
+A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
+has room. Losses are those of the run without it, up to the rounding of other batch shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.loader import EvalLoader, Loader, share
+from cqwen_dist.ops.products import dtype_of
+from cqwen_dist.parallel.collectives import gather_objects
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.environment import versions
+from cqwen_dist.run.files import FEATURE_CACHE, key_digest
+from cqwen_dist.training.features.shards import (
+    ROOM,
+    CacheRefused,
+    FeatureShards,
+    build_shards,
+    free_bytes,
+    is_cache,
+    open_shards,
+)
+from cqwen_dist.training.stages import StagePlan
+from cqwen_dist.training.zero.engine import Engine
+
+_TELL_S = 10.0
+
+
+class FeatureCache:
+    """Decides for each stage, makes or opens the cache, and reads z of the next step."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        engine: Engine,
+        features: Callable[[Batch, Tensor], Tensor],
+        inputs: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        """features: z of a batch's label positions, outside of steps. inputs: digests (`checkpoint.identity`)."""
+        self.config, self.runtime, self.engine, self.inputs = config, runtime, engine, inputs
+        self.features, self.say = features, say
+        self.settings = config.train.feature_cache
+        self.dtype = dtype_of(config.train.precision)
+        named = self.settings.dir
+        self.folder = Path(config.run.dir) / FEATURE_CACHE if named is None else Path(named).expanduser()
+        self._loader: Loader | None = None
+        self._shards: FeatureShards | None = None
+
+    def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
+        """Begin a stage or go on with one, with a cache where possible. Collective over the world.
+
+        Raises `UserError` by key where one is required and cannot be.
+        """
+        self._loader, self._shards = loader, None
+        if self.settings.mode == "never":
+            return
+        left = (plan.stop - step) / loader.steps_per_epoch
+        try:
+            self._refuse_invalid(plan)
+            if self.settings.mode == "auto" and left <= 1.0:
+                raise CacheRefused(f"the stage has {left:.2g} of an epoch left: nothing would be read twice")
+            self._shards = self._open_or_build(loader)
+        except CacheRefused as refusal:
+            if self.settings.mode == "require":
+                key = f"stages.{plan.index}"
+                raise UserError("train.feature_cache.mode", "require", f"auto: {key}: {refusal}") from None
+            self.say(f"  no feature cache: {refusal}")
+        self._sweep(keep=None if self._shards is None else self._shards.folder)
+
+    def next(self) -> list[Tensor] | None:
+        """z [N,H] (CPU) by micro-batch, of the loader's next step; None without a cache."""
+        if self._shards is None or self._loader is None:
+            return None
+        loader = self._loader
+        mine, size = loader.mine(loader.epoch, loader.step), loader.micro_batch_size
+        return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
+
+    def close(self) -> None:
+        """The run ends: delete the caches in its folder."""
+        self._shards = None
+        self._sweep(keep=None)
+
+    # ------------------------------------------------------------------------------------------ parts
+
+    def _sweep(self, keep: Path | None) -> None:
+        """Delete the previous stage's cache, in the run's own folder only.
+
+        A folder that the user names, also by a link, is left for other runs; so is what is no cache.
+        """
+        own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
+        if not self.runtime.is_main or not own:
+            return
+        for found in self.folder.iterdir():
+            if found != keep and is_cache(found):
+                shutil.rmtree(found, ignore_errors=True)
+        if keep is None:
+            with suppress(OSError):  # not empty
+                self.folder.rmdir()
+
+    def _refuse_invalid(self, plan: StagePlan) -> None:
+        trained = sorted(plan.stage.groups & {"embedding", "lora"})
+        if trained:
+            verb = "trains" if len(trained) == 1 else "train"
+            raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
+
+    def _open_or_build(self, loader: Loader) -> FeatureShards:
+        dataset = loader.dataset
+        assert isinstance(dataset, TextDataset)
+        hidden = self.engine.model.config.hidden_size
+        key = self._key(dataset)
+        folder = self.folder / key_digest(key)
+        found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+        if found is not None:
+            self.say(f"  feature cache: {folder}")
+            return found
+        self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
+        batches = EvalLoader(
+            dataset,
+            rank=self.runtime.rank,
+            world=self.runtime.world_size,
+            micro_batch_size=loader.micro_batch_size,
+        )
+        mine = share(len(dataset), self.runtime.rank, self.runtime.world_size)
+        began = self._told = time.monotonic()
+        build_shards(folder, key, iter(batches), mine, self.features, self.runtime, self._tell(len(mine)))
+        found = open_shards(folder, key, hidden, self.dtype, self.runtime)
+        if found is None:
+            raise CacheRefused(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
+        self.say(f"  feature cache made in {time.monotonic() - began:.1f} s: {folder}")
+        return found
+
+    def _tell(self, total: int) -> Callable[[int], None]:
+        def tell(done: int) -> None:
+            if time.monotonic() - self._told > _TELL_S:
+                self._told = time.monotonic()
+                self.say(f"  feature cache: {done / max(total, 1):.0%}")
+
+        return tell
+
+    def _refuse_size(self, size: int) -> None:
+        """size: bytes, at most."""
+        limit = self.settings.max_gib
+        if limit is not None and size > limit * 2**30:
+            raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, train.feature_cache.max_gib is {limit:g}")
+        free = min(gather_objects(free_bytes(self.folder)))
+        if size * ROOM > free:
+            raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, {self.folder} has {free / 2**30:.3g} GiB free")
+
+    def _key(self, dataset: TextDataset) -> dict[str, Any]:
+        """Everything that z depends on. Collective over the world."""
+        trained, _, _ = self.engine.feature_state()
+        found = hashlib.sha256()
+        for name, value in sorted(trained.items()):
+            found.update(name.encode())
+            found.update(value.numpy().tobytes())
+        packages = versions()
+        return {
+            "format": 2,
+            "base": self.inputs["base"],
+            "trained": found.hexdigest(),
+            "data": dataset.digest(),
+            "tokenizer": self.inputs["tokenizer"],
+            "dtype": str(self.dtype),
+            "device": self.runtime.device.type,
+            "quantize": self.config.model.quantize,
+            "versions": {name: packages[name] for name in ("torch", "transformers", "peft")},
+        }

@@ -1,0 +1,134 @@
+"""The heads' optimizer: fp32 parameters outside DeepSpeed, rows spread over the vocabulary group.
+
+Gradient convention (of `zero.engine`, too): every rank differentiates its vocabulary group's whole word loss
+plus its own numbers' loss, each token weighted by world / global count. Then for
+    replicated parameters   gradient = sum over the world / world
+    rows of the vocabulary  gradient = sum over the replica group / world
+which is the gradient of the global mean, and what DeepSpeed's average does to the parameters it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.parallel.collectives import sum_over
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.training.parameter_groups import Member
+from cqwen_dist.training.stages import StagePlan
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NORM_BLOCK = 1 << 20
+
+
+class HeadOptimizer:
+    """AdamW over the heads' parameters; a frozen group costs and changes nothing."""
+
+    def __init__(self, members: list[Member], groups: Groups, betas: tuple[float, float], weight_decay: float) -> None:
+        self.members = members
+        self.groups = groups
+        # b_noise is used as it is; b_scale passes a softplus, exponential where it is used. A step of 1e-2 is 1 % of
+        # the scale for b_scale, and 700 times the calibrated scale for b_noise. So b_noise's rate is relative.
+        self.noise_unit = 1.0
+        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient in this step
+        self.adamw = torch.optim.AdamW(
+            [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
+            betas=betas,
+            fused=True,  # one pass and no temporary of W_cls's size
+        )
+
+    def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
+        """Set which groups train; those in `newly_trained` begin with zero moments and Adam step 0."""
+        for member in self.members:
+            member.parameter.requires_grad_(member.group in plan.stage.groups)
+            member.parameter.grad = None
+            if member.group in newly_trained:
+                self.adamw.state.pop(member.parameter, None)
+
+    def set_lr(self, plan: StagePlan, step: int) -> None:
+        for member, group in zip(self.members, self.adamw.param_groups, strict=True):
+            unit = self.noise_unit if member.group == "noise" else 1.0
+            group["lr"] = plan.lr(member.group, member.is_scale, step, unit)
+
+    def reduce_gradients(self) -> Tensor:
+        """Make every gradient the global one (collective); returns their squared norm, [] fp32, equal everywhere."""
+        trained = [m for m in self.members if m.parameter.requires_grad]
+        replicated = [m.parameter for m in trained if m.spread == "replicated"]
+        rows = [m.parameter for m in trained if m.spread == "rows"]
+        for parameter in (*replicated, *rows):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.groups.world_size > 1:
+            self._sum_over_ranks(replicated, rows)
+        self._noise = next((_grad(m.parameter).abs().amax() for m in self._awake("noise")), None)
+        device = self.members[0].parameter.device
+        norm_sq = torch.stack([_norm_sq(replicated, device), _norm_sq(rows, device)])
+        return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
+
+    def _sum_over_ranks(self, replicated: list[torch.nn.Parameter], rows: list[torch.nn.Parameter]) -> None:
+        """The module's convention, in place: replicated ones in one all-reduce, rows each in its own."""
+        world = self.groups.world_size
+        if replicated:
+            flat = torch.cat([_grad(p).flatten() for p in replicated])
+            sum_over(flat, self.groups.world).div_(world)
+            for p, part in zip(replicated, flat.split([p.numel() for p in replicated]), strict=True):
+                _grad(p).copy_(part.view_as(p))
+        for p in rows:
+            sum_over(_grad(p), self.groups.replica).div_(world)
+
+    def _awake(self, group: str) -> list[Member]:
+        return [m for m in self.members if m.group == group and m.parameter.requires_grad]
+
+    def take_metrics(self) -> dict[str, Tensor]:
+        """{"train/b_noise_grad": []} of the step just taken, over all ranks; {} where b_noise is frozen."""
+        taken, self._noise = self._noise, None
+        return {} if taken is None else {"train/b_noise_grad": taken}
+
+    def step(self, coefficient: Tensor) -> None:
+        """Scale every gradient by the clip coefficient [] and step."""
+        for member in self.members:
+            if member.parameter.grad is not None:
+                member.parameter.grad.mul_(coefficient)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------------------------------ checkpoint
+
+    def moments(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Moments `<name>.exp_avg`, ... of every member that has them, and Adam's step by name."""
+        tensors, steps = {}, {}
+        for member in self.members:
+            state = self.adamw.state.get(member.parameter)
+            if state:
+                steps[member.name] = int(state["step"])
+                tensors.update({f"{member.name}.{key}": state[key] for key in MOMENTS})
+        return tensors, steps
+
+    def load_moments(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
+        """Put back what `moments` gave (this rank's rows of it)."""
+        for member in self.members:
+            if member.name in steps:
+                step = torch.tensor(float(steps[member.name]), device=member.parameter.device)
+                state: dict[str, Any] = {"step": step}
+                for key in MOMENTS:
+                    state[key] = tensors[f"{member.name}.{key}"].to(member.parameter).clone()
+                self.adamw.state[member.parameter] = state
+
+
+def _grad(parameter: torch.nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _norm_sq(parameters: list[torch.nn.Parameter], device: torch.device) -> Tensor:
+    """Of all their gradients, [] fp32.
+
+    By blocks: torch's own norm of 1e8 fp32 numbers is 1.5 % off on a CPU, and a square of all is a copy.
+    """
+    total = torch.zeros((), device=device)
+    for p in parameters:
+        for block in [_grad(p)] if p.is_cuda else _grad(p).flatten().split(NORM_BLOCK):
+            total += torch.linalg.vector_norm(block).square() if p.is_cuda else block.square().sum()
+    return total

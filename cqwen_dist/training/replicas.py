@@ -1,0 +1,105 @@
+"""Silent corruption: what must be equal on all ranks is hashed and compared, every few steps and before a save.
+
+Copies of a parameter get equal gradients and take equal steps, so they stay equal to the bit. A bit that flips in one
+rank's memory, or a rank that left a collective out, ends that; the loss hardly shows it. Compared are the heads, their
+moments and step counts, and the adapters. Rows of the vocabulary are compared within their replica group. What ZeRO
+partitions has one copy and nothing to be compared with; the frozen base is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.parallel.collectives import gather_rows
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.training.zero.engine import Engine
+
+_BLOCK = 1 << 20
+_SPREAD = 0x3C6EF372FE94F82A  # even: a place times it, plus 1, is odd
+
+
+class RanksDiffer(RuntimeError):
+    """Copies that differ after a step. hashes: [world, tensors] int64; again: also after the steps were taken again."""
+
+    def __init__(self, text: str, step: int, hashes: Tensor) -> None:
+        super().__init__(text)
+        self.step, self.hashes = step, hashes
+        self.again = False
+
+
+class Replicas:
+    """Compares the copies that ranks hold. `check` is collective over the world."""
+
+    def __init__(self, engine: Engine, groups: Groups, every: int) -> None:
+        """every: steps between two comparisons; 0: never."""
+        self.engine, self.groups = engine, groups
+        self.every = every if groups.world_size > 1 else 0
+        self.good = 0  # the last step after which all were equal
+
+    def check(self, step: int, due: bool = False) -> Tensor | None:
+        """Compare after a step, where it is time to or `due`; the hashes [world, tensors] on the CPU, or None.
+
+        Raises `RanksDiffer` on every rank alike.
+        """
+        if not self.every or not (due or step % self.every == 0):
+            return None
+        copies = list(self._copies())
+        hashes = gather_rows(torch.stack([bit_hash(value) for _, value, _ in copies])).cpu()
+        for (name, _, kinds), values in zip(copies, hashes.T.tolist(), strict=True):
+            if odd := _odd(values, kinds):
+                raise RanksDiffer(f"{name} is not equal on rank {odd}, and was after step {self.good}", step, hashes)
+        self.good = step
+        return hashes
+
+    def _copies(self) -> Iterator[tuple[str, Tensor, int]]:
+        """(name, tensor, kinds): ranks whose numbers are equal modulo `kinds` hold the same."""
+        heads = self.engine.heads
+        for member in heads.members:
+            kinds = self.groups.vocab_size if member.spread == "rows" else 1
+            yield member.name, member.parameter, kinds
+            for key, value in heads.adamw.state.get(member.parameter, {}).items():
+                yield f"{member.name}.{key}", value, 1 if key == "step" else kinds
+        if self.engine.config.parallel.zero_stage < 3:
+            for feature in self.engine.feature_members:
+                yield feature.name, feature.parameter, 1
+
+
+def _odd(values: list[int], kinds: int) -> str:
+    """The ranks whose value is not that of most others of their kind; "" where all are equal."""
+    for kind in range(kinds):
+        ranks = range(kind, len(values), kinds)
+        (usual, count), *others = Counter(values[rank] for rank in ranks).most_common()
+        if others:
+            clear = 2 * count > len(ranks)
+            which = ", ".join(str(rank) for rank in ranks if not clear or values[rank] != usual)
+            return which if clear else f"{which} (which of them is right shows after a replay)"
+    return ""
+
+
+@torch.no_grad()
+def bit_hash(value: Tensor) -> Tensor:
+    """[] int64, on the tensor's device: another value where any bit is another.
+
+    On a CPU 64 bits of the bytes' SHA-256. On a GPU, without waiting for it, the sum of the bit patterns, each times an
+    odd number of its place, modulo 2^64: one changed bit always changes it, an exchange of two numbers nearly always.
+    """
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = value.detach().reshape(-1).view(kinds[value.element_size()])
+    if bits.device.type == "cpu":
+        digest = hashlib.sha256(bits.numpy().data).digest()
+        return torch.tensor(int.from_bytes(digest[:8], "little", signed=True))
+    return _place_sum(bits)
+
+
+def _place_sum(bits: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _BLOCK):
+        block = bits[start : start + _BLOCK].long()
+        place = torch.arange(start, start + len(block), device=bits.device)
+        total += (block * (place * _SPREAD + 1)).sum()
+    return total

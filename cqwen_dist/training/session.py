@@ -1,0 +1,109 @@
+"""One command's work on a run: the folder is locked, a hang is detected, and status.json says how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
+from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.checkpoint.saving import Saver
+from cqwen_dist.config import JUDGED, Config, UserError, rises
+from cqwen_dist.parallel.collectives import Stopped, main_rank_first
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.folder import open_run
+from cqwen_dist.run.lock import run_lock
+from cqwen_dist.run.status import RunStatus, end_status
+from cqwen_dist.training.causes import cause_of, of_disk
+from cqwen_dist.training.telemetry.progress import Progress
+
+
+@contextmanager
+def open_session(
+    config: Config, runtime: Runtime, write_inputs: Callable[[], None] = lambda: None
+) -> Iterator[RunStatus]:
+    """Open and lock the run's folder for as long as the context lasts. Collective over the world.
+
+    write_inputs: called by rank 0 when the folder is this run's, before anything is read.
+    status.json says how it ends: `preempted` for `Stopped`, else by the failure's cause (`training.causes`). A disk's
+    failure is raised as `DiskError`.
+    """
+    folder = Path(config.run.dir)
+    with ExitStack() as held:
+
+        def hold() -> None:
+            say = Progress(0, 0).say
+            open_run(config, lambda: held.enter_context(run_lock(folder)), say)
+            write_inputs()
+
+        main_rank_first(hold)
+        held.enter_context(runtime.hang.watching(folder, runtime.rank, runtime.timeout_s))
+        try:
+            yield RunStatus(folder, runtime.is_main)
+        except Stopped as stopped:
+            if runtime.is_main:
+                end_status(folder, "preempted", f"told to stop: {stopped}")
+            raise
+        except Exception as error:
+            shown = of_disk(error, folder) or error
+            _end(folder, runtime, shown)
+            if shown is error:
+                raise
+            raise shown from None
+
+
+def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume from, as `run.resume` says; None for a new run. Rank 0 calls it."""
+    folder = Path(config.run.dir)
+    finish_renames(folder)
+    checkpoint, said = choose_checkpoint(folder, config.run.resume)
+    if said:
+        say(f"note: {said}")
+    return checkpoint
+
+
+def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
+    """Raises `UserError` where train.best_metric is not a metric of evaluation."""
+    metric = config.train.best_metric
+    if config.train.keep_best and metrics and metric not in metrics:
+        known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
+        raise UserError("train.best_metric", metric, f"a metric of an evaluation: {known}")
+
+
+def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[str], None]) -> Saver:
+    """The saver of the run's checkpoints. A failed save stops the run at its next step. Collective over the world."""
+
+    def fail(reason: str) -> None:
+        runtime.stop.reason = runtime.stop.reason or reason
+
+    train = config.train
+    retention = Retention(
+        newest=train.keep_checkpoints,
+        best=train.keep_best,
+        every=train.keep_every,
+        metric=train.best_metric,
+        higher=rises(train.best_metric),
+    )
+    return Saver(
+        Path(config.run.dir),
+        groups,
+        retention,
+        background=train.background_save,
+        timeout_s=runtime.timeout_s,
+        on_failure=fail,
+        say=say,
+    )
+
+
+def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
+    """status.json: `fatal` where something needs a fix first, `running` where another try may go on."""
+    cause = cause_of(error)
+    if cause.passing and not runtime.is_main:
+        return
+    rank = "" if runtime.is_main else f"rank {runtime.rank}: "
+    with suppress(OSError):  # the disk may be what failed; the error itself is on the console
+        status = "running" if cause.passing else "fatal"
+        end_status(folder, status, f"{cause.name}: {rank}{type(error).__name__}: {error}")

@@ -1,0 +1,164 @@
+"""Where a run begins: its latest checkpoint put back, or the start made (measured, warm, calibrated)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cqwen_dist.checkpoint.identity import KEYS, refuse_exchanged
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
+from cqwen_dist.model.initialise import override_start
+from cqwen_dist.parallel.collectives import main_rank_first
+from cqwen_dist.run.environment import write_environment
+from cqwen_dist.run.files import START, START_TENSORS, write_atomically
+from cqwen_dist.training.assembly import Run
+from cqwen_dist.training.session import check_best_metric
+from cqwen_dist.training.state import Place, restore, row_range
+from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
+from cqwen_dist.training.telemetry.metrics import MetricsLog
+from cqwen_dist.training.telemetry.writers import Writer
+from cqwen_dist.training.warm_start import read_warm_start
+
+CALIBRATION_TOKENS = 512  # of all ranks together
+
+
+def begin(run: Run) -> Place:
+    """Bring a run that was built to the place where it goes on. Collective over the world. Raises `UserError`."""
+    if run.resume_from is None:
+        return _make_start(run)
+    place = restore(run, run.resume_from)
+    run.progress.say(f"going on from {run.resume_from}")
+    return place
+
+
+def open_log(run: Run, place: Place, *further: Writer) -> MetricsLog:
+    """The metrics' files and watchers, and further writers. What was logged after the place (and is done again) is
+    dropped. Rank 0 alone."""
+    words = run.stepper.used_rows or run.model.config.vocab_size
+    alarms = Alarms.of(run.config.loss, words, run.evaluations.base_accuracy, run.config.start == "calibrated")
+    logged = place.step - (place.due is not None)
+    run.progress.begin(run.schedule.total_steps, place.step)
+    everything = run.config.model_dump(mode="json")
+    log = MetricsLog(run.folder, run.config.run, everything, logged, alarms, run.progress.say, further)
+    if place.exchanged:
+        names = ", ".join(KEYS[name] for name in place.exchanged)
+        log.alarm(Alarm(place.step, "exchanged-inputs", f"goes on with another {names}, as run.accept allows"))
+    return log
+
+
+def _make_start(run: Run) -> Place:
+    """Measure the base, load or calibrate the heads, evaluate; start.json says what was found."""
+    config, say = run.config, run.progress.say
+    for line in (*run.datasets.lines(), *_notes(config, run.model.config.vocab_size)):
+        say(line)
+    start: dict[str, Any] = {"start": config.start, "statistics": run.statistics.to_dict()}
+
+    threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
+
+    # The base's own metrics, before anything changes
+    run.evaluations.measure_base()
+    if run.evaluations.base_accuracy is not None:
+        start["base_accuracy"] = run.evaluations.base_accuracy
+
+    # The heads: of a warm start, or calibrated, or the seeds' constants
+    warm = read_warm_start(config, row_range(run.model))
+    if warm is not None:
+        known = {name: run.inputs[name] for name in ("tokenizer", "base")}
+        refuse_exchanged(warm.state.get("inputs", {}), known, config.run.accept, warm.source)
+        warm.apply(run.engine, config)
+        start["warm_start"] = str(warm.source)
+        say(f"begins with the weights of {warm.source}")
+    if warm is None or not warm.heads:
+        if config.start == "calibrated":
+            start["calibration"] = _calibrate(run)
+        else:
+            median = torch.tensor(run.statistics.median, dtype=torch.float64)
+            run.model.action.reg_bias.data.copy_(run.model.target.forward(median))  # S1 4.2
+        override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
+        run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
+
+    # The first evaluation, and whether the config's metrics are among its own
+    metrics = run.evaluations(0, "")
+    run.schedule.check_metrics(metrics)
+    check_best_metric(config, metrics)
+
+    # What KL is measured against
+    if config.loss.constraint.mode != "off":
+        run.constraint.begin(run.engine.feature_state()[0], run.calibration_batches(CALIBRATION_TOKENS))
+        main_rank_first(lambda: run.constraint.save(run.folder / START_TENSORS))
+    if run.runtime.is_main:
+        write_environment(run.folder, run.groups.world_size, {"deepspeed_config": run.engine.deepspeed_config})
+        write_atomically(run.folder / START, json.dumps({**start, "eval": metrics}, indent=1))
+    return Place(figures=metrics)
+
+
+def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, int]) -> float | Tensor | None:
+    """`model.threshold_init`: a number, or this rank's rows of a file's `threshold` [V]. Raises `UserError`."""
+    if not isinstance(given, str):
+        return given
+    key, allowed = "model.threshold_init", f"a safetensors file with `threshold` [{vocab_size}], finite numbers"
+    try:
+        with safe_open(Path(given).expanduser(), framework="pt") as tensors:
+            whole = tensors.get_tensor("threshold")
+    except (OSError, SafetensorError) as error:
+        raise UserError(key, Said(f"{given}: {error}"), allowed) from None
+    if whole.shape != (vocab_size,) or not whole.is_floating_point() or not bool(whole.isfinite().all()):
+        raise UserError(key, Said(f"{whole.dtype} of shape {list(whole.shape)}"), allowed, given)
+    return whole[rows[0] : rows[1]]
+
+
+def _calibrate(run: Run) -> dict[str, Any]:
+    """Calibrate the heads (`model.calibration`); returns what was found, as a dict."""
+    found = calibrate(
+        run.model,
+        run.calibration_batches(CALIBRATION_TOKENS),
+        groups=run.groups,
+        features=run.forward,
+        b_noise_init=run.config.model.b_noise_init,
+        used_rows=run.stepper.used_rows,
+        fit_batches=run.calibration_batches(LEVEL_TOKENS, run.config.model.start_numbers),
+        level=run.config.model.level_logits,
+        numerals=run.words.numerals,
+        progress=run.at,
+    )
+    for line in _told(found):
+        run.progress.say(line)
+    return found.to_dict()
+
+
+def _told(found: Calibration) -> list[str]:
+    """A calibration for people."""
+    lines = [
+        f"calibrated start: C {found.threshold:.3g}, gamma {found.gamma:.3g}, loss "
+        f"{found.loss:.3f} (the seeds' start: {found.seed_loss:,.1f}), accuracy of argmax P "
+        f"{found.accuracy:.1%} (base {found.base_accuracy:.1%}), median sum of P "
+        f"{found.prob_sum_median:.2f}; levelled by {found.levelled:.0%}"
+    ]
+    if found.num_f1 is not None:
+        mean = f"mean P where a number follows {found.num_p_mean:.2f}"
+        lines.append(f"<NUM> at the start: F1 {found.num_f1:.3f}, {mean}")
+    if found.reg_mdae is not None:
+        lines.append(
+            f"numbers at the start: median error {found.reg_mdae:.4g} where always the median has "
+            f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each told by the others)"
+        )
+    return lines
+
+
+def _notes(config: Config, vocab_size: int) -> list[str]:
+    """What is allowed and is known to disappoint."""
+    notes = []
+    if config.start == "seed-100":
+        notes.append("C = 100 begins and often ends at the uniform solution: a low loss, and no word learnt")
+    if config.model.b_noise_init == 0:
+        notes.append("b_noise = 0 has no gradient: it stays 0, and causal sampling has no noise to keep as a law")
+    if config.loss.vocab_reduction == "mean":
+        notes.append(f"vocab_reduction: mean makes reg_weight weigh {vocab_size:,} times as much against the words")
+    return [f"note: {note}" for note in notes]

@@ -1,0 +1,218 @@
+"""One optimizer step: micro-batches in, the global mean's gradient, the step, its metrics out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.config import LossConfig
+from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.loss import OvrOptions
+from cqwen_dist.ops.regression import Gate, counts_text
+from cqwen_dist.parallel.collectives import gather_rows, sum_over
+from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.evaluation.evaluator import top1
+from cqwen_dist.training.frequency import class_weights
+from cqwen_dist.training.number_labels import number_labels
+from cqwen_dist.training.stages import StagePlan
+from cqwen_dist.training.zero.engine import Engine
+
+ACCURACY_EVERY = 10  # steps between looks at train/accuracy: of all tokens, two products more where the loss has six
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What all ranks bring to one optimizer step, known before it begins."""
+
+    words: float  # denominator of L_cls
+    numbers: float  # denominator of L_reg
+    tokens: int  # input positions, for tokens/s
+    labels: list[list[int]]  # [micro-batch][rank of the vocabulary group]: label positions
+    partial: list[list[int]]  # [micro-batch][rank of the vocabulary group]: partial labels
+    all_labels: int  # label positions of all ranks and micro-batches
+
+
+class Stepper:
+    """Takes optimizer steps with an engine. Losses are sums over tokens, divided once, by counts of all ranks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        constraint: Constraint,
+        loss: LossConfig,
+        *,
+        seed: int,
+        gemm_dtype: torch.dtype,
+        gate: Gate,
+        used_rows: int | None,
+        slope_limit: float,
+        word_counts: np.ndarray,
+    ) -> None:
+        """seed: of dropout. gemm_dtype: of the word head's products. gate: what `loss.gate` names. used_rows: the loss
+        leaves out words from here on.
+
+        word_counts [V]: how often each word occurs in the training data.
+        """
+        self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
+        self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
+        self.gemm_dtype, self.used_rows, self.slope_limit = gemm_dtype, used_rows, slope_limit
+        self.gate = gate
+        action = self.model.action
+        self.class_weights = class_weights(
+            loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
+        )
+        if self.class_weights is not None:
+            self.class_weights = self.class_weights.to(self.device)
+
+    def __call__(
+        self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """One optimizer step; returns its metrics (tensors, not yet read) and the input tokens of all ranks.
+
+        cached: z [N,H] of each micro-batch's label positions, where it is known.
+        """
+        torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # of dropout
+        reg_weight = plan.reg_weight(step, self.loss.reg_weight)
+        measures_kl = self.constraint.due(step)
+        counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
+
+        # Denominators, from all ranks
+        keeps = [batch.learnt for batch in micro_batches]
+        counts = self._exchange(micro_batches, keeps)
+
+        # Gradients, accumulated over micro-batches
+        sums = torch.zeros(5, device=self.device)
+        kl_sums = torch.zeros(4, device=self.device)
+        right = torch.zeros(2, device=self.device)
+        for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
+            last = i == len(micro_batches) - 1
+            batch_on_device, keep = batch.to(self.device), keep.to(self.device)
+            second = measures_kl and self.constraint.second_pass
+            z_start = self.constraint.start_features(batch_on_device, keep) if second else None
+            z = self.engine.forward(batch_on_device, keep) if cached is None else self._fitting(cached[i], keep)
+            u = self.model.abduction(z)
+            terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight)
+            loss = terms.loss
+            if measures_kl:
+                weight = self.groups.world_size / max(counts.all_labels, 1)
+                term = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
+                loss, kl_sums = loss + term.loss, kl_sums + term.sums
+            self.engine.backward(loss, last)
+            num_label = (batch_on_device.labels.flatten()[keep] == self.model.config.num_token_id).float()
+            p_num = (terms.p_num * num_label).sum()
+            sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
+            if counts_hits:
+                right += self._accuracy(u, batch_on_device.labels.flatten()[keep])
+
+        # The step, and the metrics' only all-reduce
+        norm = self.engine.step()
+        sums, kl_sums, (hits, seen) = sum_over(torch.cat([sums, kl_sums, right])).split([5, 4, 2])
+        metrics = self._metrics(sums, norm, counts, plan, step)
+        if measures_kl:
+            metrics |= self.constraint.after_step(kl_sums, counts.all_labels)
+            if "train/constraint_loss" in metrics:
+                metrics["train/total_loss"] = metrics["train/total_loss"] + metrics["train/constraint_loss"]
+        if counts_hits:
+            metrics["train/accuracy"] = hits / seen.clamp(min=1)
+        return metrics, counts.tokens
+
+    def _metrics(self, sums: Tensor, norm: Tensor, counts: StepCounts, plan: StagePlan, step: int) -> dict[str, Any]:
+        """From sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> where it is the label, such labels."""
+        reg_weight = plan.reg_weight(step, self.loss.reg_weight)
+        cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
+        cls_mean = cls_sum / max(counts.words, 1)
+        reg_mean = reg_sum / max(counts.numbers, 1)
+        return {
+            "train/total_loss": cls_mean + reg_weight * reg_mean,
+            "train/cls_loss_mean": cls_mean,
+            "train/reg_loss_effective": reg_mean,
+            "train/prob_sum_mean": prob_sum / max(counts.all_labels, 1),
+            "train/p_num_mean": p_num / num_labels.clamp(min=1),
+            "train/grad_norm": norm,
+            "train/clipped": float(self.engine.clipped),
+            "train/lr": plan.stage.lr * plan.factor(step),
+            "train/reg_weight": reg_weight,
+        }
+
+    def _loss(self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, i: int, reg_weight: float) -> LossTerms:
+        """The fused loss of micro-batch i, weighted so that the ranks' average is the global mean."""
+        loss, world = self.loss, self.groups.world_size
+        at, words = batch.partial.unbind(1)
+        values, weights, types = number_labels(batch, keep, self.model.config, self.loss.value_weights)
+        return fused_loss(
+            self.model.action,
+            u,
+            TokenLabels(
+                batch.labels.flatten()[keep],
+                self.model.target.forward(values),
+                batch.numeric_mask.flatten()[keep],
+                weights,
+                types,
+                partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
+                partial_counts=counts.partial[i],
+            ),
+            LossOptions(
+                num_token_id=self.model.config.num_token_id,
+                alpha=loss.alpha,
+                gate=self.gate,
+                gate_grad=loss.gate_grad,
+                gemm_dtype=self.gemm_dtype,
+                used_rows=self.used_rows,
+                ovr=OvrOptions(self.class_weights, loss.vocab_reduction, loss.impl, slope_limit=self.slope_limit),
+            ),
+            token_weight=world / max(counts.words, 1),
+            number_weight=reg_weight * world / max(counts.numbers, 1),
+            group=self.groups.vocab,
+            token_counts=counts.labels[i],
+        )
+
+    def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
+        """Counts over all ranks and micro-batches, from the CPU's copies: one small all-gather a step."""
+        every = counts_text(self.gate)
+        attended = self.loss.cls_denominator == "attention"
+        kept = [keep.numel() for keep in keeps]
+        words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
+        numbers = sum(kept) if every else sum(int(b.numeric_mask.sum()) for b in micro_batches)
+        tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
+        table = self._gather([words, numbers, tokens], [*kept, *(len(b.partial) for b in micro_batches)])
+        totals = [sum(row[k] for row in table) for k in range(3)]
+        first = self.engine.runtime.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
+        group = table[first : first + self.groups.vocab_size]
+        n = len(kept)
+        by_micro_batch = [[row[4 + i] for row in group] for i in range(2 * n)]
+        everything = sum(sum(row[4 : 4 + n]) for row in table)
+        return StepCounts(totals[0], totals[1], totals[2], by_micro_batch[:n], by_micro_batch[n:], everything)
+
+    def give_up(self, micro_steps: int) -> None:
+        """A rank that was told to stop while it waited for data says so in its place in the exchange: `Stopped`."""
+        self._gather([0, 0, 0], [0] * (2 * micro_steps))
+
+    def _gather(self, sums: list[int], kept: list[int]) -> list[list[int]]:
+        """[rank][sums, told to stop, kept] of all ranks. kept: label positions, then partial labels, by micro-batch.
+
+        Raises `Stopped` on all of them where any was told to.
+        """
+        stop = self.engine.runtime.stop
+        mine = torch.tensor([*sums, stop.reason is not None, *kept], device=self.device)
+        table: list[list[int]] = gather_rows(mine).tolist()
+        stop.act_on(any(row[3] for row in table))
+        return table
+
+    @torch.no_grad()
+    def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
+        """[right, seen] of argmax P over a micro-batch's tokens: U [N,C], labels [N]."""
+        u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
+        ids = top1(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
+        return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
+
+    def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
+        """Features that were computed before, on the device; a cache of other samples would train on nonsense."""
+        if z.shape[0] != keep.numel():
+            raise RuntimeError(f"the feature cache has {z.shape[0]} positions where the batch has {keep.numel()}")
+        return z.to(self.device, non_blocking=True)

@@ -1,0 +1,212 @@
+"""Alarms for people: a run whose loss looks good though it does not learn, and refused steps.
+
+Rank 0 checks every record once its values are read, so no step waits. An alarm is raised once, and again only after its
+cause was gone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from cqwen_dist.config import LossConfig
+from cqwen_dist.data.loader import Loader
+from cqwen_dist.training.zero.engine import NonFiniteStep
+
+SHOWN_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One finding: kind (a short name), the step, a sentence for a person, and the samples of that step if known."""
+
+    step: int
+    kind: str
+    text: str
+    samples: list[int] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A line of alarms.jsonl."""
+        return asdict(self)
+
+
+class AlarmLog(Protocol):
+    """Takes alarms."""
+
+    def alarm(self, alarm: Alarm) -> None: ...
+
+
+class Alarms:
+    """Watches the records of a run.
+
+    words: how many words the loss sums over, None where its level says nothing (class weights). factor: what the
+    loss has to be multiplied by to be that sum (vocab_reduction: mean divides). base_accuracy: the base's own top-1,
+    None where unknown. calibrated: how the run began. gate_pays: whether the gate passes gradients to P of <NUM>.
+    """
+
+    TRAP_LOOKS = 3  # looks at train/accuracy in a row, of a base that knows words
+    UNTAUGHT_LOOKS = 30  # of one that knows none: at the uniform solution it begins
+    UNTAUGHT = 0.1  # top-1 below which a base knows none
+    DEAD_STEPS = 20  # steps in a row without a gradient
+    UNLEARNT_STEPS = 100  # steps with <NUM> labels, in a row, at which P_NUM stays near 0
+    HISTORY = 64  # losses that a spike is measured against
+    LEAST_HISTORY = 20
+    SPIKE = 10.0  # robust deviations
+
+    def __init__(
+        self,
+        words: int | None,
+        factor: float = 1.0,
+        base_accuracy: float | None = None,
+        *,
+        calibrated: bool = True,
+        gate_pays: bool = False,
+    ) -> None:
+        self.uniform = None if words is None else 1.0 + math.log(words)
+        self.factor, self.base_accuracy, self.calibrated, self.gate_pays = factor, base_accuracy, calibrated, gate_pays
+        self.untaught = base_accuracy is not None and base_accuracy < self.UNTAUGHT
+        self.poor = max(0.02, 0.2 * (base_accuracy or 0.0))
+        self._stage: str | None = None
+        self._told: set[str] = set()
+        self._trapped = self._dead = 0
+        self._p_num: float | None = None
+        self._best_p_num = self._accuracy = 0.0
+        self._unlearnt = 0
+        self._losses: deque[float] = deque(maxlen=self.HISTORY)
+
+    @classmethod
+    def of(cls, loss: LossConfig, words: int, base_accuracy: float | None, calibrated: bool) -> Alarms:
+        """For a run with this loss. words: rows that the loss sums over."""
+        weighted = loss.class_weights is not None
+        factor = words if loss.vocab_reduction == "mean" else 1.0
+        pays = loss.gate_grad == "full"
+        return cls(None if weighted else words, factor, base_accuracy, calibrated=calibrated, gate_pays=pays)
+
+    def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
+        """Alarms of one step's plain values. samples: that the step was taken with, over all ranks."""
+        if record.get("stage") != self._stage:  # lambda, batch or length may differ, and with them the loss
+            self._stage = record.get("stage")
+            self._losses.clear()
+        found: list[tuple[str, bool, str]] = [
+            ("uniform-trap", *self._uniform_trap(record)),
+            ("p-num-collapse", *self._p_num_collapse(record)),
+            ("b-noise-without-gradient", *self._dead_noise(record)),
+            ("loss-spike", *self._spike(record)),
+        ]
+        alarms = []
+        for kind, raised, text in found:
+            if raised and kind not in self._told:
+                which = list(samples)[:SHOWN_SAMPLES] if kind == "loss-spike" else []
+                alarms.append(Alarm(int(record["step"]), kind, text, which))
+            (self._told.add if raised else self._told.discard)(kind)
+        return alarms
+
+    def _uniform_trap(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        """P = 1/V for all words has the loss 1 + ln V and sum P = 1: it looks trained and knows no word."""
+        accuracy, loss, prob_sum = (
+            record.get(f"train/{name}") for name in ("accuracy", "cls_loss_mean", "prob_sum_mean")
+        )
+        if self.uniform is None or accuracy is None or loss is None or prob_sum is None:
+            return "uniform-trap" in self._told, ""
+        level = loss * self.factor
+        near = abs(level - self.uniform) < 0.05 * self.uniform and 0.5 < prob_sum < 2.0 and accuracy < self.poor
+        self._trapped = self._trapped + 1 if near else 0
+        return self._trapped >= (self.UNTAUGHT_LOOKS if self.untaught else self.TRAP_LOOKS), (
+            f"the word loss is {level:.2f}; P = 1/V everywhere costs 1 + ln V = {self.uniform:.2f}. The sum of P is "
+            f"{prob_sum:.2f} but accuracy only {accuracy:.1%}. The run sits in the uniform solution: {self._way_out()}"
+        )
+
+    def _way_out(self) -> str:
+        """Of the uniform solution, by what the run began with."""
+        if self.untaught:
+            return (
+                f"its base knows no words either (top-1 {self.base_accuracy:.1%}); begin again from a pretrained one "
+                "(model.name_or_path), or with higher rates"
+            )
+        again = "" if self.calibrated else "from `start: calibrated`, or "
+        return f"begin again {again}with larger rates for {{b_scale, C}} (lr_groups.scales)"
+
+    def _p_num_collapse(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        p_num = record.get("train/p_num_mean")
+        if not p_num:  # 0: the step has no <NUM> label; P itself is never 0
+            return "p-num-collapse" in self._told, ""
+        self._p_num = p_num if self._p_num is None else 0.9 * self._p_num + 0.1 * p_num
+        self._best_p_num = max(self._best_p_num, self._p_num)
+        self._accuracy = record.get("train/accuracy", self._accuracy)
+        # or it never rises: words are learnt and <NUM> is not
+        self._unlearnt = self._unlearnt + 1 if self._p_num < 0.02 and self._accuracy > max(0.1, self.poor) else 0
+        fell = self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05
+        how = f"fell from {self._best_p_num:.2g}: numbers are being unlearnt"
+        if not fell:
+            how = f"has not risen in {self._unlearnt} steps while words are learnt: numbers are not"
+        return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
+            f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}. "
+            + (
+                "lower the rates or reg_weight"
+                if self.gate_pays
+                else "`loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
+            )
+        )
+
+    def _dead_noise(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        gradient = record.get("train/b_noise_grad")
+        if gradient is None:
+            return False, ""
+        self._dead = self._dead + 1 if gradient == 0 else 0
+        return self._dead >= self.DEAD_STEPS, (
+            f"b_noise had no gradient for {self._dead} steps while its group trains: |b| has none at b = 0. "
+            "Begin with model.b_noise_init above 0, or leave `noise` out of the stage"
+        )
+
+    def _spike(self, record: Mapping[str, Any]) -> tuple[bool, str]:
+        loss = record.get("train/total_loss")
+        if loss is None or not math.isfinite(loss):
+            return False, ""
+        raised, text = False, ""
+        if len(self._losses) >= self.LEAST_HISTORY:
+            median = statistics.median(self._losses)
+            spread = 1.4826 * statistics.median(abs(x - median) for x in self._losses)
+            unit = max(spread, 0.02 * abs(median), 1e-3)
+            raised = loss - median > self.SPIKE * unit
+            text = (
+                f"the loss is {loss:.4g} where the median of the last {len(self._losses)} steps was {median:.4g} "
+                f"({(loss - median) / unit:.0f} deviations)"
+            )
+        self._losses.append(loss)
+        return raised, text
+
+
+class Refusals:
+    """Skips steps whose loss or gradient is not finite, until there are `limit` in a row. The same on every rank."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_a_row = limit, 0
+
+    def refuse(
+        self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, log: AlarmLog | None
+    ) -> dict[str, float]:
+        """Skip a step that was refused (no parameter was changed) and raise an alarm with its samples; its metrics.
+
+        step: counted from 1, of `total`. loader: of its samples. Raises `NonFiniteStep` where it is the `limit`-th in a
+        row, or the run's last.
+        """
+        self.in_a_row += 1
+        samples, suspects = loader.handed_out(), loader.handed_out(error.ranks)
+        named = ", ".join(map(str, (suspects or samples)[:SHOWN_SAMPLES]))
+        which = "samples of the ranks whose features are not finite" if suspects else "samples of the step"
+        text = f"step {step}, stage {stage}: {error}; {which}: {named}"
+        if self.in_a_row >= self.limit:
+            raise NonFiniteStep(f"{text}. {self.in_a_row} in a row were refused: stopping") from error
+        if step == total:
+            raise NonFiniteStep(f"{text}. It was the run's last: there is nothing after it to learn from") from error
+        if log is not None:
+            log.alarm(Alarm(step, "refused-step", text, samples[:SHOWN_SAMPLES]))
+        return {"train/refused": 1.0}
+
+    def taken(self) -> None:
+        """A step was taken."""
+        self.in_a_row = 0

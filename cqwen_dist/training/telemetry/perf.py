@@ -1,0 +1,95 @@
+"""How fast a run is: tokens/s, seconds a step, waiting for data, FLOP/s against the device's peak, peak memory.
+
+It does not synchronise: a step waits for its gradient norm anyway, so the time is right but for the optimizer's last
+kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.plan.flops import Work
+from cqwen_dist.plan.machine import peak_tflops
+from cqwen_dist.training.zero.zero_state import whole_shape
+
+
+def device_peak(device: torch.device) -> float | None:
+    """Peak in TFLOP/s of a known GPU, None of others and of CPUs."""
+    return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def of_model(model: Any) -> Work:
+    """What the operations of a `CausalQwenModel` depend on."""
+    base = model.transformer.config
+    matrices = {name: p for name, p in model.transformer.named_parameters() if len(whole_shape(p)) == 2}
+    adapters = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if ".lora_" in name)
+    table = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if "embed_tokens" in name)
+    width = getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads
+    return Work(
+        matrices=sum(math.prod(whole_shape(p)) for p in matrices.values()) - adapters - table,
+        adapters=adapters,
+        layers=base.num_hidden_layers,
+        attention=base.num_attention_heads * width,
+        hidden=base.hidden_size,
+        causal=model.action.reg_weight.shape[-1],
+        words=model.action.word_size,
+        vocab=model.action.vocab_size,
+    )
+
+
+class Clock:
+    """Times the steps of this rank. Call `data` when a step's batches are asked for, `work` when they have come."""
+
+    def __init__(self, work: Work, device: torch.device, world: int, peak: float | None) -> None:
+        """peak: in TFLOP/s; None: the device's own, where it is known."""
+        self.of, self.device, self.world = work, device, world
+        self.peak = device_peak(device) if peak is None else peak
+        self._began = self._ready = time.perf_counter()
+        self._shape = (0, 0)
+
+    def data(self) -> None:
+        """A step begins: its batches are asked for."""
+        self._began = time.perf_counter()
+
+    def work(self, micro_batches: Sequence[Batch]) -> None:
+        """They have come (they are still on the CPU)."""
+        self._ready = time.perf_counter()
+        rows = sum(int(batch.attention_mask.any(1).sum()) for batch in micro_batches)
+        self._shape = (rows, sum(int(batch.label_mask.sum()) for batch in micro_batches))
+
+    def metrics(self, tokens: int, groups: frozenset[str], cached: bool = False) -> dict[str, float]:
+        """perf/... of the step just taken. tokens: of all ranks; groups: that train; cached: z was not computed.
+
+        The FLOPs are this rank's share of the useful ones, attention's over the mean length.
+        """
+        seconds = max(time.perf_counter() - self._began, 1e-9)
+        rows, labels = self._shape
+        share = tokens // self.world
+        each = self.of.flops(share / max(rows, 1), groups, cached=cached)
+        tflops = (share * each.backbone + labels * each.heads) / seconds / 1e12
+        metrics = {
+            "perf/tokens_per_s": tokens / seconds,
+            "perf/step_s": seconds,
+            "perf/data_wait_s": self._ready - self._began,
+            "perf/tflops": tflops,
+            "perf/peak_memory_gib": peak_memory_gib(self.device),
+        }
+        if self.peak is not None:
+            metrics["perf/mfu"] = tflops / self.peak
+        return metrics
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """This rank's peak since it began: of the allocator on a GPU, of resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

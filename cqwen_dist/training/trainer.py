@@ -1,0 +1,313 @@
+"""The training loop: batches in, optimizer steps, evaluations and checkpoints out. Read `Trainer.train` aloud."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.config import Config
+from cqwen_dist.parallel.collectives import Stopped, main_rank_says
+from cqwen_dist.parallel.runtime import Runtime, distributed
+from cqwen_dist.parallel.stop import StopFlag
+from cqwen_dist.run.files import CHECKPOINTS, METRICS
+from cqwen_dist.run.status import RunStatus, read_status
+from cqwen_dist.training.assembly import Run, build_run
+from cqwen_dist.training.callbacks import Callback, Callbacks, TrainResult
+from cqwen_dist.training.replicas import RanksDiffer
+from cqwen_dist.training.session import open_session
+from cqwen_dist.training.stages import StagePlan
+from cqwen_dist.training.start import begin, open_log
+from cqwen_dist.training.state import Place, restore, save
+from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
+from cqwen_dist.training.telemetry.metrics import MetricsLog
+from cqwen_dist.training.telemetry.perf import Clock, of_model
+from cqwen_dist.training.telemetry.writers import MetricsFile
+from cqwen_dist.training.zero.engine import NonFiniteStep
+from cqwen_dist.training.zero.partitioned_base import leave_deepspeed
+
+
+def train(
+    config: Config, callbacks: Sequence[Callback] = (), write_inputs: Callable[[], None] = lambda: None
+) -> TrainResult:
+    """Train, or go on, or find that it was done before. One call on every rank.
+
+    write_inputs: `open_session`'s. Raises `UserError` on every rank alike where the input is wrong, and `Stopped` where
+    a signal told the run to stop, which can be gone on with.
+    """
+    with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
+        try:
+            metrics = train_on(config, runtime, callbacks, write_inputs)
+            folder = Path(config.run.dir)
+            ended = main_rank_says(lambda: read_status(folder))
+        finally:
+            leave_deepspeed()
+    newest = ended.get("checkpoint")
+    checkpoint = None if newest is None else folder / CHECKPOINTS / newest
+    metrics = {name: float(value) for name, value in metrics.items()}
+    step, reason = ended.get("step", 0), ended.get("reason")
+    return TrainResult(folder, ended["status"], step, metrics, checkpoint, reason, runtime.rank)
+
+
+def train_on(
+    config: Config,
+    runtime: Runtime,
+    callbacks: Sequence[Callback] = (),
+    write_inputs: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """`train` in a process group that is up; returns the last evaluation's metrics."""
+    with open_session(config, runtime, write_inputs) as status:
+        with runtime.stop.interruptible():  # nothing is lost yet
+            run = build_run(config, runtime)
+        told = Callbacks(callbacks if runtime.is_main else (), run.folder, runtime.stop)
+        try:
+            return Trainer(run, status, told).train()
+        finally:
+            run.progress.close()
+
+
+class Trainer:
+    """Trains a run, on one rank, from where it is to its end."""
+
+    def __init__(self, run: Run, status: RunStatus, callbacks: Callbacks) -> None:
+        config, runtime = run.config, run.runtime
+        self.run, self.status, self.callbacks = run, status, callbacks
+        self.place = Place()
+        self.saved_step = 0
+        self.log: MetricsLog | None = None  # of rank 0
+        self._suspect: RanksDiffer | None = None  # steps are taken again because of it
+        self.refusals = Refusals(config.train.max_refused_steps)
+        self.clock = Clock(of_model(run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
+
+    def train(self) -> dict[str, Any]:
+        """Begin or go on, train to the end; returns the last evaluation's metrics."""
+        run, stop = self.run, self.run.runtime.stop
+        stop.agreed(run.runtime.device)
+        alone = run.groups.world_size == 1  # no rank waits for this one: a signal ends the start at once
+        with stop.interruptible() if alone else nullcontext():
+            self.place = begin(run)
+        self.saved_step = self.place.step
+        if self.place.step >= run.schedule.total_steps:
+            return self._already_done()
+        self._open_log()
+        self._tell_status()
+        self.status.write(status="running")
+        reason = None
+        try:
+            if self.place.step == 0 and self.place.figures:
+                self.callbacks.tell("on_evaluation", 0, self.place.stage, self.place.figures)
+            while not self._take_steps():
+                pass
+        except Stopped:
+            self._save_on_stop()
+            reason = self.callbacks.agreed()
+            if reason is None:
+                raise
+        finally:  # a run that fails has logged every step that it took
+            run.loaders.close()
+            run.saver.close()
+            if self.log is not None:
+                self.log.close()
+        run.saver.wait()
+        run.cache.close()
+        self._tell_checkpoints()
+        self.callbacks.agreed()
+        ended = "done" if self.place.step >= run.schedule.total_steps else "paused"
+        self.status.write(status=ended, eta_s=0, checkpoint=run.saver.newest, reason=reason)
+        return self.place.figures
+
+    def _take_steps(self) -> bool:
+        """`_loop`, or as much of it as the ranks agree on: False where they went back, to take steps again."""
+        try:
+            self._loop()
+        except RanksDiffer as found:
+            self._go_back(found)
+            return False
+        return True
+
+    def _loop(self) -> None:
+        """The loop: every step to the end, or to the last stage of this command."""
+        run, step = self.run, self.place.step
+        if (due := self.place.due) is not None:  # the evaluation that the last command was stopped in
+            if self.log is not None:
+                self.log.push(due)
+            self._after_step(step, due)
+        entered: StagePlan | None = None
+        while step < run.schedule.total_steps:
+            plan = run.schedule.at(step)
+            self._move_to(step)
+            if plan.index > run.config.last_stage:
+                break  # the next command goes on from here
+            if plan is not entered:
+                batches = self._enter_stage(plan, step)
+                entered = plan
+            record = self._take_step(plan, step, batches)
+            step += 1
+            self._after_step(step, record)
+
+    def _enter_stage(self, plan: StagePlan, step: int) -> Iterator[list[Batch]]:
+        """Begin a stage, or go on with one at a step; returns its batches."""
+        run = self.run
+        run.enter_stage(plan, fresh=step == plan.start)
+        at_most = "at most " if plan.stage.until is not None else ""
+        groups = ", ".join(sorted(plan.stage.groups))
+        run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
+        batches = run.loaders.enter(plan)
+        run.cache.enter(plan, step, run.loaders.current)
+        self.callbacks.total_steps = run.schedule.total_steps
+        if not self.callbacks.asked:  # else the stop is agreed on before the next step
+            self.callbacks.tell("on_stage_start", step, plan.stage.name)
+        return batches
+
+    def _take_step(self, plan: StagePlan, step: int, batches: Iterator[list[Batch]]) -> dict[str, Any]:
+        """One optimizer step, taken or refused; returns its record."""
+        run, loader = self.run, self.run.loaders.current
+        self.clock.data()
+        cached = run.cache.next()  # before the loader moves on
+        micro_batches = self._next(batches)
+        self.clock.work(micro_batches)
+        run.engine.set_lr(plan, step)
+        try:
+            metrics, tokens = run.stepper(micro_batches, plan, step, cached)
+            self.refusals.taken()
+        except NonFiniteStep as error:
+            total = run.schedule.total_steps
+            metrics = dict(self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, self.log))
+            tokens = 0
+        record = {"step": step + 1, "stage": plan.stage.name, **metrics}
+        if self.log is not None:
+            record |= run.engine.heads.take_metrics() | run.saver.take()
+            record |= self.clock.metrics(tokens, plan.stage.groups, cached is not None)
+            before = self.log.push(record, loader.handed_out())
+            at_end = step + 1 == plan.stop
+            shown = {name: float(value) for name, value in record.items() if "/" in name} if at_end else before or {}
+            run.progress.step(step + 1, plan.stage.name, tokens, shown, force=at_end)
+        return record
+
+    def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
+        """The next step's micro-batches. A signal ends the waiting for them, and the other ranks are told."""
+        try:
+            with self.run.runtime.stop.interruptible():
+                return next(batches)
+        except Stopped:
+            self.run.stepper.give_up(self.run.loaders.current.micro_steps)
+            raise
+
+    def _after_step(self, step: int, record: dict[str, Any]) -> None:
+        """Evaluate and save where it is time to."""
+        run, train = self.run, self.run.config.train
+        run.runtime.hang.alive()
+        at_end = step == run.schedule.at(step - 1).stop
+        self.status.at(step, run.schedule.total_steps, run.schedule.at(step - 1).stage.name, run.saver.newest)
+        self._move_to(step)
+        saves = at_end or step % train.checkpoint_every == 0
+        again = self._suspect is not None and step == self._suspect.step
+        self._judge(step, run.replicas.check(step, due=saves or again))
+        if at_end or step % train.eval_every == 0:
+            self._move_to(step, due=record)
+            metrics = self._evaluate(step)
+            self._move_to(step, figures=metrics, evaluated=True)
+            at_end = run.schedule.observe(step, metrics) or at_end
+            run.progress.total = run.schedule.total_steps
+        if saves or at_end:
+            if not saves:  # the evaluation ended the stage
+                self._judge(step, run.replicas.check(step, due=True))
+            if self.log is not None:
+                self.log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
+            self._save()
+        self._tell_checkpoints()
+        if at_end:
+            self.callbacks.tell("on_stage_end", step, self.place.stage)
+
+    def _open_log(self) -> None:
+        if self.run.runtime.is_main:
+            self.callbacks.total_steps = self.run.schedule.total_steps
+            self.log = open_log(self.run, self.place, self.callbacks)
+
+    def _tell_checkpoints(self) -> None:
+        saver = self.run.saver
+        self.callbacks.checkpoints(self.place.step, self.place.stage, self.run.folder / CHECKPOINTS, saver.whole)
+
+    def _go_back(self, found: RanksDiffer) -> None:
+        """Copies differ: go back to the last checkpoint, once, to learn whether it happens again.
+
+        Raises `found` where it did, or where there is no checkpoint.
+        """
+        run = self.run
+        run.loaders.close()
+        run.saver.wait()
+        folder = main_rank_says(lambda: latest_checkpoint(run.folder))
+        found.again = self._suspect is not None
+        if folder is None or found.again:
+            raise found
+        self._suspect = found
+        if self.log is not None:
+            self.log.close()
+        self.place = restore(run, folder)
+        self.saved_step = self.place.step
+        self._open_log()
+        self._tell(f"after step {found.step}: {found}; the steps after {self.place.step} are taken again")
+
+    def _judge(self, step: int, hashes: Tensor | None) -> None:
+        """Where steps were taken again and ranks agree: the copies that are not what they were were the faulty ones."""
+        found = self._suspect
+        if found is None or hashes is None or step != found.step:
+            return
+        self._suspect = None
+        faulty = (hashes != found.hashes).any(1).nonzero().flatten().tolist()
+        machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
+        self._tell(f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}")
+
+    def _tell(self, text: str) -> None:
+        if self.log is not None:
+            self.log.alarm(Alarm(self.place.step, "ranks-differ", text))
+
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        evaluations = self.run.evaluations
+        metrics = evaluations(step, self.place.stage)
+        if self.log is not None:
+            self.log.add(metrics)
+            self.log.flush()  # they are on the host: an evaluation has waited for this step
+        if metrics:
+            self.callbacks.tell("on_evaluation", step, self.place.stage, metrics)
+        if shown := evaluations.shown(metrics):
+            self.run.progress.say(f"  evaluation at step {step}: {shown}")
+        return metrics
+
+    def _move_to(self, step: int, **about: Any) -> None:
+        """Set where the run is. about: further fields of `Place`; the metrics are by default the last known."""
+        stage = self.run.schedule.at(max(step - 1, 0)).stage.name
+        self.place = Place(step, stage, self.run.loaders.state_dict(), **{"figures": self.place.figures, **about})
+
+    def _save(self) -> None:
+        save(self.run, self.place)
+        self.saved_step = self.place.step
+
+    def _save_on_stop(self) -> None:
+        self.run.saver.wait()  # raises what stopped the run where that was a save
+        self.run.progress.say("told to stop: saving")
+        if self.log is not None:
+            self.log.flush()
+        if self.place.step > self.saved_step:
+            self.run.replicas.check(self.place.step, due=True)
+            self._save()
+        self.run.saver.wait()
+        self.status.write(checkpoint=self.run.saver.newest)
+
+    def _already_done(self) -> dict[str, Any]:
+        run = self.run
+        run.progress.say(f"already done: {run.schedule.total_steps} steps in {run.folder}")
+        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # killed before it could say so
+            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops what a kill left half written
+            self._tell_status()
+            self.status.write(status="done")
+        return self.place.figures
+
+    def _tell_status(self) -> None:
+        schedule, step = self.run.schedule, self.place.step
+        self.status.at(step, schedule.total_steps, schedule.at(step).stage.name)

@@ -1,0 +1,249 @@
+"""One optimizer step of everything that trains: features under DeepSpeed ZeRO, heads beside it.
+
+    DeepSpeed engine      frozen backbone, LoRA, w_num, <NUM>'s row    ZeRO 1-3, fp32 or bf16
+    HeadOptimizer         abduction, action                            fp32, rows over the vocabulary group
+
+The engine returns z of the label positions; the heads turn it into the loss; `engine.backward` differentiates through
+both. A new stage needs no new engine: parameters of frozen groups need no gradient and have lr 0. While no feature
+group trains, z is computed without a graph and DeepSpeed takes no step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.parallel.collectives import gather_objects, naming
+from cqwen_dist.parallel.groups import Groups, limit_wait
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.training.optim import HeadOptimizer
+from cqwen_dist.training.parameter_groups import feature_members, head_members
+from cqwen_dist.training.stages import StagePlan
+from cqwen_dist.training.zero import zero_state
+from cqwen_dist.training.zero.partitioned_base import join_deepspeed
+from cqwen_dist.training.zero.patches import patch_clip, patch_tensor_loops, skip_frozen_groups
+from cqwen_dist.training.zero.settings import deepspeed_config
+
+
+class NonFiniteStep(RuntimeError):
+    """The gradient's norm over the world is not finite: every rank refused the step, no parameter was changed.
+
+    ranks: those whose features were not finite either.
+    """
+
+    def __init__(self, text: str, ranks: list[int] | None = None) -> None:
+        super().__init__(text)
+        self.ranks = ranks or []
+
+
+class UsualNorm:
+    """Where a step's gradient is clipped: at a number, or at three times what is usual in this stage.
+
+    The loss is a sum over V words divided by scales of 1e-3, so its gradient's norm is about 1,000 on a real base.
+    AdamW does not depend on that size; only a step unlike the others is to be limited. The first `KNOWN` are not.
+    """
+
+    TIMES, LAST, KNOWN = 3.0, 64, 5
+
+    def __init__(self, limit: float | None) -> None:
+        """limit: a number, or None: three times what is usual."""
+        self.fixed = limit
+        self.seen: list[float] = []  # norms of this stage's last steps: part of a checkpoint
+
+    def limit(self) -> float:
+        """Of the step that is being taken."""
+        if self.fixed is not None:
+            return self.fixed
+        usual = statistics.median(self.seen) if len(self.seen) >= self.KNOWN else 0.0
+        return self.TIMES * usual or math.inf  # all gradients were zero: no limit
+
+    def add(self, norm: float) -> None:
+        self.seen = [*self.seen, norm][-self.LAST :]
+
+
+class Engine:
+    """Forward, backward and step of the whole model under one gradient norm."""
+
+    def __init__(self, model: CausalQwenModel, config: Config, runtime: Runtime, groups: Groups) -> None:
+        self.config, self.runtime, self.groups = config, runtime, groups
+        self.bf16 = config.train.precision == "bf16"
+        self.model = model.to(runtime.device)
+        model.features.requires_grad_(False)
+        heads = nn.ModuleDict({"abduction": model.abduction, "action": model.action})
+        heads.requires_grad_(False)
+        members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
+        self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay)
+        self.lr_ratio_b = config.model.lora.lr_ratio
+        self.feature_members = feature_members(model.features, separate_b=self.lr_ratio_b != 1.0)
+        self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # each by one of its own
+        self.names = {m.parameter: m.name for m in self.feature_members}
+        trained = sum(m.parameter.numel() for m in self.feature_members)
+        self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
+        self.engine = self._start_deepspeed()
+        self.features_train = False
+        self._head_norm_sq = torch.zeros((), device=runtime.device)
+        self._norm: Tensor | None = None  # joint, of the step that is being taken
+        self.usual = UsualNorm(config.max_grad_norm)
+        self._norm_read = math.nan  # the same on the host
+        self.clipped = False
+        self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features of the step
+
+    def _start_deepspeed(self) -> Any:
+        parameter_groups = []
+        for slot in self.slots:
+            members = [m for m in self.feature_members if m.slot == slot]
+            for m in members:
+                m.parameter.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
+                if self.bf16:  # it casts a whole model itself, but wants a partitioned one in one dtype
+                    m.parameter.data = m.parameter.data.bfloat16()
+            decay = self.config.train.weight_decay if slot in ("lora", "lora.B") else 0.0
+            parameter_groups.append({"params": [m.parameter for m in members], "lr": 0.0, "weight_decay": decay})
+        join_deepspeed()
+        optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
+        skip_frozen_groups(optimizer)
+        with naming("DeepSpeed's start"):
+            engine, *_ = deepspeed.initialize(
+                model=self.model.features,
+                optimizer=optimizer,
+                config=self.deepspeed_config,
+                dist_init_required=False,
+            )
+        if self.runtime.timeout_s is not None:
+            limit_wait(engine.optimizer.dp_process_group, self.runtime.timeout_s)
+        if not hasattr(engine.optimizer, "unscale_and_clip_grads"):
+            raise UserError(
+                "parallel.zero_stage",
+                self.config.parallel.zero_stage,
+                f"another stage: DeepSpeed's {type(engine.optimizer).__name__} has no place to join the heads' norm",
+            )
+        patch_clip(engine.optimizer, self._norm_over_limit)
+        patch_tensor_loops(engine.optimizer)
+        return engine
+
+    def _norm_over_limit(self, feature_norm: Any) -> Tensor:
+        """The joint norm of features and heads over its limit; computed at the first parameter group of a step."""
+        if self._norm is None:
+            norm = torch.as_tensor(feature_norm, device=self.runtime.device).float()
+            norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed reports a norm that is not finite as -1
+            self._norm = self._finite_norm((norm.square() + self._head_norm_sq).sqrt())
+        return self._norm / self.usual.limit()
+
+    # ---------------------------------------------------------------------------------------- stages
+
+    def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
+        """Set which groups train. Those in `newly_trained` begin with zero moments, and the usual norm is forgotten."""
+        if newly_trained:
+            self.usual.seen = []
+        trained = plan.stage.groups
+        self.heads.enter_stage(plan, newly_trained)
+        for m in self.feature_members:
+            m.parameter.requires_grad_(m.group in trained)
+        self.features_train = any(m.group in trained for m in self.feature_members)
+        fresh = {i for i, m in enumerate(self.slots.values()) if m.group in newly_trained}
+        zero_state.reset_moments(self.engine, fresh)
+
+    def set_lr(self, plan: StagePlan, step: int) -> None:
+        self.heads.set_lr(plan, step)
+        for member, group in zip(self.slots.values(), self.engine.optimizer.param_groups, strict=True):
+            group["lr"] = plan.lr(member.group, False, step) * (self.lr_ratio_b if member.kind == "B" else 1.0)
+            group["frozen"] = member.group not in plan.stage.groups
+
+    # -------------------------------------------------------------------------------------- one step
+
+    def forward(self, batch: Batch, keep: Tensor) -> Tensor:
+        """z [N,H] of the label positions `keep` [N]; with a graph while a feature group trains and gradients are on."""
+        graph = self.features_train and torch.is_grad_enabled()
+        self.engine.train(graph)
+        with torch.set_grad_enabled(graph):
+            run = self.engine if graph else self.engine.module
+            with naming("DeepSpeed's forward"):
+                z: Tensor = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+        self._finite &= z.detach().isfinite().all()
+        return z
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
+        # times 1, or NaN where the loss is infinite: its gradient may be finite, and the step must be refused
+        loss = loss * (1.0 + 0.0 * loss.detach())
+        if self.features_train:
+            self.engine.set_gradient_accumulation_boundary(last)
+            with naming("DeepSpeed's backward"):
+                self.engine.backward(loss, scale_wrt_gas=False)
+        else:
+            loss.backward()
+
+    def step(self) -> Tensor:
+        """Clip by the joint norm and step; returns that norm, [] fp32. `clipped`: whether it was.
+
+        Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
+        `CollectiveError` where a rank is lost. The heads step last: they need no other rank for it. (Where a rank is
+        lost inside DeepSpeed's own step, the others are half updated; they end, and no checkpoint is of that step.)
+        """
+        self._norm = None
+        self._head_norm_sq = self.heads.reduce_gradients()
+        try:
+            if self.features_train:
+                with naming("DeepSpeed's step"):
+                    self.engine.step()
+                if self._norm is None or not self.engine.was_step_applied():
+                    self._finite_norm(torch.tensor(torch.nan))
+            else:
+                self._norm = self._finite_norm(self._head_norm_sq.sqrt())
+        except NonFiniteStep:  # leave nothing of it to the next step
+            self.heads.adamw.zero_grad(set_to_none=True)
+            if self.features_train:
+                zero_state.discard_gradients(self.engine)
+            self._finite.fill_(True)
+            raise
+        assert self._norm is not None
+        limit = self.usual.limit()
+        self.heads.step((1.0 / (self._norm / limit + 1e-6)).clamp(max=1.0))  # as DeepSpeed's own
+        self.usual.add(self._norm_read)
+        self._finite.fill_(True)
+        self.clipped = self._norm_read > limit
+        return self._norm
+
+    def _finite_norm(self, norm: Tensor) -> Tensor:
+        """The norm, equal on every rank. Raises `NonFiniteStep` on all of them where it is not finite.
+
+        This is the step's only host synchronisation. Without it a NaN would reach the parameters before it is seen.
+        """
+        number = float(norm)
+        if not math.isfinite(number):
+            found = [rank for rank, finite in enumerate(gather_objects(bool(self._finite))) if not finite]
+            features = f"the features of rank {', '.join(map(str, found))} are not" if found else "all features are"
+            raise NonFiniteStep(
+                f"the gradient norm, all-reduced over the world group, is {number}; {features} finite; no step taken",
+                found,
+            )
+        self._norm_read = number
+        return norm
+
+    # ------------------------------------------------------------------------------------ checkpoint
+
+    def feature_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+        """(parameters, moments, Adam steps by slot) of the features: whole tensors, fp32, on the CPU. Collective."""
+        parameters, moments = zero_state.read_state(self.engine, self.names)
+        steps = zero_state.read_steps(self.engine)
+        slots = list(self.slots)
+        return parameters, moments, {slots[i]: n for i, n in steps.items()}
+
+    def feature_shapes(self) -> dict[str, torch.Size]:
+        """Whole shapes of what `feature_state` gives, by name."""
+        return zero_state.read_shapes(self.engine, self.names)
+
+    def load_feature_state(
+        self, parameters: dict[str, Tensor], moments: dict[str, Tensor], steps: dict[str, int]
+    ) -> None:
+        """Put back what `feature_state` gave."""
+        zero_state.write_state(self.engine, self.names, parameters, moments)
+        slots = list(self.slots)
+        zero_state.write_steps(self.engine, {slots.index(name): n for name, n in steps.items()})

@@ -1,0 +1,141 @@
+"""Alarms go off where they should, once, and not on runs that are well."""
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import metrics
+
+from cqwen_dist.training.telemetry.alarms import Alarm, Alarms, Refusals
+from cqwen_dist.training.zero.engine import NonFiniteStep
+
+V = 1000
+
+
+def record(step: int, stage: str = "heads", **train: float) -> dict[str, Any]:
+    return {"step": step, "stage": stage, **{f"train/{name}": value for name, value in train.items()}}
+
+
+def run(alarms: Alarms, records: list[dict[str, Any]]) -> list[Alarm]:
+    return [alarm for r in records for alarm in alarms.look(r, samples=range(r["step"], r["step"] + 3))]
+
+
+def trapped(step: int, **changes: float) -> dict[str, Any]:
+    return record(
+        step, **{"cls_loss_mean": 1 + math.log(V), "prob_sum_mean": 1.02, "accuracy": 0.002, **changes}
+    )  # fmt: skip
+
+
+def test_the_uniform_solution_is_told_once_though_its_loss_is_low() -> None:
+    alarms = Alarms(V, base_accuracy=0.4)
+    found = run(alarms, [trapped(step) for step in range(1, 30)])
+    assert [(a.kind, a.step) for a in found] == [("uniform-trap", 3)]
+    assert "7.91" in found[0].text
+    assert "accuracy only 0.2%" in found[0].text
+
+
+def test_the_way_out_of_it_is_none_that_was_taken() -> None:
+    def told(**about: Any) -> list[Alarm]:
+        return run(Alarms(V, **about), [trapped(step) for step in range(1, 40)])
+
+    ((seed,), (calibrated,)) = told(base_accuracy=0.4, calibrated=False), told(base_accuracy=0.4, calibrated=True)
+    assert "start: calibrated" in seed.text
+    assert "start: calibrated" not in calibrated.text
+    assert "lr_groups.scales" in calibrated.text
+    (untaught,) = told(base_accuracy=0.0)
+    assert untaught.step == 30, "a base that knows no words begins there"
+    assert "knows no words either (top-1 0.0%)" in untaught.text
+    falling = [record(step, p_num_mean=0.6 * 0.9**step) for step in range(1, 90)]
+    stop, full = (run(Alarms(V, gate_pays=pays), falling)[0].text for pays in (False, True))
+    assert ("gate_grad" in stop, "gate_grad" in full) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"accuracy": 0.3}, {"prob_sum_mean": 40.0}, {"cls_loss_mean": 5.0}, {"cls_loss_mean": 300.0}]
+)
+def test_a_run_that_only_resembles_it_is_left_alone(changes: dict[str, float]) -> None:
+    assert run(Alarms(V, base_accuracy=0.4), [trapped(step, **changes) for step in range(1, 30)]) == []
+
+
+def test_the_trap_under_the_mean_over_words_and_not_under_class_weights() -> None:
+    records = [trapped(step, cls_loss_mean=(1 + math.log(V)) / V) for step in range(1, 9)]
+    assert [a.kind for a in run(Alarms(V, factor=V), records)] == ["uniform-trap"]
+    assert run(Alarms(None), [trapped(step) for step in range(1, 9)]) == []
+
+
+def test_p_num_that_collapses_is_told_and_steps_without_numbers_do_not_count() -> None:
+    falling = [record(step, p_num_mean=0.6 * 0.9**step if step % 3 else 0.0) for step in range(1, 90)]
+    assert [a.kind for a in run(Alarms(V), falling)] == ["p-num-collapse"]
+    draw = random.Random(0)
+    assert run(Alarms(V), [record(step, p_num_mean=draw.uniform(0.2, 0.9)) for step in range(1, 300)]) == []
+    assert run(Alarms(V), [record(step, p_num_mean=0.0) for step in range(1, 300)]) == [], "data without numbers"
+
+
+def test_p_num_that_never_rises_while_words_are_learnt_is_told() -> None:
+    """As seen with gate_grad: full: P_NUM 0.004 from the twentieth step on, accuracy 0.7 all the same."""
+    held = [record(step, p_num_mean=0.004, accuracy=0.7) for step in range(1, 150)]
+    assert [(a.kind, a.step) for a in run(Alarms(V, base_accuracy=0.4), held)] == [("p-num-collapse", 100)]
+    young = [record(step, p_num_mean=0.004, accuracy=0.01) for step in range(1, 150)]
+    assert run(Alarms(V, base_accuracy=0.4), young) == [], "nothing is learnt yet"
+
+
+def test_noise_without_gradient_is_told_where_its_group_trains() -> None:
+    assert [(a.kind, a.step) for a in run(Alarms(V), [record(s, b_noise_grad=0.0) for s in range(1, 50)])] == [
+        ("b-noise-without-gradient", 20)
+    ]
+    assert run(Alarms(V), [record(s, b_noise_grad=1e-9 * (s % 2)) for s in range(1, 50)]) == []
+    assert run(Alarms(V), [record(s) for s in range(1, 50)]) == [], "it sleeps"
+
+
+def test_a_spike_names_its_step_and_samples_and_a_new_stage_is_none() -> None:
+    draw = random.Random(0)
+    calm = [record(s, total_loss=5 - s / 100 + draw.gauss(0, 0.1)) for s in range(1, 100)]
+    assert run(Alarms(V), calm) == []
+    found = run(Alarms(V), [*calm[:60], record(61, total_loss=9.0), *calm[61:]])
+    assert [(a.kind, a.step, a.samples) for a in found] == [("loss-spike", 61, [61, 62, 63])]
+    later = [record(s, "lora", total_loss=50.0 + draw.gauss(0, 0.1)) for s in range(100, 140)]
+    assert run(Alarms(V), [*calm, *later]) == []
+
+
+def test_an_alarm_comes_again_once_its_cause_was_gone() -> None:
+    well = [trapped(step, accuracy=0.5) for step in range(4, 6)]
+    found = run(Alarms(V), [*map(trapped, range(1, 4)), *well, *map(trapped, range(6, 12))])
+    assert [a.step for a in found] == [3, 8]
+
+
+class Told:
+    """A loader of 90 samples on two ranks, and a log."""
+
+    def __init__(self) -> None:
+        self.alarms: list[Alarm] = []
+
+    def handed_out(self, ranks: list[int] | None = None) -> list[int]:
+        return list(range(90)) if ranks is None else [7 + rank for rank in ranks]
+
+    def alarm(self, alarm: Alarm) -> None:
+        self.alarms.append(alarm)
+
+
+def test_refusals_pass_over_some_and_stop_at_the_limit_or_the_end() -> None:
+    refusals, told = Refusals(3), Told()
+    suspected, error = NonFiniteStep("nan", [0, 2]), NonFiniteStep("nan")
+    assert refusals.refuse(suspected, 5, 100, "lora", told, told) == {"train/refused": 1.0}
+    (alarm,) = told.alarms
+    assert alarm.text == "step 5, stage lora: nan; samples of the ranks whose features are not finite: 7, 9"
+    assert alarm.samples == list(range(64))
+    refusals.refuse(error, 6, 100, "lora", told, None)
+    refusals.taken()
+    refusals.refuse(error, 8, 100, "lora", told, None)
+    refusals.refuse(error, 9, 100, "lora", told, None)
+    with pytest.raises(NonFiniteStep, match=r"step 10, stage lora: nan; samples of the step: 0, 1, .*3 in a row"):
+        refusals.refuse(error, 10, 100, "lora", told, None)
+    with pytest.raises(NonFiniteStep, match="the run's last"):
+        Refusals(3).refuse(error, 100, 100, "lora", told, None)
+
+
+def test_the_gradient_of_the_noise_is_that_of_all_ranks(one_rank: Path, two_ranks: Path) -> None:
+    alone, spread = ([r["train/b_noise_grad"] for r in metrics(run)] for run in (one_rank, two_ranks))
+    assert len(alone) == 6
+    assert spread == pytest.approx(alone, rel=1e-3)

@@ -1,0 +1,91 @@
+"""Recalibrated intervals hold what they promise, on laws that are no Cauchy; and which texts calibrate."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cqwen_dist.targets import TargetTransform
+from cqwen_dist.training.evaluation.conformal import IntervalFactors, for_calibration, half_width, interval_factors
+from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
+
+
+@pytest.mark.parametrize("noise", ["normal", "cauchy", "lognormal"])
+def test_coverage_is_the_level_whatever_the_law(noise: str) -> None:
+    """Mean over 400 repetitions of 99 calibration and 99 new numbers: level <= coverage <= level + 1/100."""
+    draw = np.random.default_rng(0)
+    laws = {
+        "normal": draw.standard_normal,
+        "cauchy": draw.standard_cauchy,
+        "lognormal": lambda s: draw.lognormal(0, 2, s),
+    }
+    scores = np.abs(laws[noise]((400, 198)))
+    for level in (0.5, 0.9, 0.95):
+        held = []
+        for row in scores:
+            factor = interval_factors(row[:99], (level,)).levels[f"{level:g}"]
+            held.append((row[99:] <= factor * half_width(level)).mean())
+        # the standard error of the mean is sqrt(2 level (1 - level) / 99 / 400) = 0.0036 at level 0.5
+        assert level - 0.012 <= np.mean(held) <= level + 0.01 + 0.012
+
+
+def test_a_factor_is_an_order_statistic_over_the_cauchys_own_width() -> None:
+    found = interval_factors(np.array([3.0, 1.0, 2.0, 4.0]), (0.5, 0.8, 0.9))
+    assert found.levels == pytest.approx({"0.5": 3.0 / half_width(0.5), "0.8": 4.0 / half_width(0.8)})
+    assert found.n == 4
+    assert "0.9" not in found.levels, "4 numbers cannot promise 90 %: ceil(5 * 0.9) = 5 > 4"
+    assert interval_factors(np.zeros(0)).levels == {}
+    assert IntervalFactors.from_dict(found.to_dict()) == found
+
+
+def test_a_true_cauchy_needs_no_factor() -> None:
+    factors = interval_factors(np.abs(np.random.default_rng(1).standard_cauchy(200_000)))
+    assert list(factors.levels.values()) == pytest.approx([1.0] * 3, rel=0.03)
+
+
+def test_half_of_the_texts_calibrate_evenly_and_not_by_parity() -> None:
+    chosen = for_calibration(np.arange(10_000))
+    assert abs(chosen.mean() - 0.5) < 0.001
+    for step in (2, 3, 4, 5, 7, 8):
+        for first in range(step):
+            assert abs(chosen[first::step].mean() - 0.5) < 0.02, (first, step)
+    assert 20 <= for_calibration(np.arange(50)).sum() <= 30
+
+
+def numbers(count: int = 4000) -> tuple[Numbers, TargetTransform]:
+    """Light-tailed truths under a Cauchy prediction, four numbers a text."""
+    draw = np.random.default_rng(2)
+    target = TargetTransform("standardise", 100.0, 20.0)
+    loc = draw.standard_normal(count)
+    truth = (loc + 0.5 * draw.standard_normal(count)) * 20.0 + 100.0
+    return Numbers(truth, loc, np.full(count, 0.3), np.arange(count) // 4), target
+
+
+def test_number_figures_calibrate_on_some_texts_and_measure_on_the_others() -> None:
+    data, target = numbers()
+    found = number_metrics(data, target, 100.0, IntervalFactors({"0.9": 1.0}, 7))
+    assert found.metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
+    count = int(found.metrics["eval/conformal_numbers"])
+    assert count + found.factors.n == len(data)
+    for level in (50, 90, 95):
+        off = abs(found.metrics[f"eval/coverage_{level}_conformal"] - level / 100)
+        assert off < 2.6 * math.sqrt(2 * level / 100 * (1 - level / 100) / count), level
+    assert found.metrics["eval/coverage_90_known"] == found.metrics["eval/coverage_90"], "a factor of 1 is raw"
+    # 1.645 sigma each side, sigma = 0.5 in the target's unit, 20 raw
+    assert found.metrics["eval/width_90_conformal"] == pytest.approx(2 * 1.645 * 0.5 * 20, rel=0.05)
+    assert found.metrics["eval/width_90"] == pytest.approx(2 * math.tan(0.45 * math.pi) * 0.3 * 20)
+    assert found.metrics["eval/reg_mdae"] == pytest.approx(0.6745 * 10, rel=0.05)
+    assert found.metrics["eval/baseline_mdae"] == pytest.approx(np.median(np.abs(data.true - 100)))
+    assert found.metrics["eval/crps"] == pytest.approx(20 * found.metrics["eval/crps_target"])
+    drawn = found.drawing
+    assert sum(drawn["pit"]) == drawn["count"] == 4000
+    assert len(drawn["true"]) == len(drawn["low"]) == 1000
+    assert all(low <= p <= high for low, p, high in zip(drawn["low"], drawn["predicted"], drawn["high"], strict=True))
+
+
+def test_a_log_target_has_its_crps_in_its_own_unit_alone() -> None:
+    data, _ = numbers(100)
+    found = number_metrics(data, TargetTransform("signed_log"), None)
+    assert "eval/crps_target" in found.metrics
+    assert "eval/crps" not in found.metrics, "the raw law is a log-Cauchy: its CRPS is infinite"
+    assert all(math.isfinite(value) for value in found.metrics.values())

@@ -1,0 +1,196 @@
+"""KL against the start: the number, the gradient, what the start is, and that it holds what it is asked to hold."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.runs import as_rank, losses, metrics, set_back, train_run, write_config, write_texts
+from support.tiny import random_batch, tiny_model
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import ConstraintConfig, load_config
+from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.training.constraint import Constraint
+
+# ------------------------------------------------------------------------------------------ the number
+
+
+@pytest.mark.parametrize("unit", [None, 0.3])
+def test_kl_is_the_integral(unit: float | None) -> None:
+    """By the trapezoid rule in float64 over the quantiles of p: to 1e-6. With a unit, of both laws rescaled to it."""
+    p, q = Cauchy(torch.tensor(0.3), torch.tensor(0.5)), Cauchy(torch.tensor(-0.4), torch.tensor(1.7))
+    wide = [Cauchy(law.loc.double(), law.scale.double()) for law in (p, q)]
+    if unit is not None:
+        factor = unit / math.sqrt(0.5 * 1.7)
+        wide = [Cauchy(law.loc, law.scale * factor) for law in wide]
+    at = wide[0].quantile((torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000)
+    expected = (wide[1].nll(at) - wide[0].nll(at)).mean()
+    assert float(p.kl(q, unit)) == pytest.approx(float(expected), rel=1e-4)
+    assert float(q.kl(p, unit)) == pytest.approx(float(p.kl(q, unit)), rel=1e-6)
+    assert float(p.kl(p, unit)) == 0.0
+
+
+def test_narrow_laws_in_a_unit_keep_finite_gradients_and_the_literal_kl_explodes() -> None:
+    loc = torch.tensor([0.1], requires_grad=True)
+    narrow = Cauchy(loc, torch.tensor([1e-4]))
+    start = Cauchy(torch.tensor([0.0]), torch.tensor([2e-4]))
+    in_unit = narrow.kl(start, 1.0)
+    in_unit.sum().backward()
+    assert loc.grad is not None
+    assert float(in_unit.detach()) == pytest.approx(math.log1p(0.125 + 0.0025), rel=1e-5)
+    assert float(loc.grad) == pytest.approx(2 * 0.1 / 4 / 1.1275, rel=1e-5)
+    assert float(narrow.kl(start).detach()) > 11
+
+
+# ------------------------------------------------------------------------------------- what the start is
+
+
+def begun(seed: int) -> tuple[CausalQwenModel, Constraint, Batch, Tensor]:
+    """A model at its start, and a batch."""
+    model = tiny_model(number_dims=2, lora={"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]})
+    batch = random_batch(seed=seed)
+    keep = batch.label_mask.flatten().nonzero()[:, 0]
+    constraint = Constraint(model, ConstraintConfig(mode="dual"), model.kept_features)
+    return model, constraint, batch, keep
+
+
+def on_one_rank() -> tuple[float, float, float, bool]:
+    model, constraint, batch, keep = begun(0)
+    features = {name: p for name, p in model.features.named_parameters()}
+    assert not constraint.second_pass
+    constraint.begin({name: p + 1 if "lora_B" in name else p for name, p in features.items()}, [batch])
+    assert constraint.second_pass, "adapters that were trained before: z is not the base's"
+    constraint.begin(features, [batch, random_batch(seed=5)])
+    assert not constraint.second_pass
+    z_before = model.kept_features(batch, keep)
+    u_before = model.abduction(z_before)
+    still = float(constraint.term(u_before, z_before, 1.0).sums[0])
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".lora_" in name or "num" in name or name.startswith("abduction"):
+                p.add_(torch.randn_like(p) * 0.2)
+    z_now = model.kept_features(batch, keep)
+    assert not torch.allclose(z_now, z_before, atol=1e-2)
+    same_start = torch.equal(constraint.start_features(batch, keep), z_before)
+    u = model.abduction(z_now)
+    found = constraint.term(u, z_before, 1.0)
+    loc, scale = u_before.loc.detach(), u_before.scale.detach()
+    spread = torch.cat([u_before.loc, model_u(constraint, random_batch(seed=5)).loc]).detach()
+    start_scale = torch.cat([u_before.scale, model_u(constraint, random_batch(seed=5)).scale]).detach().mean(0)
+    unit = (spread.var(0, correction=0) + start_scale.square()).sqrt()
+    kl = torch.log1p((u.scale - scale) ** 2 / (4 * u.scale * scale) + ((u.loc - loc) / unit) ** 2 / 4)
+    found.loss.backward()
+    grad = model.abduction.loc_net.weight.grad.clone()
+    model.zero_grad()
+    weight = float(constraint.multiplier * constraint._answer)
+    u = model.abduction(model.kept_features(batch, keep))
+    again = torch.log1p((u.scale - scale) ** 2 / (4 * u.scale * scale) + ((u.loc - loc) / unit) ** 2 / 4)
+    (weight * again.mean(-1).sum()).backward()
+    other = model.abduction.loc_net.weight.grad
+    return (
+        still,
+        float(found.sums[0] / kl.mean(-1).sum()),
+        float((grad - other).abs().max() / other.abs().max()),
+        same_start,
+    )
+
+
+def model_u(constraint: Constraint, batch: Batch) -> Cauchy:
+    """U of the start."""
+    keep = batch.label_mask.flatten().nonzero()[:, 0]
+    u: Cauchy = constraint._abduction(constraint.start_features(batch, keep))
+    return u
+
+
+def test_it_is_the_closed_form_against_the_start_whatever_has_trained_since() -> None:
+    """Adapters off, w_num and <NUM>'s row as they began, the abduction as it was; a mean over C, a sum over tokens."""
+    ((still, ratio, gradient_off, same_start),) = run_ranks(on_one_rank, 1)
+    assert still == 0.0
+    assert same_start, "z of the start is not what it was"
+    assert ratio == pytest.approx(1.0, rel=1e-5)
+    assert gradient_off < 1e-5
+
+
+# ------------------------------------------------------------------------------------------- in a run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of 40 + 60 steps that move U far: watched, held by the multiplier, held by the hinge."""
+    folder = tmp_path_factory.mktemp("constraint")
+    write_texts(folder / "texts.jsonl", 60)
+    config = write_config(
+        folder,
+        stages__0__steps=40,
+        stages__1__steps=60,
+        stages__0__schedule="constant",
+        stages__1__schedule="constant",
+        train__checkpoint_every=1000,
+        data__eval_fraction=0.0,
+        model__lora={"r": 4, "alpha": 16},
+    )
+    run_ranks(_three, 1, str(config), timeout=300)
+    return folder
+
+
+MODES = {
+    "watched": ["loss.constraint.every=1"],
+    "dual": ["loss.constraint.mode=dual", "loss.constraint.eps=0.05"],
+    "hinge": ["loss.constraint.mode=hinge", "loss.constraint.eps=0.05", "loss.constraint.beta=30.0"],
+    "off": ["loss.constraint.mode=off"],
+}
+
+
+def _three(config: str) -> None:
+    from cqwen_dist.training.trainer import train_on
+
+    for name, options in MODES.items():
+        train_on(load_config(config, [f"run.dir={Path(config).parent}/{name}", *options]), as_rank())
+
+
+def kl_of(run: Path) -> list[float]:
+    return [record["train/kl"] for record in metrics(run)]
+
+
+def test_watching_changes_nothing_and_sees_zero_at_the_start(folder: Path) -> None:
+    assert losses(folder / "watched") == losses(folder / "off")
+    assert kl_of(folder / "watched")[0] == 0.0
+    assert max(kl_of(folder / "watched")) > 0.15, "U hardly moves: nothing is tested"
+
+
+@pytest.mark.parametrize("mode", ["dual", "hinge"])
+def test_kl_stays_under_eps_when_asked(folder: Path, mode: str) -> None:
+    """From step 20 on: on average, and at each step but for the scatter of batches. Words are learnt all the same."""
+    held = kl_of(folder / mode)[20:]
+    assert sum(held) / len(held) < 0.05
+    assert max(held) < 0.1
+    words = [record["train/cls_loss_mean"] for record in metrics(folder / mode)]
+    assert sum(words[-5:]) < 0.3 * sum(words[:5])
+
+
+def test_the_weight_rises_where_kl_presses(folder: Path) -> None:
+    records = metrics(folder / "dual")
+    assert records[0]["train/kl_multiplier"] < 0.1, "nothing to hold at the start"
+    assert max(record["train/kl_multiplier"] for record in records) > 5.0
+    assert records[-1]["train/constraint_loss"] > 0.0
+
+
+def test_a_run_that_is_held_goes_on_as_it_was(tmp_path: Path) -> None:
+    """Resumed within a stage, on other ranks, rows shared, ZeRO-3: the same losses and the same multiplier."""
+    options = ["loss.constraint.mode=dual", "loss.constraint.eps=0.001", "loss.constraint.rate=0.5"]
+    config = write_config(tmp_path, train__checkpoint_every=1, train__keep_checkpoints=9)
+    train_run(config, *options)
+    copy = tmp_path / "copy"
+    set_back(tmp_path / "run", copy, 4)
+    spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2"]
+    train_run(config, f"run.dir={copy}", *options, *spread, world=2)
+    alone, resumed = metrics(tmp_path / "run"), metrics(copy)
+    assert losses(copy) == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
+    for name in ("train/kl", "train/kl_multiplier", "train/kl_drift"):
+        assert [r[name] for r in resumed] == pytest.approx([r[name] for r in alone], rel=2e-4, abs=1e-9), name
+    assert alone[-1]["train/kl_multiplier"] > 100 * alone[0]["train/kl_multiplier"]

@@ -1,0 +1,96 @@
+"""DeepSpeed's configuration is a function of ours; additions are merged, contradictions refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from matrix.sharded_training import Case, config_of
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
+
+
+def config(zero: int = 2, precision: str = "bf16", **additions: Any) -> Config:
+    found = config_of(Case(2, 1, zero, precision, 1, "heads+lora")).model_dump()
+    return Config.model_validate({**found, "deepspeed": additions})
+
+
+def test_it_follows_from_ours() -> None:
+    found = deepspeed_config(config(), 4, 1000)
+    assert found["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    assert found["train_batch_size"] == 4 * found["train_micro_batch_size_per_gpu"]
+    assert found["bf16"] == {"enabled": True}
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert "data_types" not in deepspeed_config(config(zero=1), 4, 1000)
+    assert json.loads(json.dumps(found)) == found  # --dry-run prints it
+
+
+def test_additions_are_merged() -> None:
+    found = deepspeed_config(
+        config(
+            comms_logger={"enabled": True},
+            zero_optimization={"overlap_comm": True, "reduce_bucket_size": 7, "stage": 2},
+            steps_per_print=5,
+        ),
+        4,
+        1000,
+    )
+    assert found["comms_logger"] == {"enabled": True}
+    assert found["zero_optimization"] == {
+        "stage": 2, "overlap_comm": True, "reduce_bucket_size": 7, "allgather_bucket_size": 1000,
+    }  # fmt: skip
+    assert found["steps_per_print"] == 5
+
+
+@pytest.mark.parametrize(
+    ("additions", "key", "says"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "deepspeed.zero_optimization.stage", "2.*parallel.zero_stage"),
+        ({"zero_optimization": 3}, "deepspeed.zero_optimization", "stage"),
+        ({"gradient_clipping": 0.0}, "deepspeed.gradient_clipping", "train.max_grad_norm"),
+        ({"gradient_accumulation_steps": 2}, "deepspeed.gradient_accumulation_steps", "accumulates itself"),
+        ({"optimizer": {"type": "Lamb"}}, "deepspeed.optimizer", "stages"),
+        ({"fp16": {"enabled": True}}, "deepspeed.fp16", "train.precision"),
+        ({"bf16": {"enabled": False}}, "deepspeed.bf16.enabled", "train.precision"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "deepspeed.zero_optimization.offload_optimizer",
+            "parallel.offload",
+        ),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "deepspeed.data_types.grad_accum_dtype", "fp32"),
+    ],
+)
+def test_contradictions_are_refused_by_name(additions: dict[str, Any], key: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as refusal:
+        deepspeed_config(config(**additions), 4, 1000)
+    assert refusal.value.key == key
+
+
+def test_fp32_accumulation_in_stage_1_is_refused() -> None:
+    with pytest.raises(UserError, match="zero_stage"):
+        deepspeed_config(config(zero=1, data_types={"grad_accum_dtype": "fp32"}), 4, 1000)
+
+
+def test_the_number_of_parameters_needs_no_model() -> None:
+    from matrix.plain_training import LORA, fresh_model
+
+    model = fresh_model("heads+lora")
+    counted = sum(p.numel() for name, p in model.features.named_parameters() if ".lora_" in name or "num" in name)
+    found = config().model_dump()
+    found["model"]["lora"] = {**found["model"]["lora"], **LORA}
+    assert feature_parameters(Config.model_validate(found), model.config.base) == counted
+
+
+def test_magnitudes_of_dora_count() -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from support.tiny import tiny_model
+
+    model = tiny_model(lora={"r": 2, "alpha": 4, "dora": True})
+    assert any(isinstance(module, BaseTunerLayer) for module in model.modules())
+    counted = sum(p.numel() for name, p in model.features.named_parameters() if ".lora_" in name or "num" in name)
+    found = config().model_dump()
+    found["model"]["lora"] = {**found["model"]["lora"], "r": 2, "alpha": 4, "dora": True}
+    found["model"]["lora"]["target_modules"] = "all-linear"
+    assert feature_parameters(Config.model_validate(found), model.config.base) == counted

@@ -1,0 +1,92 @@
+"""Every name of DeepSpeed's that it does not document and `train/zero` uses: an upgrade says which one is gone."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ZERO = Path(__file__).parents[2] / "cqwen_dist" / "train" / "zero"
+ZERO_1_2 = "runtime/zero/stage_1_and_2.py:DeepSpeedZeroOptimizer"
+ZERO_3 = "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3"
+ENGINE = "runtime/engine.py:DeepSpeedEngine"
+BOTH = ("optimizer", "dp_process_group", "unscale_and_clip_grads", "loss_scale", "cpu_offload", "param_groups")
+# By where a name is defined: in a class, its methods and attributes; in a module, what it sets on any object.
+NAMES = {
+    ZERO_1_2: (
+        *BOTH,
+        *("single_partition_of_fp32_groups", "bit16_groups", "averaged_gradients", "all_grad_tensors"),
+        *("reset_cpu_buffers", "device", "overflow"),
+        *("get_grad_norm_direct", "check_overflow", "_update_model_bit16_weights"),  # replaced
+    ),
+    ZERO_3: (
+        *(name for name in BOTH if name != "cpu_offload"),
+        *("fp32_partitioned_groups_flat", "sub_group_to_group_id", "fp16_groups", "_overflow_clean_up"),
+    ),
+    ENGINE: ("optimizer", "global_rank", "device", "was_step_applied", "set_gradient_accumulation_boundary"),
+    "runtime/zero/partition_parameters.py": ("ds_numel", "ds_shape", "ds_tensor", "partition_numel"),
+    "runtime/zero/stage_1_and_2.py": ("_zero_padding",),
+    "utils/mixed_precision_linkage.py": ("_hp_mapping",),
+    "utils/tensor_fragment.py:tensor_fragment": ("get_hp_fragment_address", "lp_fragment_address"),
+    "utils/tensor_fragment.py:fragment_address": ("start", "numel"),
+    "ops/__init__.py": ("__compatible_ops__",),
+    "utils/groups.py": ("_WORLD_GROUP",),
+}
+
+
+@cache
+def source(path: str) -> ast.Module:
+    found = importlib.util.find_spec("deepspeed")
+    assert found is not None
+    assert found.submodule_search_locations
+    return ast.parse((Path(found.submodule_search_locations[0]) / path).read_text(encoding="utf-8"))
+
+
+def defined(where: str) -> set[str]:
+    """Functions, fields and attributes that are assigned, of a class or a module; string constants of a module."""
+    path, _, name = where.partition(":")
+    tree: ast.AST = source(path)
+    if name:
+        tree = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Assign):  # a property
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif not name and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+@pytest.mark.parametrize(("where", "name"), [(where, name) for where, names in NAMES.items() for name in names])
+def test_the_installed_deepspeed_has_it(where: str, name: str) -> None:
+    assert name in defined(where), f"deepspeed/{where} has no {name} any more; cqwen_dist/training/zero relies on it"
+
+
+def test_the_list_is_whole() -> None:
+    """Whatever train/zero takes from an optimizer or an engine of DeepSpeed's is in the list."""
+    documented = {"backward", "step", "train", "module", "zero_grad", "state"}
+    known = documented | {name for names in NAMES.values() for name in names}
+    used = set()
+    for path in ZERO.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute):
+                continue
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if name in ("optimizer", "engine") and not (
+                isinstance(owner, ast.Name) and node.attr.startswith("register")
+            ):
+                used.add(node.attr)
+    assert used <= known, f"not in the list: {sorted(used - known)}"
+    elsewhere = ("ds_numel", "ds_shape", "ds_tensor", "_hp_mapping", "fp32_partitioned")
+    others = [path for path in ZERO.parents[1].rglob("*.py") if ZERO not in path.parents]
+    assert not [(p.name, n) for p in others for n in elsewhere if n in p.read_text(encoding="utf-8")]

@@ -1,0 +1,309 @@
+"""Every evaluation figure against its definition, on the whole [B,T,V] at once."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support import tiny
+from support.ranks import run_ranks
+from support.runs import VOCAB, cqwen_forked, metrics
+from transformers import AutoModelForCausalLM
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.config import load_config
+from cqwen_dist.data.collate import collate
+from cqwen_dist.data.load import Datasets, load_datasets
+from cqwen_dist.data.loader import EvalLoader
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.training.evaluation.evaluate_checkpoint import base_figures
+from cqwen_dist.training.evaluation.evaluator import Evaluator
+from cqwen_dist.training.evaluation.spread import Spread
+
+
+@pytest.fixture(scope="module")
+def data(one_rank: Path) -> Datasets:
+    config = load_config(one_rank / "config.yaml")
+    tokenizer = NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, None, VOCAB)
+    return load_datasets(config.data, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def held_out(data: Datasets) -> Batch:
+    dataset = data.eval
+    assert dataset is not None
+    samples = [dataset[i] for i in range(len(dataset))]
+    return collate(samples, pad_token_id=dataset.pad_token_id, num_token_id=dataset.num_token_id)
+
+
+@torch.no_grad()
+def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, held_out: Batch) -> None:
+    found = metrics(one_rank)[-1]
+    model = load_trained(one_rank)[0].model
+    loc_s, scale_s, loc_y, scale_y = model(held_out.input_ids, held_out.numeric_values, held_out.attention_mask)
+    keep, labels = held_out.labels >= 0, held_out.labels
+    p = (0.5 + torch.atan((loc_s.double() - model.action.threshold.double()) / scale_s.double()) / math.pi)[keep]
+    best, is_num = p.argmax(-1), labels[keep] == model.config.num_token_id
+    said_num = best == model.config.num_token_id
+    target = torch.nn.functional.one_hot(labels[keep], VOCAB).double()
+    hits, said, true = (int(x.sum()) for x in (said_num & is_num, said_num, is_num))
+    expected = {
+        "eval/accuracy": float((best == labels[keep]).double().mean()),
+        "eval/cls_loss_mean": float(torch.nn.functional.binary_cross_entropy(p, target, reduction="sum") / len(p)),
+        "eval/num_precision": hits / max(said, 1),
+        "eval/num_recall": hits / true,
+        "eval/num_f1": 2 * hits / (said + true),
+        "dist/ovr_prob_sum_median_standard": float(p.sum(-1).quantile(0.5)),
+        "eval/perplexity": float(torch.nn.functional.cross_entropy(loc_s[keep].double(), labels[keep]).exp()),
+        "eval/perplexity_ovr": float((p.sum(-1).log() - (p * target).sum(-1).log()).mean().exp()),
+    }
+    raw = held_out.numeric_labels[held_out.numeric_mask]
+    loc, scale = loc_y[held_out.numeric_mask].double(), scale_y[held_out.numeric_mask].double()
+    error = (model.target.inverse(loc) - raw).abs()
+    goal = model.target.forward(raw).double()
+    expected |= {
+        "eval/reg_mae": float(error.mean()),
+        "eval/reg_mdae": float(error.quantile(0.5)),
+        "eval/reg_nll": float((torch.log(math.pi * scale) + torch.log1p(((goal - loc) / scale) ** 2)).mean()),
+        **{
+            f"eval/coverage_{level}": float(
+                ((goal - loc).abs() <= math.tan(level * math.pi / 200) * scale).double().mean()
+            )
+            for level in (50, 90, 95)
+        },
+        "eval/width_90": float((2 * math.tan(0.45 * math.pi) * scale).median()) * model.target.scale,
+        "eval/baseline_mdae": float(np.median(np.abs(raw.numpy() - np.median(data.train.target_values())))),
+    }
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+LAWS = {
+    "spread": lambda g: torch.randn(501, 7, generator=g) * 3 - 1,
+    "heavy": lambda g: torch.tan(3.1 * (torch.rand(501, 7, generator=g) - 0.5)),
+    "narrow": lambda g: 0.7 + 1e-4 * torch.rand(501, 7, generator=g),
+    "one value": lambda g: torch.full((501, 7), 1.3),
+    "none but one": lambda g: torch.tensor([[0.0, -2.0]]),
+}
+
+
+def _spreads() -> dict[str, dict[str, float]]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found = {name: Spread(torch.device("cpu")) for name in LAWS}
+    for name, spread in found.items():
+        values = LAWS[name](torch.Generator().manual_seed(0))
+        for part in values[rank::world].split(100):
+            spread.add(part)
+        spread.add(values[:0])
+    return {name: spread.summary() for name, spread in found.items()}
+
+
+def test_a_spread_is_that_of_all_values() -> None:
+    """Mean and deviation exactly, quartiles within 0.2 %; of values closer together than a bin, as of an even law."""
+    for law, found in run_ranks(_spreads, 2)[0].items():
+        values = LAWS[law](torch.Generator().manual_seed(0)).double().flatten().numpy()
+        q1, median, q3 = np.quantile(values, [0.25, 0.5, 0.75])
+        assert found["mean"] == pytest.approx(values.mean(), rel=1e-12), law
+        assert found["std"] == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-12), law
+        assert found["median"] == pytest.approx(median, rel=2e-3), law
+        assert found["iqr"] == pytest.approx(q3 - q1, rel=0.05 if law == "narrow" else 4e-3, abs=1e-12), law
+
+
+def _evaluated(run: str, micro_batch_sizes: list[int]) -> list[dict[str, float]]:
+    model = load_trained(Path(run))[0].model
+    config = load_config(Path(run) / "config.yaml")
+    tokenizer = NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, None, VOCAB)
+    dataset = load_datasets(config.data, tokenizer).train  # the larger half
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = build_groups(1)
+    found = []
+    for size in micro_batch_sizes:
+        batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=size)
+        found.append(Evaluator(model, model.kept_features, batches, groups, baseline_value=1.0)())
+    return found
+
+
+@torch.no_grad()
+def test_micro_batches_and_ranks_leave_every_figure(one_rank: Path, data: Datasets) -> None:
+    model, texts = load_trained(one_rank)[0].model, data.train
+    batch = collate(
+        [texts[i] for i in range(len(texts))], pad_token_id=texts.pad_token_id, num_token_id=texts.num_token_id
+    )
+    u = model.abduction(model.kept_features(batch, batch.kept))
+    expected = {
+        f"dist/U_{name}_{k}": v
+        for name, values in (("loc", u.loc.double()), ("scale", u.scale.double()))
+        for k, v in (("mean", values.mean()), ("std", values.std()), ("median", values.quantile(0.5)))
+    }
+    drawn = "dist/ovr_prob_sum_median_causal"  # of individuals: each rank and batch draws its own
+    first, *others = (
+        {name: value for name, value in found.items() if name != drawn}
+        for world, sizes in ((1, [32, 16, 1]), (2, [8]), (3, [4]))
+        for found in run_ranks(_evaluated, world, str(one_rank), sizes)[0]
+    )
+    for name, value in expected.items():
+        assert first[name] == pytest.approx(float(value), rel=2e-3 if "median" in name else 1e-5), name
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-6, abs=1e-7)  # abs: a mean of either sign that cancels
+
+
+@torch.no_grad()
+def test_base_accuracy_is_the_base_models_own_top_1(one_rank: Path, held_out: Batch) -> None:
+    """Values unseen: the base reads <NUM>'s row as any other."""
+    base = AutoModelForCausalLM.from_pretrained(one_rank / "base").eval()
+    logits = base(input_ids=held_out.input_ids, attention_mask=held_out.attention_mask.long()).logits
+    best, keep = logits.argmax(-1), held_out.labels >= 0
+    surprise = torch.nn.functional.cross_entropy(logits[keep], held_out.labels[keep])
+    assert metrics(one_rank)[-1]["eval/base_perplexity"] == pytest.approx(float(surprise.exp()), rel=1e-5)
+    expected = float((best == held_out.labels)[keep].double().mean())
+    assert json.loads((one_rank / "start.json").read_text())["base_accuracy"] == pytest.approx(expected, abs=1e-9)
+    assert metrics(one_rank)[-1]["eval/base_accuracy"] == pytest.approx(expected, abs=1e-9)
+
+
+DIGITS = list(range(80, 90))  # of `support.tiny`'s words
+
+
+def _base_measured(numerals: list[int]) -> list[dict[str, float]]:
+    """A tiny base's own figures on this rank: by the heads before training, and by the base's own head."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = build_groups(world)
+    start, stop = vocab_range(tiny.VOCAB, groups.vocab_rank, world)
+    how = {"num_row_init": "digits", "numerals": numerals, "w_num_scale": None} if numerals else {}
+    model = tiny.tiny_model(start="calibrated", vocab_start=start, rows=stop - start, **how)
+    batches = [tiny.random_batch(6, 16, seed=s) for s in range(4)]
+    evaluator = Evaluator(
+        model, model.kept_features, batches[rank::world], groups, baseline_value=None, numerals=numerals
+    )
+    return [evaluator.measure_base(), base_figures(tiny.tiny_base(), batches, "x", tiny.NUM, numerals)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@torch.no_grad()
+def test_where_a_number_is_next_any_digit_is_right_for_a_base_that_spells_them(world: int) -> None:
+    """Against the base itself, which reads the digits' mean where <NUM> stands."""
+    base, right, hits, surprise = tiny.tiny_base(), 0, 0, []
+    table = base.get_input_embeddings().weight
+    for batch in (tiny.random_batch(6, 16, seed=s) for s in range(4)):
+        embeddings = table[batch.input_ids]
+        embeddings[batch.input_ids == tiny.NUM] = table[DIGITS].mean(0)
+        keep = batch.labels >= 0
+        logits = base(inputs_embeds=embeddings, attention_mask=batch.attention_mask.long()).logits[keep].double()
+        labels, best = batch.labels[keep], logits.argmax(1)
+        digit = (labels == tiny.NUM) & torch.isin(best, torch.tensor(DIGITS))
+        hits += int(digit.sum())
+        right += int(((best == labels) | digit).sum())
+        p = logits.softmax(1)
+        likely = p.gather(1, labels[:, None])[:, 0]
+        surprise.append(-(likely + (labels == tiny.NUM) * p[:, DIGITS].sum(1)).log())
+    assert hits > 2, "no digit where a number is next: nothing is tested"
+    every = torch.cat(surprise)
+    expected = {"eval/base_accuracy": right / len(every), "eval/base_perplexity": float(every.mean().exp())}
+    for by_heads, by_base in run_ranks(_base_measured, world, DIGITS):
+        # one of some 200 positions may be a near tie, which rounding decides
+        for found in (by_heads, by_base):
+            assert found["eval/base_accuracy"] == pytest.approx(expected["eval/base_accuracy"], abs=1.5 / len(every))
+            assert found["eval/base_perplexity"] == pytest.approx(expected["eval/base_perplexity"], rel=1e-4)
+
+
+def test_without_numerals_a_base_is_measured_by_num_itself() -> None:
+    ((by_heads, by_base),) = run_ranks(_base_measured, 1, [])
+    assert by_heads == pytest.approx(by_base, rel=1e-4)
+
+
+def test_eval_of_the_runs_own_texts_is_the_runs_own_evaluation(one_rank: Path) -> None:
+    """The base is loaded again from its folder, and comes to what was measured before training."""
+    done = cqwen_forked("eval", one_rank, "--json", "--label-set", 0.3, "--reject-below", 0.4)
+    assert done.returncode == 0, done.stderr
+    figures, last = json.loads(done.stdout), metrics(one_rank)[-1]
+    kept = "eval/accuracy_words"  # by frequency in training, which eval does not read
+    names = [name for name in last if name.startswith("eval/") and not name.startswith(kept)]
+    assert {name: figures[name] for name in names} == pytest.approx({name: last[name] for name in names}, rel=1e-4)
+
+
+@torch.no_grad()
+def test_label_sets_and_saying_i_dont_know(one_rank: Path, held_out: Batch) -> None:
+    """S4 3.3.2: {k: P_k > p}; 3.3.3: no answer where every P is below p. Against the materialised P."""
+    model = load_trained(one_rank)[0].model
+    with torch.no_grad():
+        loc_s, scale_s, _, _ = model(held_out.input_ids, held_out.numeric_values, held_out.attention_mask)
+    keep = held_out.labels >= 0
+    labels = held_out.labels[keep]
+    p = (0.5 + torch.atan((loc_s.double() - model.action.threshold.double()) / scale_s.double()) / math.pi)[keep]
+    p = p[:, : model.config.used_rows]
+    best = p.max(-1)
+    in_set, answer = float(p.quantile(0.99)), float(best.values.quantile(0.4))
+    done = cqwen_forked("eval", one_rank, "--json", "--label-set", in_set, "--reject-below", answer)
+    figures, sets = json.loads(done.stdout), p > in_set
+    inside = sets.gather(1, labels[:, None]).sum()
+    answered = best.values >= answer
+    assert int(inside) > 0
+    expected = {
+        "eval/multilabel_recall": float(inside) / len(labels),
+        "eval/multilabel_precision": float(inside) / int(sets.sum()),
+        "eval/multilabel_f1": 2 * float(inside) / (int(sets.sum()) + len(labels)),
+        "eval/multilabel_size_mean": int(sets.sum()) / len(labels),
+        "eval/multilabel_empty": float((~sets.any(1)).double().mean()),
+        "eval/reject_rate": 1 - float(answered.double().mean()),
+        "eval/reject_accuracy_answered": float((best.indices == labels)[answered].double().mean()),
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--label-set", "0"), ("--reject-below", "1.5"), ("--base", "nowhere/x")]
+)
+def test_an_option_of_eval_that_cannot_be_is_one_line(one_rank: Path, option: str, value: str) -> None:
+    done = cqwen_forked("eval", one_rank, option, value)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert value in done.stderr
+
+
+def test_two_ranks_evaluate_as_one(one_rank: Path, two_ranks: Path) -> None:
+    alone, together = metrics(one_rank)[2], metrics(two_ranks)[2]
+    names = [name for name in alone if name.startswith(("eval/", "dist/"))]
+    assert len(names) > 15
+    for name in names:
+        drawn = name.endswith("_causal")  # of individuals: each rank draws its own
+        assert together[name] == pytest.approx(alone[name], rel=0.1 if drawn else 1e-4, abs=1e-6), name
+
+
+def test_what_a_report_draws_is_kept_of_the_start_and_of_each_stages_last_evaluation(one_rank: Path) -> None:
+    folder = one_rank / "evaluations"
+    found = {path.name: json.loads(path.read_text()) for path in folder.glob("step-*.json")}
+    assert sorted(found) == ["step-00000000.json", "step-00000003.json", "step-00000006.json"]
+    start, heads, lora = (found[name] for name in sorted(found))
+    assert (heads["stage"], lora["stage"]) == ("heads", "lora")
+    last = metrics(one_rank)[-1]
+    at = lora["numbers"]["levels"].index(0.9)
+    assert lora["numbers"]["raw"][at] == pytest.approx(last["eval/coverage_90"])
+    assert sum(lora["numbers"]["pit"]) == lora["numbers"]["count"] == last["eval/numbers"]
+    errors = np.abs(np.subtract(lora["numbers"]["predicted"], lora["numbers"]["true"]))
+    assert np.median(errors) == pytest.approx(last["eval/reg_mdae"], rel=1e-4)
+    assert [token["kl"] for token in start["tokens"]] == pytest.approx([0.0] * len(start["tokens"]), abs=1e-6)
+    assert [token["word"] for token in lora["tokens"]] == [token["word"] for token in start["tokens"]]
+    assert "<NUM>" in {token["word"] for token in lora["tokens"]}
+    assert min(token["kl"] for token in lora["tokens"]) > 0
+    assert 0 < min(token["shift"] for token in lora["tokens"]) < max(token["shift"] for token in lora["tokens"]) < 10
+
+
+def test_the_factors_of_the_intervals_are_in_the_checkpoint_and_come_back(one_rank: Path) -> None:
+    state = json.loads((one_rank / "checkpoints" / "step-00000006" / "state.json").read_text())
+    factors = state["figures"]["calibration"]
+    assert factors["n"] + metrics(one_rank)[-1]["eval/conformal_numbers"] == metrics(one_rank)[-1]["eval/numbers"]
+    assert factors["levels"]["0.5"] > 0
+    assert "calibration" not in metrics(one_rank)[-1]
+
+
+def test_who_may_read_a_runs_folder_may_read_what_is_in_it(one_rank: Path) -> None:
+    """Colleagues on a cluster: safetensors alone writes files that only their owner can read."""
+    allowed = one_rank.stat().st_mode & 0o666
+    files = [path for path in one_rank.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".safetensors" for path in files)
+    assert [path.name for path in files if path.stat().st_mode & 0o444 != allowed & 0o444] == []

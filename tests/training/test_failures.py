@@ -1,0 +1,234 @@
+"""What goes wrong while training: nothing that is not finite enters a parameter, and the run says where it stood."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.runs import as_rank, cqwen_forked, metrics, write_config, write_texts
+from torch import Tensor
+
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.config import load_config
+from cqwen_dist.run.status import read_status
+
+
+def entered(path: str, stage: int) -> tuple[Any, Any, Any]:
+    """A run that has begun a stage, its plan and its batches."""
+    from cqwen_dist.run.folder import open_run
+    from cqwen_dist.training.assembly import build_run
+    from cqwen_dist.training.start import begin
+
+    config, runtime = load_config(path), as_rank()
+    if runtime.is_main:
+        open_run(config)
+    dist.barrier()
+    run = build_run(config, runtime)
+    begin(run)
+    plan = run.schedule.plans[stage]
+    run.enter_stage(plan, fresh=True)
+    run.engine.set_lr(plan, plan.start)
+    return run, plan, run.loaders.enter(plan)
+
+
+def poisoned_step(path: str, stage: int) -> tuple[str, list[str], float]:
+    """One step of a stage whose last rank meets a NaN; (what was raised, what changed, gradient norm without it)."""
+    from cqwen_dist.training.zero.engine import NonFiniteStep
+
+    run, plan, batches = entered(path, stage)
+    runtime = run.runtime
+    good, bad = next(batches), next(batches)
+    figures, _ = run.stepper(good, plan, plan.start)
+    if runtime.rank == runtime.world_size - 1:
+        bad[-1].numeric_values[0, 0] = torch.nan
+        bad[-1].input_ids[0, 0] = run.model.config.num_token_id
+    before = everything(run)
+    try:
+        run.stepper(bad, plan, plan.start + 1)
+        said = "nothing"
+    except NonFiniteStep as error:
+        said = str(error)
+    after = everything(run)
+    assert before.keys() == after.keys()
+    return (
+        said,
+        [name for name in before if not torch.equal(before[name], after[name])],
+        float(figures["train/grad_norm"]),
+    )
+
+
+def everything(run: object) -> dict[str, Tensor]:
+    """Every parameter and moment that training moves, copied."""
+    from cqwen_dist.training.state import head_tensors
+
+    engine = run.engine  # type: ignore[attr-defined]
+    parameters, moments, _ = engine.feature_state()
+    head_moments, _ = engine.heads.moments()
+    named = {**parameters, **moments, **head_moments, **head_tensors(engine)}
+    return {name: value.detach().clone() for name, value in named.items()}
+
+
+def steps_around(path: str, poison: bool) -> dict[str, np.ndarray]:
+    """A step, one that is refused (or none), a step: everything after it."""
+    from cqwen_dist.training.zero.engine import NonFiniteStep
+
+    run, plan, batches = entered(path, 1)
+    runtime = run.runtime
+    first, second = next(batches), next(batches)
+    run.stepper(first, plan, plan.start)
+    if poison:
+        bad = [replace(batch, numeric_values=batch.numeric_values.clone()) for batch in first]
+        if runtime.rank == runtime.world_size - 1:
+            bad[0].numeric_values[0, 0] = torch.nan  # phi(nan) at any token
+        with pytest.raises(NonFiniteStep) as refused:
+            run.stepper(bad, plan, plan.start + 1)
+        assert refused.value.ranks == [runtime.world_size - 1]
+    run.stepper(second, plan, plan.start + 1)
+    return {name: value.cpu().numpy() for name, value in everything(run).items()}
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "offload"),
+    [
+        pytest.param(1, "fp32", "none", marks=pytest.mark.slow),
+        (3, "fp32", "none"),
+        pytest.param(1, "bf16", "none", marks=pytest.mark.slow),
+        (2, "bf16", "optimizer"),
+    ],
+)
+def test_after_a_refused_step_the_next_one_is_as_if_it_had_not_been(
+    tmp_path: Path, zero: int, precision: str, offload: str
+) -> None:
+    """Nothing of the refused gradients is left: not in the heads, and not in DeepSpeed's buffers."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    options = {"parallel__zero_stage": zero, "parallel__offload": offload, "train__precision": precision}
+    options["data__train"] = str(write_texts(tmp_path / "texts.jsonl"))
+    results = [
+        run_ranks(steps_around, 2, str(write_config(tmp_path / name, **options)), poison)
+        for name, poison in (("a", False), ("b", True))
+    ]
+    for without, after in zip(*results, strict=True):
+        assert without.keys() == after.keys()
+        changed = [name for name in without if not np.array_equal(without[name], after[name])]
+        assert changed == []
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_nan_on_one_rank_is_refused_on_all_and_changes_nothing(tmp_path: Path, stage: int, precision: str) -> None:
+    config = write_config(tmp_path, train__precision=precision, train__micro_batch_size=3)
+    for said, changed, norm in run_ranks(poisoned_step, 2, str(config), stage):
+        assert "not finite" in said or "nan" in said
+        assert changed == []
+        assert 0 < norm < float("inf")
+
+
+def infinite_loss(path: str, stage: int) -> tuple[str, list[str]]:
+    """A step whose loss is infinite on the last rank, with a finite gradient."""
+    from cqwen_dist.run.folder import open_run
+    from cqwen_dist.training.assembly import build_run
+    from cqwen_dist.training.start import begin
+    from cqwen_dist.training.zero.engine import NonFiniteStep
+
+    runtime = as_rank()
+    if runtime.is_main:
+        open_run(load_config(path))
+    dist.barrier()
+    run = build_run(load_config(path), runtime)
+    begin(run)
+    plan = run.schedule.plans[stage]
+    run.enter_stage(plan, fresh=True)
+    run.engine.set_lr(plan, plan.start)
+    batch = next(run.loaders.enter(plan))
+    if runtime.rank == runtime.world_size - 1:
+        whole = run.stepper._loss
+        run.stepper._loss = lambda *a: replace(terms := whole(*a), loss=terms.loss + torch.inf)
+    before = everything(run)
+    with pytest.raises(NonFiniteStep) as refused:
+        run.stepper(batch, plan, plan.start)
+    after = everything(run)
+    return str(refused.value), [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_infinite_loss_is_refused_though_its_gradient_is_finite(tmp_path: Path, stage: int) -> None:
+    for said, changed in run_ranks(infinite_loss, 2, str(write_config(tmp_path)), stage):
+        assert "all features are finite" in said
+        assert changed == []
+
+
+def test_a_run_that_explodes_ends_with_code_1_and_says_at_which_step_of_which_stage(tmp_path: Path) -> None:
+    config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30}, train__max_refused_steps=1)
+    done = cqwen_forked("train", config)
+    run = tmp_path / "run"
+    assert done.returncode == 1
+    status = read_status(run)
+    assert status["status"] == "fatal"
+    assert "step 5, stage lora" in status["reason"]
+    cause, _, reason = status["reason"].partition(": ")
+    assert cause == "a loss that is not finite"
+    assert reason in done.stderr
+    assert [record["step"] for record in metrics(run)] == [1, 2, 3, 4], "every step that was taken is logged"
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    assert folder.name == "step-00000004"
+
+
+def test_refused_steps_are_passed_over_named_and_counted(tmp_path: Path) -> None:
+    """Steps 5 and 6 of an exploded run: the first is passed over, the second is the run's last, so it fails."""
+    config = write_config(tmp_path, stages__1__lr_groups={"lora": 1e30})
+    done = cqwen_forked("train", config)
+    run = tmp_path / "run"
+    assert done.returncode == 1
+    assert "step 6, stage lora" in read_status(run)["reason"]
+    assert "the run's last" in read_status(run)["reason"]
+    assert "refused-step" in (run / "report.html").read_text(), "a run that fails leaves its report too"
+    last = metrics(run)[-1]
+    assert (last["step"], last["train/refused"]) == (5, 1.0)
+    assert "train/total_loss" not in last
+    (alarm,) = [json.loads(line) for line in (run / "alarms.jsonl").read_text().splitlines()]
+    assert (alarm["step"], alarm["kind"]) == (5, "refused-step")
+    dataset = 32  # 40 texts, a fifth held out
+    assert len(alarm["samples"]) == 12 or len(alarm["samples"]) == dataset % 12
+    assert all(0 <= sample < dataset for sample in alarm["samples"])
+    assert ", ".join(map(str, alarm["samples"])) in alarm["text"]
+    assert alarm["text"] in " ".join(done.stdout.split("\n"))
+
+
+def test_a_failing_disk_is_one_line_with_a_reason(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    done = cqwen_forked("train", config)
+    assert done.returncode == 2
+    assert read_status(tmp_path / "run")["status"] == "fatal"
+    assert "checkpoints" in read_status(tmp_path / "run")["reason"]
+    assert len(metrics(tmp_path / "run")) >= 2, "steps before the first checkpoint; it is written while others follow"
+
+
+def test_bf16_trains_and_keeps_the_heads_in_fp32(tmp_path: Path) -> None:
+    steps = {f"stages__{i}__steps": 8 for i in (0, 1)}
+    config = write_config(tmp_path, train__precision="bf16", train__checkpoint_every=8, model__w_num_scale=1.0, **steps)
+    done = cqwen_forked("train", config)
+    assert done.returncode == 0, done.stderr
+    records = metrics(tmp_path / "run")
+    losses = [record["train/total_loss"] for record in records]
+    assert all(abs(value) < 1e4 for value in losses)
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    folder = latest_checkpoint(tmp_path / "run")
+    assert folder is not None
+    state = json.loads((folder / "state.json").read_text())
+    assert state["step"] == 16
+    from cqwen_dist.checkpoint.resume import load_checkpoint
+
+    saved = load_checkpoint(folder, (0, 2**62))
+    for part in (saved.features, saved.heads, saved.rows, saved.row_moments):
+        assert {value.dtype for value in part.values()} == {torch.float32}
+    reg_bias = saved.heads["action.reg_bias"]
+    assert not torch.equal(reg_bias, reg_bias.bfloat16().float()), "rounded to bf16 somewhere"

@@ -1,0 +1,180 @@
+"""z computed once: the losses of the run that computes it anew, by any ranks, and why there is none where there is."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.numerics import assert_close
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
+
+from cqwen_dist.config import FeatureCacheConfig
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.files import file_record, key_digest
+from cqwen_dist.training.features.cache import FeatureCache
+from cqwen_dist.training.features.shards import FeatureShards
+
+CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
+EPOCHS_OF_HEADS = [
+    {"name": "heads", "train": ["heads"], "steps": 8, "lr": 1e-2},  # 32 texts, 12 a step: 3 steps an epoch
+    {"name": "lora", "train": ["heads", "embedding", "lora"], "steps": 2, "lr": 1e-2},
+    {"name": "again", "train": ["classifier", "thresholds"], "steps": 6, "lr": 1e-2},  # LoRA has moved and is fixed
+]
+
+
+def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS) -> Path:
+    return write_config(folder, stages=stages, train__checkpoint_every=1, train__keep_checkpoints=30)
+
+
+@pytest.fixture(scope="module")
+def uncached(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without a cache; its folder."""
+    folder = tmp_path_factory.mktemp("uncached")
+    train_run(config_in(folder), "train.feature_cache.mode=never")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, uncached: Path) -> Path:
+    """The same on two ranks with a cache that is kept; the folder that holds both."""
+    folder = tmp_path_factory.mktemp("kept")
+    train_run(config_in(folder), f"train.feature_cache.dir={folder}/cache", *same_data(uncached), world=2)
+    return folder
+
+
+def same_data(run: Path) -> list[str]:
+    return [f"data.train={run.parent}/texts.jsonl"]
+
+
+def caches(folder: Path) -> list[Path]:
+    return sorted(path.parent for path in folder.glob("*/manifest.json"))
+
+
+def test_losses_are_those_without_a_cache_to_rounding(uncached: Path, kept: Path) -> None:
+    assert losses(kept / "run") == pytest.approx(losses(uncached), rel=CLOSE)
+    assert len(caches(kept / "cache")) == 2, "one of the untrained features, one of those that LoRA has moved"
+    assert losses(uncached)[7] < 0.9 * losses(uncached)[0]
+
+
+def test_any_rank_reads_what_others_wrote(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    """A run of one rank on the cache of two; it makes none."""
+    before = {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")}
+    config = config_in(tmp_path, EPOCHS_OF_HEADS[:2])  # what LoRA makes of it differs in last bits: another key
+    train_run(config, f"train.feature_cache.dir={kept}/cache", *same_data(uncached))
+    assert losses(tmp_path / "run")[:7] == pytest.approx(losses(uncached)[:7], rel=CLOSE)
+    assert {path: path.stat().st_mtime_ns for path in (kept / "cache").rglob("*")} == before
+
+
+def test_a_run_goes_on_in_the_middle_of_a_cached_stage_on_other_ranks(
+    uncached: Path, kept: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    set_back(kept / "run", copy, 2)
+    own = ["train.feature_cache.dir=null", "train.micro_batch_size=3"]
+    train_run(kept / "config.yaml", f"run.dir={copy}", *own, *same_data(uncached))
+    assert losses(copy) == pytest.approx(losses(uncached), rel=CLOSE)
+    assert not (copy / "feature_cache").exists(), "the run's own cache goes when its stage does"
+
+
+def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    """Of what no stage has trained: LoRA's last bits are another key under ZeRO-3, and that cache is not looked for."""
+    shutil.copytree(kept / "cache", tmp_path / "cache")
+    untrained = min(caches(tmp_path / "cache"), key=lambda made: (made / "manifest.json").stat().st_mtime_ns)
+    damaged = sorted(untrained.glob("z-*.arrow"))[0]
+    block = bytearray(damaged.read_bytes())
+    block[103] ^= 0x40  # an exponent
+    damaged.write_bytes(block)
+    spread = ["parallel.zero_stage=3", "parallel.vocab_group_size=2"]
+    train_run(config_in(tmp_path), f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached), *spread, world=2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(uncached), rel=CLOSE), "with rows shared and ZeRO-3"
+    manifest = json.loads((untrained / "manifest.json").read_text())
+    assert file_record(damaged) == manifest["files"][damaged.name], "it was not made again"
+    z, before = (
+        FeatureShards(folder, 16, torch.float32).read([3, 0]) for folder in (untrained, kept / "cache" / untrained.name)
+    )
+    assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
+
+
+def test_the_key_knows_the_data_and_the_dtype_is_the_run_s(uncached: Path, kept: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0]])
+    changes = ["data.sequence_length=20", "train.precision=bf16"]
+    train_run(config, *changes, f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached))
+    (made,) = caches(tmp_path / "cache")
+    key = json.loads((made / "manifest.json").read_text())["key"]
+    for known in caches(kept / "cache"):
+        other = json.loads((known / "manifest.json").read_text())["key"]
+        same = {name for name in key if key[name] == other[name]}
+        assert "tokenizer" in same
+        assert not {"data", "dtype"} & same
+    assert {"base", "trained", "data", "tokenizer", "dtype"} <= key.keys()
+    z = FeatureShards(made, 16, torch.bfloat16).read([3, 0])
+    assert z.dtype == torch.bfloat16, "in the run's own dtype"
+    assert bool(z.float().std() > 0.1)
+
+
+def test_required_where_it_cannot_be_is_refused_with_the_reason(uncached: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    for options, reason in [
+        ([], "stages.1: embedding and lora train in this stage, so z is another at every step"),
+        (["train.feature_cache.max_gib=1e-6"], "stages.0: it takes .* GiB, train.feature_cache.max_gib is 1e-06"),
+    ]:
+        run = tmp_path / str(len(options))
+        done = cqwen_forked("train", config, f"run.dir={run}", "train.feature_cache.mode=require", *options)
+        assert done.returncode == 2, done.stderr
+        said = " ".join(done.stderr.split())
+        assert "train.feature_cache.mode: found 'require', allowed: auto" in said
+        assert re.search(reason, said), said
+
+
+def test_where_it_is_not_worth_it_the_run_says_why_and_goes_on(uncached: Path, tmp_path: Path) -> None:
+    config = config_in(tmp_path, stages=[EPOCHS_OF_HEADS[0] | {"steps": 3}])
+    done = cqwen_forked("train", config, *same_data(uncached))
+    assert done.returncode == 0, done.stderr
+    assert "no feature cache: the stage has 1 of an epoch left: nothing would be read twice" in done.stdout
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_full_disk_is_a_reason_not_a_failure(uncached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cqwen_dist.training.features import cache as feature_cache
+
+    refuse = feature_cache.FeatureCache._refuse_size
+    monkeypatch.setattr(feature_cache, "free_bytes", lambda folder: 1000)
+    cache = feature_cache.FeatureCache.__new__(feature_cache.FeatureCache)
+    with pytest.raises(feature_cache.CacheRefused, match="GiB free"):
+        _alone(lambda: refuse(cache, 10_000), cache, tmp_path, monkeypatch)
+
+
+def _alone(action: object, cache: object, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a process group: one rank's answer is everyone's."""
+    from cqwen_dist.training.features import cache as feature_cache
+
+    monkeypatch.setattr(feature_cache, "gather_objects", lambda value: [value])
+    cache.settings, cache.folder = FeatureCacheConfig(), folder  # type: ignore[attr-defined]
+    action()  # type: ignore[operator]
+
+
+def test_what_is_not_this_runs_own_is_left_alone(tmp_path: Path) -> None:
+    """A link to a scratch disk, and whatever lies beside caches; only what carries its own key goes."""
+    scratch = tmp_path / "scratch"
+    run = tmp_path / "run"
+    for folder in (scratch, run / "feature_cache"):
+        (folder / "thesis").mkdir(parents=True)
+        (folder / "thesis" / "chapter").write_text("one")
+    key = {"base": "b"}
+    (own := run / "feature_cache" / key_digest(key)).mkdir()
+    (own / "manifest.json").write_text(json.dumps({"key": key}))
+    (half := run / "feature_cache" / f".{key_digest(key)}.17.partial").mkdir()
+    (beside := run / "feature_cache" / "cache").symlink_to(scratch)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "feature_cache").symlink_to(scratch)
+    for folder in (run, linked):
+        cache = FeatureCache.__new__(FeatureCache)
+        cache.settings, cache.folder, cache._shards = FeatureCacheConfig(), folder / "feature_cache", None
+        cache.runtime = Runtime(0, 1, 0, torch.device("cpu"))
+        cache.close()
+    assert [own.exists(), half.exists(), beside.exists()] == [False, False, True]
+    for kept in (scratch, run / "feature_cache", linked / "feature_cache"):
+        assert (kept / "thesis" / "chapter").read_text() == "one"

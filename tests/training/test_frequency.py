@@ -1,0 +1,76 @@
+"""Weights of words by how often they occur, and the thresholds of frequent and rare ones."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.runs import metrics
+
+from cqwen_dist.config import LossConfig, UserError
+from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.vocab_parallel import vocab_range
+from cqwen_dist.training.frequency import BANDS, ThresholdBands, class_weights
+
+COUNTS = np.array([0, 1, 4, 16, 64, 0, 1])
+
+
+def test_weights_fall_with_the_count_and_are_one_on_average() -> None:
+    loss = LossConfig(class_weights="frequency", class_weight_power=0.5, class_weight_limit=100.0)
+    weights = class_weights(loss, COUNTS, 0, 7, 7)
+    assert weights is not None
+    ratios = weights[[1, 2, 3, 4, 6]] / weights[4]
+    assert ratios.tolist() == pytest.approx([8, 4, 2, 1, 8])
+    assert float((weights * torch.from_numpy(COUNTS)).sum() / COUNTS.sum()) == pytest.approx(1.0)
+    assert weights[[0, 5]].tolist() == [1, 1], "words that never occur are only ever negatives"
+
+
+def test_no_word_weighs_more_than_the_limit() -> None:
+    weights = class_weights(LossConfig(class_weights="frequency", class_weight_power=1.0), COUNTS, 0, 7, 7)
+    assert weights is not None
+    assert float(weights.max()) == 10.0
+    narrow = LossConfig(class_weights="frequency", class_weight_limit=1.5)
+    weights = class_weights(narrow, COUNTS, 0, 7, 7)
+    assert weights is not None
+    assert float(weights.max()) == 1.5
+    assert float(weights.min()) >= 1 / 1.5 - 1e-6
+
+
+def test_a_rank_has_its_rows_and_named_words_weigh_what_is_said() -> None:
+    loss = LossConfig(class_weights={2: 3.0, 5: 0.0})
+    whole, part = class_weights(loss, COUNTS, 0, 7, 7), class_weights(loss, COUNTS, 4, 3, 7)
+    assert whole is not None
+    assert part is not None
+    assert whole.tolist() == [1, 1, 3, 1, 1, 0, 1]
+    assert part.tolist() == whole[4:].tolist()
+    assert class_weights(LossConfig(), COUNTS, 0, 7, 7) is None
+    with pytest.raises(UserError, match=r"loss\.class_weights\.7"):
+        class_weights(LossConfig(class_weights={7: 1.0}), COUNTS, 0, 7, 7)
+
+
+def banded(size: int) -> dict[str, float]:
+    """Bands of 12,345 words whose threshold is their rank, spread over a vocabulary group."""
+    counts = np.random.RandomState(0).permutation(12_345)
+    groups = build_groups(size)
+    start, stop = vocab_range(len(counts), groups.vocab_rank, size)
+    ranks = torch.from_numpy(len(counts) - 1 - counts).float()  # the most frequent word has rank 0
+    return ThresholdBands(counts, start, stop - start, groups)(ranks[start:stop])
+
+
+def test_bands_are_means_by_rank_of_the_count_however_the_rows_are_spread() -> None:
+    alone, spread = run_ranks(banded, 1, 1)[0], run_ranks(banded, 2, 2)
+    edges = (0, *BANDS, 12_344)
+    expected = [(low + high - 1) / 2 for low, high in pairwise(edges)]
+    names = ["1_100", "101_1000", "1001_10000", "10001_up"]
+    assert [alone[f"dist/C_words_{name}"] for name in names] == pytest.approx(expected)
+    assert alone["dist/C_words_unseen"] == 12_344, "one word has count 0"
+    assert spread[0] == pytest.approx(alone)
+    assert spread[1] == pytest.approx(alone)
+
+
+def test_a_run_reports_them_beside_its_evaluations(two_ranks: Path) -> None:
+    evaluated = [record for record in metrics(two_ranks) if "eval/accuracy" in record]
+    assert evaluated
+    assert all("dist/C_words_1_100" in record and "dist/C_words_unseen" in record for record in evaluated)

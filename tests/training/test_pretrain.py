@@ -1,0 +1,29 @@
+"""Pretraining a small base: it learns, and the same config makes the same base."""
+
+from pathlib import Path
+
+import torch
+from support.runs import write_config
+
+from cqwen_dist.config import load_config
+from cqwen_dist.model.backbone import load_base
+from cqwen_dist.training.base import build_run_base
+
+
+def built(folder: Path, *overrides: str) -> tuple[torch.nn.Module, list[str]]:
+    folder.mkdir(exist_ok=True)
+    said: list[str] = []
+    config = load_config(write_config(folder), ["model.pretrain.batch_size=8", *overrides])
+    build_run_base(config, said.append)
+    return load_base(config.base_folder, torch.float32), said
+
+
+def test_it_learns_and_the_same_config_makes_the_same_base(tmp_path: Path) -> None:
+    first, said = built(tmp_path / "a", "model.pretrain.steps=24")
+    again, _ = built(tmp_path / "b", "model.pretrain.steps=24")
+    other, _ = built(tmp_path / "c", "model.pretrain.steps=23")
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    losses = [float(line.rsplit(" ", 1)[1]) for line in said if "loss" in line]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 4

@@ -1,0 +1,136 @@
+"""A bit that flips on one rank is found by name, the steps since the last checkpoint are taken again, and it is told
+whether the machine or the program did it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.runs import as_rank, losses, train_run, write_config
+
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.config import load_config
+from cqwen_dist.run.status import read_status
+from cqwen_dist.training.replicas import RanksDiffer, _place_sum, bit_hash
+from cqwen_dist.training.trainer import Trainer, train_on
+
+
+@pytest.mark.parametrize("kind", ["on a CPU", "on a GPU"])
+def test_one_bit_anywhere_changes_the_hash_and_so_does_an_exchange(kind: str) -> None:
+    def hashed(value: torch.Tensor) -> int:
+        if kind == "on a CPU":
+            return int(bit_hash(value))
+        return int(_place_sum(value.reshape(-1).view({2: torch.int16, 4: torch.int32}[value.element_size()])))
+
+    for dtype, bits in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        value = torch.randn(7, 300).to(dtype)
+        usual = hashed(value)
+        assert hashed(value.clone()) == usual
+        width = torch.iinfo(bits).bits
+        for place, bit in ((0, 0), (2099, width - 1), (1000, 3)):
+            changed = value.clone()
+            changed.view(bits).view(-1)[place] ^= -(2 ** (width - 1)) if bit == width - 1 else 1 << bit
+            assert hashed(changed) != usual, (dtype, place, bit)
+        exchanged = value.clone()
+        exchanged[0, 0], exchanged[6, 299] = value[6, 299], value[0, 0]
+        assert hashed(exchanged) != usual
+    assert hashed(torch.tensor(3.0)) != hashed(torch.tensor(4.0)), "a step count"
+    assert isinstance(hashed(torch.empty(0)), int)
+
+
+def flipped(config: str, overrides: list[str], rank: int, part: str, steps: list[int]) -> str:
+    """Train; on one rank the lowest bit of a parameter flips after each of these step numbers, in turn. The error."""
+    runtime, left, plain = as_rank(), list(steps), Trainer._take_step
+
+    def struck(self: Trainer, plan: Any, step: int, batches: Any) -> dict[str, Any]:
+        record = plain(self, plan, step, batches)
+        if part == "stop":
+            self.run.replicas.every = 10**6  # on every rank no check but the one before a save
+        if runtime.rank == rank and left and step + 1 == left[0]:
+            del left[0]
+            if part == "stop":
+                runtime.stop.reason = "a test"
+            members = [*self.run.engine.heads.members, *self.run.engine.feature_members]
+            parameter = next(m.parameter for m in members if {"stop": "b_noise"}.get(part, part) in m.name)
+            parameter.data.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+        return record
+
+    Trainer._take_step = struck  # type: ignore[method-assign]
+    try:
+        train_on(load_config(config, overrides), runtime)
+    except RanksDiffer as error:
+        return str(error)
+    finally:
+        Trainer._take_step = plain  # type: ignore[method-assign]
+    return ""
+
+
+def alarms(run: Path) -> list[str]:
+    path = run / "alarms.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [alarm["text"] for alarm in map(json.loads, lines) if alarm["kind"] == "ranks-differ"]
+
+
+def weights(run: Path) -> dict[str, str]:
+    folder = run / (run / "latest").read_text().strip()
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {name: record["sha256"] for name, record in files.items() if name.endswith(".safetensors")}
+
+
+CASES = {  # ranks, overrides, the rank struck, the parameter
+    "replicated": (2, ["parallel.zero_stage=2"], 1, "abduction.loc_net.weight"),
+    "adapter": (2, ["parallel.zero_stage=1", "parallel.vocab_group_size=2"], 0, "lora_A"),
+    "rows": (4, ["parallel.zero_stage=2", "parallel.vocab_group_size=2"], 3, "action.cls_weight"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_passing_fault_is_found_and_told_and_the_run_is_the_undisturbed_one(tmp_path: Path, case: str) -> None:
+    world, spread, rank, part = CASES[case]
+    config = write_config(tmp_path, train__micro_batch_size=3, train__check_ranks_every=1)
+    train_run(config, *spread, world=world)
+    run = tmp_path / "struck"
+    said = run_ranks(flipped, world, str(config), [*spread, f"run.dir={run}"], rank, part, [5], timeout=120.0)
+    assert said == [""] * world
+    assert losses(run) == losses(tmp_path / "run")
+    assert weights(run) == weights(tmp_path / "run")
+    found, judged = alarms(run)
+    assert part in found
+    assert "after step 5:" in found
+    assert "was after step 4" in found
+    assert "the steps after 4 are taken again" in found
+    assert judged == f"step 5 was taken again and all ranks agree: it was a passing fault of the machine of rank {rank}"
+    assert alarms(tmp_path / "run") == []
+    assert read_status(run)["status"] == "done"
+
+
+def test_a_fault_that_comes_again_ends_the_run_and_one_before_any_checkpoint_is_lost_time_alone(tmp_path: Path) -> None:
+    config = write_config(tmp_path, train__check_ranks_every=1)
+    again = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'a'}"], 1, "b_noise", [5, 5], timeout=120.0)
+    assert again[0] == again[1]
+    assert "action.b_noise is not equal on rank 0, 1" in again[0]
+    status = read_status(tmp_path / "a")
+    assert status["status"] == "fatal"
+    good = latest_checkpoint(tmp_path / "a")
+    assert good is not None
+    assert good.name == "step-00000004", "what differs is never saved"
+
+    stopped = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'c'}"], 1, "stop", [5], timeout=120.0)
+    assert "action.b_noise is not equal" in stopped[0]
+    last = latest_checkpoint(tmp_path / "c")
+    assert last is not None
+    assert last.name == "step-00000004", "nor where the run is told to stop"
+
+    early = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'b'}"], 1, "b_noise", [1], timeout=120.0)
+    assert "and was after step 0" in early[0]
+    assert read_status(tmp_path / "b")["status"] == "running", "the same command may go on"
+
+
+def test_without_the_check_nothing_is_noticed_until_a_save(tmp_path: Path) -> None:
+    config = write_config(tmp_path, train__check_ranks_every=0, train__checkpoint_every=100)
+    assert run_ranks(flipped, 2, str(config), [], 1, "b_noise", [2], timeout=120.0) == ["", ""]
+    assert alarms(tmp_path / "run") == []

@@ -1,0 +1,114 @@
+"""Going on from a checkpoint: the same weights to the bit, each step logged once, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.runs import losses, metrics, set_back, train_run
+
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, verify
+from cqwen_dist.run.status import read_status
+from cqwen_dist.training.telemetry.metrics import MetricsFile
+
+
+def weights_of(run: Path, step: int = 6) -> dict[str, str]:
+    """Checksums of all weights and moments of a checkpoint, by file name."""
+    folder = checkpoint_folder(run, step)
+    assert verify(folder) == []
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {name: record["sha256"] for name, record in files.items() if name.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_going_on_within_a_stage_and_over_its_end_is_equal_to_the_bit(
+    two_ranks: Path, tmp_path: Path, step: int
+) -> None:
+    copy = tmp_path / "run"
+    config = set_back(two_ranks, copy, step)
+    train_run(config, f"run.dir={copy}", world=2)
+    assert weights_of(copy) == weights_of(two_ranks)
+    assert [record["step"] for record in metrics(copy)] == [1, 2, 3, 4, 5, 6]
+    assert losses(copy) == losses(two_ranks)
+    assert read_status(copy)["status"] == "done"
+
+
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_two_ranks_go_on_as_one(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
+    copy = tmp_path / "run"
+    config = set_back(two_ranks, copy, step)
+    train_run(config, f"run.dir={copy}", "train.micro_batch_size=3")
+    assert losses(copy) == pytest.approx(losses(one_rank), rel=1e-5)
+    assert metrics(copy)[-1]["eval/cls_loss_mean"] == pytest.approx(
+        metrics(one_rank)[-1]["eval/cls_loss_mean"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_another_spread_goes_on(two_ranks: Path, one_rank: Path, tmp_path: Path, step: int) -> None:
+    """A checkpoint knows of no ranks: the rows go to a vocabulary group of two, the features to ZeRO-3, and back."""
+    copy = tmp_path / "run"
+    config = set_back(two_ranks, copy, step)
+    spread = ["parallel.vocab_group_size=2", "parallel.zero_stage=3", "train.checkpoint_every=1"]
+    train_run(config, f"run.dir={copy}", *spread, world=2)
+    assert losses(copy) == pytest.approx(losses(one_rank), rel=1e-5)
+    set_back_again = tmp_path / "again" / "run"
+    set_back(copy, set_back_again, step + 1)
+    train_run(config, f"run.dir={set_back_again}")
+    assert losses(set_back_again) == pytest.approx(losses(one_rank), rel=1e-5)
+
+
+def test_a_finished_run_is_left_as_it_is(one_rank: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in one_rank.rglob("*") if path.is_file()}
+    figures = train_run(one_rank.parent / "config.yaml")
+    after = {path: path.stat().st_mtime_ns for path in one_rank.rglob("*") if path.is_file()}
+    changed = {path.relative_to(one_rank).parts[0] for path in after if before.get(path) != after[path]}
+    assert changed <= {"config.yaml", "lock", "digests"}, "digests: of the base's files, remembered"
+    assert figures["eval/accuracy"] == metrics(one_rank)[-1]["eval/accuracy"]
+    assert read_status(one_rank)["status"] == "done"
+
+
+def test_a_finished_run_whose_status_was_lost_is_done_again(one_rank: Path, tmp_path: Path) -> None:
+    """Killed between the last checkpoint and the last word: the launcher reads the status file."""
+    copy = tmp_path / "run"
+    config = set_back(one_rank, copy, 6)
+    (copy / "status.json").write_text('{"status": "running"}')
+    train_run(config, f"run.dir={copy}")
+    assert read_status(copy)["status"] == "done"
+    assert [record["step"] for record in metrics(copy)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_changed_config_is_refused_by_key_and_changes_nothing(one_rank: Path) -> None:
+    known = (one_rank / "config.yaml").read_text()
+    for override, key in [
+        ("train.seed=1", "train.seed"),
+        ("stages.1.lr=0.5", "stages.1.lr"),
+        ("model.lora.r=4", "model.lora.r"),
+        ("loss.alpha=0.5", "loss.alpha"),
+    ]:
+        with pytest.raises(
+            AssertionError, match=rf"UserError: .*config\.yaml: {key}: found .*, (with which|as stage lora)"
+        ):
+            train_run(one_rank.parent / "config.yaml", override)
+    assert (one_rank / "config.yaml").read_text() == known
+    assert read_status(one_rank)["status"] == "done", "another command's mistake is not this run's end"
+
+
+def test_what_does_not_change_the_result_may_change(one_rank: Path) -> None:
+    train_run(one_rank.parent / "config.yaml", "train.micro_batch_size=4", "train.checkpoint_every=5", "run.name=x")
+
+
+def test_metrics_after_the_checkpoint_and_broken_lines_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1}', '{"step": 2, "x"', "[]", '{"x": 1}', '{"step": null}', "3", '{"step": 2}', '{"step": 3}']
+    path.write_text("\n".join(lines) + '\n{"step": 4, "é')
+    file = MetricsFile(path, 2)
+    file.write({"step": 3})
+    file.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_bytes_that_are_no_text_do_not_stop_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    MetricsFile(path, 1).close()
+    assert path.read_text() == '{"step": 1}\n'

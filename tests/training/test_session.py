@@ -1,0 +1,123 @@
+"""What a command checks and writes around a run."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import write_config
+
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config.errors import DiskError
+from cqwen_dist.parallel.collectives import CollectiveError
+from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.folder import open_run, refuse_changes
+from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
+from cqwen_dist.training import session
+from cqwen_dist.training.causes import cause_of
+from cqwen_dist.training.replicas import RanksDiffer
+from cqwen_dist.training.session import check_best_metric, open_session
+from cqwen_dist.training.state import Place
+
+FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}
+
+
+def test_the_best_go_by_a_figure_that_there_is(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    check_best_metric(load_config(path), FIGURES)
+    check_best_metric(load_config(path, ["train.best_metric=eval/x"]), {})  # no evaluation, no best
+    check_best_metric(load_config(path, ["train.best_metric=eval/x", "train.keep_best=0"]), FIGURES)
+    with pytest.raises(UserError, match=r"train\.best_metric: found 'eval/x', allowed: .*: eval/accuracy, eval/cls"):
+        check_best_metric(load_config(path, ["train.best_metric=eval/x"]), FIGURES)
+
+
+def test_a_command_that_failed_before_it_learnt_anything_binds_nobody(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    first = open_run(load_config(path, ["model.tokenizer=/nowhere"]))
+    base = first / "base"
+    base.mkdir()
+    open_run(load_config(path, ["model.tokenizer=/nowhere", "stages.0.lr=0.5"]))
+    assert base.is_dir(), "it does not hang on the rate"
+    mended = load_config(path)
+    refuse_changes(mended)
+    open_run(mended)
+    assert not base.is_dir(), "it was built for another tokenizer"
+    assert load_config(first / "config.yaml") == mended
+    (first / "start.json").write_text("{}")
+    with pytest.raises(UserError, match="with which the run in"):
+        open_run(load_config(path, ["train.seed=3"]))
+
+
+def test_a_place_comes_back_from_its_file() -> None:
+    place = Place(3, "heads", {"epoch": 0, "step": 3}, {"eval/x": 1.0}, {"step": 3, "train/x": torch.tensor(2.5)})
+    again = Place(**place.to_dict())
+    assert again.due == {"step": 3, "train/x": 2.5}
+    assert again.to_dict() == place.to_dict()
+
+
+def test_a_status_counts_starts_and_seconds_and_nothing_undoes_fatal(tmp_path: Path) -> None:
+    write_status(tmp_path, "preempted", seconds=100.0, restarts=1, checkpoint="step-00000004")
+    status = RunStatus(tmp_path, main=True)
+    found = read_status(tmp_path)
+    assert (found["status"], found["restarts"], found["checkpoint"]) == ("running", 2, "step-00000004")
+    assert found["seconds"] >= 100.0
+    status.at(6, 10, "heads")
+    status.at(8, 10, "heads", "step-00000008")
+    found = read_status(tmp_path)
+    assert (found["step"], found["total_steps"], found["checkpoint"]) == (8, 10, "step-00000008")
+    assert found["eta_s"] is not None
+    end_status(tmp_path, "fatal", "rank 1: it broke")
+    end_status(tmp_path, "running", "rank 0 lost rank 1")
+    assert {"status": "fatal", "reason": "rank 1: it broke", "step": 8}.items() <= read_status(tmp_path).items()
+
+
+def test_a_finished_run_keeps_its_status_and_other_ranks_write_none(tmp_path: Path) -> None:
+    RunStatus(tmp_path, main=False).write(status="running")
+    assert read_status(tmp_path) == {"status": "unknown"}
+    write_status(tmp_path, "done", step=6)
+    before = read_status(tmp_path)
+    RunStatus(tmp_path, main=True)
+    assert read_status(tmp_path) == before
+
+
+def differing(again: bool) -> RanksDiffer:
+    error = RanksDiffer("x is not equal", 3, torch.zeros(2, 1, dtype=torch.int64))
+    error.again = again
+    return error
+
+
+ENDS = [  # the error, its cause, whether another try may go on
+    (UserError("stages.0.lr", -1, "more"), "input", False),
+    (OSError(errno.ENOSPC, "No space left on device", "/full/x"), "a disk that takes no more", False),
+    (PermissionError(errno.EACCES, "Permission denied", "/locked"), "a disk that takes no more", False),
+    (OSError(errno.ESTALE, "Stale file handle", "/nfs/run"), "a file system that is away", True),
+    (OSError(errno.EIO, "Input/output error"), "a file system that is away", True),
+    (DiskError("run.dir", "no room", "room", away=True), "a file system that is away", True),
+    (CollectiveError("all-reduce in the world group failed"), "a lost rank", True),
+    (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "a device", True),
+    (RuntimeError("CUDA error: device-side assert triggered"), "the program", False),
+    (torch.OutOfMemoryError("CUDA out of memory"), "memory", False),
+    (MemoryError(), "memory", False),
+    (differing(False), "ranks that differ", True),
+    (differing(True), "ranks that differ again", False),
+    (ZeroDivisionError("division by zero"), "the program", False),
+    (FileNotFoundError(errno.ENOENT, "No such file", "/a"), "the program", False),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "passing"), ENDS, ids=[f"{n}-{type(e).__name__}" for e, n, _ in ENDS])
+def test_a_failure_is_fatal_only_where_another_try_would_meet_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str, passing: bool
+) -> None:
+    monkeypatch.setattr(session, "main_rank_first", lambda action: action())
+    config = load_config(write_config(tmp_path))
+    folder = tmp_path / "run"
+    runtime = Runtime(0, 1, 0, torch.device("cpu"), 60.0)
+    with pytest.raises(Exception) as met, open_session(config, runtime):
+        raise error
+    assert (cause_of(met.value).name, cause_of(met.value).passing) == (name, passing)
+    status = read_status(folder)
+    assert status["status"] == ("running" if passing else "fatal")
+    assert str(status["reason"]).startswith(f"{name}: {type(met.value).__name__}: ")
+    if isinstance(error, OSError) and "disk" in name:
+        assert isinstance(met.value, DiskError), "one line, not a traceback"

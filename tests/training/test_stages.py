@@ -1,0 +1,189 @@
+"""The schedule: which stage a step belongs to, who wakes, and every learning rate."""
+
+import json
+
+import pytest
+
+from cqwen_dist.config import GROUPS, HEADS, Config, DataConfig, ModelConfig, Stage, UserError
+from cqwen_dist.training.stages import DEFAULT_SCALES_LR, Schedule, StagePlan
+
+
+def plan_of(steps: int = 11, start: int = 5, **options: object) -> StagePlan:
+    fields = {"name": "s", "train": ["heads", "lora"], "steps": steps, "lr": 1.0, **options}
+    return StagePlan(Stage.model_validate(fields), 0, start, start + steps)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("constant", [1, 1, 1]), ("linear", [1, 0.6, 0.2]), ("cosine", [1, 0.6, 0.2])]
+)
+def test_decay_begins_at_one_and_ends_at_the_floor(schedule: str, expected: list[float]) -> None:
+    plan = plan_of(schedule=schedule, min_lr_ratio=0.2)
+    assert [plan.factor(step) for step in (5, 10, 15)] == pytest.approx(expected)
+
+
+def test_cosine_is_slower_than_linear_at_first_and_faster_later() -> None:
+    cosine, linear = plan_of(min_lr_ratio=0.0), plan_of(schedule="linear", min_lr_ratio=0.0)
+    assert cosine.factor(7) > linear.factor(7)
+    assert cosine.factor(13) < linear.factor(13)
+
+
+def test_warm_up_rises_from_above_zero_and_the_decay_begins_behind_it() -> None:
+    plan = plan_of(steps=7, start=0, warmup_steps=3, schedule="linear", min_lr_ratio=0.1)
+    assert [plan.factor(step) for step in range(7)] == pytest.approx([0.25, 0.5, 0.75, 1, 0.7, 0.4, 0.1])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_stage_of_one_step_moves(schedule: str) -> None:
+    assert plan_of(steps=1, start=0, schedule=schedule).factor(0) == 1.0
+
+
+def test_a_stage_shorter_than_its_warm_up_stays_below_its_peak() -> None:
+    plan = plan_of(steps=2, start=0, warmup_steps=5)
+    assert 0 < plan.factor(0) < plan.factor(1) < 1
+
+
+def test_groups_have_the_stage_rate_unless_named_and_scales_their_own() -> None:
+    plan = plan_of(start=0, schedule="constant", lr=0.3, lr_groups={"lora": 0.1})
+    assert plan.lr("classifier", False, 0) == 0.3
+    assert plan.lr("lora", False, 0) == 0.1
+    assert plan.lr("abduction", True, 0) == DEFAULT_SCALES_LR == plan.lr("thresholds", True, 0)
+    assert plan.lr("abduction", False, 0) == 0.3
+    assert plan.lr("noise", True, 0, unit=2e-3) == DEFAULT_SCALES_LR * 2e-3
+
+
+def test_a_scale_group_that_is_named_itself_has_that_rate_and_scales_rules_the_rest() -> None:
+    plan = plan_of(start=0, schedule="constant", lr_groups={"scales": 0.5, "thresholds": 0.7, "abduction": 0.2})
+    assert plan.lr("thresholds", True, 0) == 0.7
+    assert plan.lr("noise", True, 0) == 0.5
+    assert plan.lr("abduction", True, 0) == 0.5, "b_scale follows `scales`; `abduction` names its matrices"
+    assert plan.lr("abduction", False, 0) == 0.2
+
+
+def test_rates_follow_the_schedule_and_a_sleeping_group_has_none() -> None:
+    plan = plan_of(start=0, train=["heads"], schedule="linear", min_lr_ratio=0.0)
+    assert plan.lr("classifier", False, 5) == pytest.approx(0.5)
+    assert plan.lr("lora", False, 0) == 0.0
+    assert plan.lr("embedding", False, 0) == 0.0
+
+
+def stages(*members: list[str], **lengths: object) -> list[Stage]:
+    return [
+        Stage.model_validate({"name": str(i), "train": train, **(lengths or {"steps": 2})})
+        for i, train in enumerate(members)
+    ]
+
+
+def test_heads_stands_for_the_five_and_all_groups_are_known() -> None:
+    (stage,) = stages(["heads"])
+    assert stage.groups == frozenset(HEADS)
+    assert set(HEADS) | {"embedding", "lora"} == set(GROUPS)
+
+
+def test_woken_are_those_that_slept_in_the_stage_before() -> None:
+    schedule = Schedule(stages(["heads"], ["heads", "lora"], ["lora"], ["noise", "lora"]), 10)
+    assert [schedule.newly_trained(plan) for plan in schedule.plans] == [
+        frozenset(HEADS),
+        frozenset({"lora"}),
+        frozenset(),
+        frozenset({"noise"}),
+    ]
+
+
+def test_every_step_has_its_stage_and_a_finished_run_its_last() -> None:
+    schedule = Schedule(stages(["heads"], ["lora"]), 10)
+    assert [schedule.at(step).index for step in range(5)] == [0, 0, 1, 1, 1]
+    assert schedule.total_steps == 4
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 7), (2.0, 14), (0.5, 4), (0.01, 1)])
+def test_epochs_become_steps_and_never_none(epochs: float, steps: int) -> None:
+    assert Schedule(stages(["heads"], epochs=epochs), steps_per_epoch=7).total_steps == steps
+
+
+def test_who_ever_trains() -> None:
+    given = stages(["heads"], ["heads", "embedding"])
+    config = Config(model=ModelConfig(name_or_path="base"), data=DataConfig(train="train.jsonl"), stages=given)
+    assert config.trains("embedding")
+    assert not config.trains("lora")
+
+
+# --------------------------------------------------------------------------------------------------- lambda
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, [0.7, 0.7, 0.7, 0.7]),
+        (0.25, [0.25, 0.25, 0.25, 0.25]),
+        ({"start": 0.0, "end": 1.0}, [0.0, 0.25, 0.5, 1.0]),
+        ({"start": 0.0, "end": 1.0, "shape": "cosine"}, [0.0, 0.14645, 0.5, 1.0]),
+        ({"start": 1.0, "end": 3.0, "steps": 3}, [1.0, 3.0, 3.0, 3.0]),
+    ],
+)
+def test_lambda_is_a_number_or_a_ramp_over_the_stage(given: object, expected: list[float]) -> None:
+    plan = plan_of(steps=9, start=10, reg_weight=given)
+    assert [plan.reg_weight(step, 0.7) for step in (10, 12, 14, 18)] == pytest.approx(expected, rel=1e-4)
+
+
+# --------------------------------------------------------------------------- until evaluation stops improving
+
+
+def until(**options: object) -> Schedule:
+    """A stage of 3 steps, one that is watched (100 at most), one of 5."""
+    middle = {"name": "m", "train": ["lora"], "until": {"max_steps": 100, "patience": 2, **options}}
+    return Schedule([*stages(["heads"], steps=3), Stage.model_validate(middle), *stages(["noise"], steps=5)], 10)
+
+
+def test_it_ends_after_so_many_evaluations_without_improvement_and_the_rest_moves_up() -> None:
+    schedule = until()
+    assert schedule.total_steps == 108
+    assert not schedule.observe(2, {"eval/cls_loss_mean": 0.0}), "not this stage's"
+    seen = [3.0, 2.0, 2.1, 1.9, 1.9, 2.5]
+    ended = [schedule.observe(10 * (i + 1), {"eval/cls_loss_mean": value}) for i, value in enumerate(seen)]
+    assert ended == [False, False, False, False, False, True]
+    assert [(plan.start, plan.stop) for plan in schedule.plans] == [(0, 3), (3, 60), (60, 65)]
+    assert schedule.at(60).index == 2
+    assert schedule.total_steps == 65
+
+
+def test_improvement_is_a_matter_of_the_metric_and_of_the_smallest_change() -> None:
+    rising = until(metric="eval/accuracy", min_delta=0.01)
+    found = [rising.observe(10 * i + 10, {"eval/accuracy": value}) for i, value in enumerate([0.5, 0.52, 0.525, 0.529])]
+    assert found == [False, False, False, True]
+    assert until(metric="eval/x", better="higher").observe(10, {"eval/x": 1.0}) is False
+    never = until()
+    assert [never.observe(10 * i + 10, {"eval/cls_loss_mean": float("nan")}) for i in range(2)] == [False, True]
+
+
+def test_at_its_longest_it_ends_as_any_other() -> None:
+    schedule = until(patience=50)
+    assert not schedule.observe(102, {"eval/cls_loss_mean": 1.0})
+    assert schedule.observe(103, {"eval/cls_loss_mean": 0.5})
+    assert schedule.total_steps == 108
+
+
+def test_what_it_saw_and_decided_goes_on_in_another_process() -> None:
+    first, second = until(), until()
+    for step, value in ((10, 3.0), (20, 2.0), (30, 2.1)):
+        first.observe(step, {"eval/cls_loss_mean": value})
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.observe(40, {"eval/cls_loss_mean": 2.2}) is True
+    third = until()
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    assert [(plan.start, plan.stop) for plan in third.plans] == [(0, 3), (3, 40), (40, 45)]
+    assert third.state_dict()["waited"] == 0
+
+
+def test_a_figure_that_evaluation_does_not_give_is_refused_by_key() -> None:
+    with pytest.raises(UserError, match=r"stages\.1\.until\.metric: found 'eval/recal'.*eval/recall"):
+        until(metric="eval/recal").check_metrics({"eval/recall": 1.0, "dist/x": 0.0})
+
+
+def test_epochs_are_of_the_stage_s_own_steps() -> None:
+    schedule = Schedule(stages(["heads"], ["lora"], epochs=2.0), [7, 3])
+    assert [plan.steps for plan in schedule.plans] == [14, 6]
+
+
+def test_features_have_moved_once_anything_before_z_was_awake() -> None:
+    schedule = Schedule(stages(["heads"], ["noise", "embedding"], ["heads"]), 10)
+    assert [schedule.features_trained_by(plan) for plan in schedule.plans] == [False, True, True]
