@@ -340,7 +340,7 @@ CASES = [
     ("data/a.py", "import importlib\nimportlib.import_module('cqwen_dist.cli')", "floor 8 is above"),
     ("targets.py", "from cqwen_dist.config import x", "stands on the ground"),
     ("__init__.py", "from cqwen_dist.config import x", "free of cost"),
-    ("train/a.py", "from cqwen_dist.model import x\nfrom .b import y\nimport cqwen_dist.config", ""),
+    ("training/a.py", "from cqwen_dist.model import x\nfrom .b import y\nimport cqwen_dist.config", ""),
     ("cli/runs.py", "from cqwen_dist.bench import x", ""),
     ("__main__.py", "from cqwen_dist.cli import main", ""),
 ]
@@ -371,11 +371,11 @@ HABITS = [
 
 @pytest.mark.parametrize("source", HABITS)
 def test_the_habit_check_sees_it(source):
-    assert habit_faults(ROOT / PACKAGE / "train/a.py", source)
+    assert habit_faults(ROOT / PACKAGE / "training/a.py", source)
 
 
 def test_the_habit_check_lets_the_rest_pass():
     fine = "from torch.distributed import ProcessGroup\nmodel.eval()\ntorch.load(p, weights_only=True)\nlog.info('x')"
-    assert not habit_faults(ROOT / PACKAGE / "train/a.py", fine)
+    assert not habit_faults(ROOT / PACKAGE / "training/a.py", fine)
     assert not habit_faults(ROOT / PACKAGE / "parallel/a.py", "import torch.distributed as dist")
     assert not habit_faults(ROOT / PACKAGE / "cli/runs.py", "print(1)")

@@ -163,7 +163,7 @@ def test_a_dry_run_prints_what_would_be_started_and_starts_nothing(cqwen: Comman
         ('{"text": ""}', ":2: empty text"),
         ('{"text": " \\n"}', ":2: empty text"),
         ('{"texts": "x"}', ":2: missing field: found ['texts'], allowed: a JSON object with the field 'text'"),
-        ('{"text": 3}', ":2: wrong type"),
+        ('{"text": [3]}', ":2: wrong type"),
         ('{"text": NaN}', ":2: broken JSON"),
         (b'{"text": "\xff"}', ":2: not UTF-8"),
         ('{"text": "it costs 1e999 today"}', ":2: number: found '1e999', allowed: numbers that float64 holds"),
