@@ -4,6 +4,7 @@ And the runs that several test files look at, trained once a session.
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, here and by every run that is started
 if not os.path.exists("/dev/nvidia0"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
