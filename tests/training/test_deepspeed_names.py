@@ -1,4 +1,4 @@
-"""Every name of DeepSpeed's that it does not document and `train/zero` uses: an upgrade says which one is gone."""
+"""Every name of DeepSpeed's that it does not document and `training/zero` uses: an upgrade says which one is gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ZERO = Path(__file__).parents[2] / "cqwen_dist" / "train" / "zero"
+ZERO = Path(__file__).parents[2] / "cqwen_dist" / "training" / "zero"
 ZERO_1_2 = "runtime/zero/stage_1_and_2.py:DeepSpeedZeroOptimizer"
 ZERO_3 = "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3"
 ENGINE = "runtime/engine.py:DeepSpeedEngine"
@@ -72,7 +72,7 @@ def test_the_installed_deepspeed_has_it(where: str, name: str) -> None:
 
 
 def test_the_list_is_whole() -> None:
-    """Whatever train/zero takes from an optimizer or an engine of DeepSpeed's is in the list."""
+    """Whatever training/zero takes from an optimizer or an engine of DeepSpeed's is in the list."""
     documented = {"backward", "step", "train", "module", "zero_grad", "state"}
     known = documented | {name for names in NAMES.values() for name in names}
     used = set()
