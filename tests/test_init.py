@@ -58,6 +58,7 @@ def test_a_table_with_empty_cells_trains_as_it_was_written(one_rank: Path, tmp_p
     done = cqwen_forked("init", "--data", tmp_path / "t.parquet", "--base", one_rank / "base", "--out", out)
     assert done.returncode == 0, done.stderr
     assert "    city: Rome\n    score: 4.5\n" in done.stdout
+    assert f"cqwen fit {tmp_path / 't.parquet'} --target score" in done.stdout
     config = load_config(out)
     assert (config.data.target_field, config.data.empty_cell, config.data.on_bad_line) == ("score", "unknown", "skip")
     texts = [text.text for text in read_texts(config.data.train, config.data, ReadReport())]

@@ -77,6 +77,8 @@ def init(
         typer.echo("the first text as it will be read:")
         typer.echo("".join(f"    {line}\n" for line in first.text.splitlines()[:12]), nl=False)
     typer.echo(f"wrote {out}\n  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
+    if column := recipe.keys.get("target_field"):
+        typer.echo(f"or, with steps chosen by the table:\n  cqwen fit {data} --target {column} --base {base}")
 
 
 def _config(data: str, base: str, recipe: Any, out: Path) -> str:
