@@ -14,8 +14,9 @@ import numpy as np
 from cqwen_dist.config import UserError
 
 LONGEST = 1024  # tokens; longer rows are left out of training
-ROWS_TIMED = 4
+ROWS_TIMED = 8
 CLEARLY = 0.05  # nats a number
+SECONDS_A_STEP = 0.6  # of the heads alone, on two CPU cores
 EVALUATIONS = 4  # while training, and one at the start and at the end of each stage
 CONFIG = """\
 # Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
@@ -89,7 +90,7 @@ def measure_pace(base: str, tokens: int) -> Pace:
         x = torch.randn(ROWS_TIMED, tokens, model.config.hidden_size, device=device, dtype=dtype).requires_grad_()
         model.requires_grad_(False)
         forward, both = math.inf, math.inf
-        for _ in range(2):  # the first warms up
+        for _ in range(3):  # the first warms up
             start = time.perf_counter()
             loss = model(inputs_embeds=x).last_hidden_state.float().square().mean()
             float(loss.detach())
@@ -122,12 +123,12 @@ def choose(values: np.ndarray, tokens: np.ndarray, valid: int, pace: Pace, minut
     while length < tokens.max() + 8 and length < LONGEST:
         length *= 2
     batch = 16 if n >= 400 else 8
+    heads = min(max(2 * n // batch, 100), 500)
     features = 2 * n * pace.forward + 1.5 * (EVALUATIONS + 4) * valid * pace.forward  # start, cache; evaluations
     epoch = 1.4 * n * pace.both  # with the heads' own work
-    left = 60 * minutes * 0.8 - features - n * 0.02 - 30  # the rest: start, heads, predictions
+    left = 60 * minutes * 0.9 - features - heads * SECONDS_A_STEP - 60  # the rest: start, predictions
     epochs = min(max(left / epoch, 0.0), 8.0)
     epochs = math.floor(4 * epochs) / 4  # quarters
-    heads = min(max(4 * n // batch, 100), 1000)
     return Chosen(best_transform(values), length, batch, heads, epochs, epochs * epoch / 60)
 
 
