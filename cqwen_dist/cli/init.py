@@ -39,7 +39,7 @@ data:
 train:
   global_batch_size: 32  # texts an optimizer step, over all ranks
   micro_batch_size: 4  # a rank and forward: less memory with less
-  precision: bf16  # on a CPU fp32 is faster
+  precision: bf16  # on a CPU without AMX fp32 is faster
   eval_every: 50
   checkpoint_every: 100
 run:
