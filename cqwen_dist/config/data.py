@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,6 +37,16 @@ RECIPES: dict[str, dict[str, str]] = {
     **{f"{q}-{a}": {"prompt_template": f"{{{q}}}\n", "text_template": f"{{{a}}}"} for q, a in QUESTION_AND_ANSWER},
     "table": {"prompt_template": "{*}", "text_template": "TARGET: {TARGET}\n"},  # TARGET: target_field
 }
+
+
+def can_be_named(column: str) -> bool:
+    """Whether a template can hold a column's name in braces."""
+    return not {*column} & {*"{}[].!:"}
+
+
+def column_lines(columns: Iterable[str]) -> str:
+    """The template of a table's row: a line `column: {column}` for each."""
+    return "".join(f"{name}: {{{name}}}\n" for name in columns)
 
 
 def source_files(source: str, key: str) -> list[str]:

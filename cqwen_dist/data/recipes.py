@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES
+from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import as_number, is_empty
 from cqwen_dist.data.records import BadLine, Text
@@ -99,9 +99,12 @@ def _of_target(records: list[Any], target: str, source: str) -> tuple[str, dict[
     wrong = next((r[target] for r in records if not is_empty(r.get(target)) and as_number(r[target]) is None), None)
     if wrong is not None:
         raise UserError("--target", wrong, f"numbers in the column {target}")
-    usable = [name for name in columns if name != target and not set(name) & set("{}[].!:")]
-    prompt = "".join(f"{name}: {{{name}}}\n" for name in usable)
-    keys = {"prompt_template": prompt, "text_template": f"{target}: {{{target}}}\n", "target_field": target}
+    usable = [name for name in columns if name != target and can_be_named(name)]
+    keys = {
+        "prompt_template": column_lines(usable),
+        "text_template": f"{target}: {{{target}}}\n",
+        "target_field": target,
+    }
     empty = {name for record in records for name in (*usable, target) if is_empty(record.get(name))}
     if empty - {target}:
         keys["empty_cell"] = "unknown"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.delimited import delimiter_of, read_cells
 from cqwen_dist.generate.continuation import input_device, padded
@@ -83,7 +84,7 @@ def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
         return None
     template = (data.prompt_template or "") + (data.text_template or "").partition(f"{{{data.target_field}}}")[0]
     others = [name for name in columns if name != data.target_field and f"{{{name}}}" not in template]
-    return template.replace("{*}", "".join(f"{name}: {{{name}}}\n" for name in others))
+    return template.replace("{*}", column_lines(others))
 
 
 def _filled(

@@ -124,7 +124,7 @@ def _add_rates(
 ) -> None:
     """The learning rate of each group that trains, from what is logged: the stage's own."""
     by_name = {stage.name: StagePlan(stage, 0, 0, 1) for stage in stages}
-    for step, rate in list(zip(*values.get("train/lr", ([], [])), strict=True)):
+    for step, rate in zip(*values.get("train/lr", ([], [])), strict=True):
         name = next((stretch.name for stretch in taken if stretch.start < step <= stretch.stop), "")
         if name not in by_name:
             continue

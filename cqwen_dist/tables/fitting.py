@@ -10,7 +10,7 @@ FOLDER/fit.json, fit.svg             the comparison, and a picture of it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.plot import scatter_plot
-from cqwen_dist.generate.table import prompts_of, template_of
+from cqwen_dist.generate.table import predict_rows, prompts_of, template_of, write_table
 from cqwen_dist.run.files import appearing, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LONGEST, choose, config_text, measure_pace
@@ -83,7 +83,7 @@ def _begin(request: FitRequest, beside: Path, folder: Path, say: Callable[[str],
         f"{len(table.rows):,} rows: {len(parts.train):,} to learn from, {len(parts.valid):,} to watch and recalibrate, "
         f"{len(parts.test):,} to judge by; {len(table.columns)} columns, {len(table.numeric)} of numbers"
     )
-    template = request.template or "".join(f"{name}: {{{name}}}\n" for name in table.columns) + f"{table.target}: "
+    template = request.template or column_lines(table.columns) + f"{table.target}: "
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
     tokenizer = NumericalAwareTokenizer.from_pretrained(request.base)
     tokens = np.array([len(tokenizer.encode(prompts[row])[0]) for row in parts.train])
@@ -108,27 +108,32 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     table, parts = made.table, made.parts
     truth = table.values()[parts.test]
     own = _predict(folder, made, say)
-    found = np.array([np.nan if row["predicted"] == "" else float(row["predicted"]) for row in own])
-    silent = int(np.isnan(found).sum())
     middle = float(np.median(table.values()[parts.train]))
-    if silent:
+    found, ends = numbers_of(own)
+    if silent := int(np.isnan(found).sum()):
         say(f"note: {silent:,} rows for which no number was written count as the median {middle:g}")
-    ends = np.array([[float(row[f"{end}_90"] or "nan") for end in ("low", "high")] for row in own])
-    ends[np.isnan(ends)] = middle
-    results = {OURS: {**errors(np.where(np.isnan(found), middle, found), truth), **_intervals(ends, truth)}}
+    held = np.where(np.isnan(ends), middle, ends)
+    results = {OURS: {**errors(np.where(np.isnan(found), middle, found), truth), **_intervals(held, truth)}}
     learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # they need no rows to watch
     for name, predicted in baselines(table, learnt, parts.test, made.prompts):
         results[name] = errors(predicted, truth)
-    say_rows = [
+    examples = [
         {"prompt": made.prompts[row], **new, "truth": float(value)}
         for row, new, value in zip(parts.test[:5], own, truth, strict=False)
     ]
-    document = {"target": table.target, "rows": len(truth), "results": results, "examples": say_rows}
+    document = {"target": table.target, "rows": len(truth), "results": results, "examples": examples}
     write_atomically(folder / "fit.json", json.dumps(document, indent=1, ensure_ascii=False))
     marks = [(t, p, low, high) for t, p, (low, high) in zip(truth, found, ends, strict=True) if np.isfinite(p)]
     title = f"{table.target}: {len(truth):,} rows it never saw"
     (folder / "fit.svg").write_text(scatter_plot(title, marks, "true", "predicted, with 90 % interval"), "utf-8")
     return document
+
+
+def numbers_of(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Of predicted rows the numbers [n] and the ends of their 90 % intervals [n,2]; NaN where none was written."""
+    columns = ("predicted", "low_90", "high_90")
+    table = np.array([[np.nan if row[name] is None else float(row[name]) for name in columns] for row in rows])
+    return table[:, 0], table[:, 1:]
 
 
 def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
@@ -149,24 +154,15 @@ def _intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 
 def _predict(folder: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The test rows' `number_columns`; predicted.csv holds them behind the row's own cells."""
-    import csv
-
+    """The test rows with their new columns (`generate.table.NUMBER_COLUMNS`), as predicted.csv has them."""
     import torch
 
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.generate.table import number_columns, predict_numbers
 
-    table, test = made.table, made.parts.test
     model, tokenizer = load_trained(folder / "run", "auto" if torch.cuda.is_available() else "cpu")
-    prompts: Sequence[str] = [made.prompts[row] for row in test]
-    say(f"predicting {len(test):,} rows")
-    own: list[dict[str, Any]] = list(predict_numbers(model, tokenizer, prompts, batch_size=32, digits=6))
-    columns = [*table.columns, table.target, *number_columns(model)]
-    if len(set(columns)) < len(columns):
-        raise UserError("FILE", Said("a column named as one of predicted.csv's"), "other names", made.table.target)
+    say(f"predicting {len(made.parts.test):,} rows")
+    rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
+    found = list(predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6))
     with written_whole(folder / "predicted.csv") as beside, beside.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**table.rows[row], **new} for row, new in zip(test, own, strict=True))
-    return own
+        write_table(found, file)
+    return found

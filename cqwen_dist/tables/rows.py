@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import as_number, as_text, is_empty
 from cqwen_dist.data.recipes import records_of
+from cqwen_dist.generate.table import NUMBER_COLUMNS
 from cqwen_dist.generate.table import read_table as read_csv
 
 LEAST_ROWS = 20
-IN_BRACES = frozenset("{}[].!:")  # cannot stand in the name of a template's field
 Row = dict[str, str]
 
 
@@ -46,11 +47,13 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     names = list(dict.fromkeys(name for record in records for name in record))
     _known("--target", [target], names)
     _known("--text-columns", wanted, names)
-    unnamed = [name for name in names if IN_BRACES & {*name}]
+    unnamed = [name for name in names if not can_be_named(name)]
     columns = [name for name in wanted or names if name not in (target, *unnamed)]
     if not columns or target in unnamed:
         allowed = f"{target} and a further column without {{}}[].!: in its name"
         raise UserError("FILE", ", ".join(names), allowed, source)
+    if taken := {*NUMBER_COLUMNS} & {*columns, target}:
+        raise UserError("FILE", f"a column {min(taken)}", "other names than predicted.csv's new columns", source)
     whole = [{name: _as_text(record.get(name)) for name in (*columns, target)} for record in records]
     _refuse_targets(whole, target, source)
     rows = [row for row in whole if row[target]]

@@ -59,12 +59,14 @@ def test_rows_without_a_target_and_columns_no_template_can_name_are_left_out_and
         ({"score": 3}, "--target", "3 in every row"),
         ({"rows": 19}, "FILE", "19 rows"),
         ({"score": "inf"}, "--target", "inf"),
+        ({"more": {"low_90": 1}}, "FILE", "a column low_90"),
     ],
 )
 def test_what_cannot_be_fitted_is_one_line(tmp_path: Path, change: dict[str, object], key: str, found: str) -> None:
     records = cities(int(str(change.get("rows", 30))))
     if "score" in change:
         records = [{**record, "score": change["score"]} for record in records]
+    records = [{**record, **change.get("more", {})} for record in records]  # type: ignore[dict-item]
     wanted = [str(name) for name in change.get("wanted", [])]  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=found) as met:
         read_table(written(tmp_path, records), str(change.get("target", "score")), wanted)
