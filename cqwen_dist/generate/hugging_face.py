@@ -22,6 +22,7 @@ from cqwen_dist.generate.generation_settings import check_sampling
 from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, StopStrings, Tokenizer
+from cqwen_dist.intervals import LEVELS
 
 PASSED_ON = (
     "decode_rule",
@@ -67,11 +68,19 @@ NEUTRAL = {
 @dataclass
 class CausalQwenGeneration(ModelOutput):
     """With return_dict_in_generate: sequences [B,T'] int64, prompt + continuation, their numbers, and of these again
-    the values [B,T'] float64, for callers that hand on tensors only."""
+    the values [B,T'] and the ends of their intervals [B,T',levels,2] (`GeneratedNumbers.interval` at `LEVELS`), both
+    float64, for callers that hand on tensors only."""
 
     sequences: Tensor | None = None
     numbers: GeneratedNumbers | None = None
     numeric_values: Tensor | None = None
+    numeric_intervals: Tensor | None = None
+
+    @classmethod
+    def of(cls, sequences: Tensor, numbers: GeneratedNumbers) -> CausalQwenGeneration:
+        """All of a generation."""
+        ends = torch.stack([torch.stack(numbers.interval(level), -1) for level in LEVELS], -2)
+        return cls(sequences=sequences, numbers=numbers, numeric_values=numbers.values, numeric_intervals=ends)
 
 
 @dataclass(frozen=True)

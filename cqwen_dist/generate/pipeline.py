@@ -9,12 +9,15 @@ from typing import Any
 from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from cqwen_dist.intervals import LEVELS
+
 
 class CausalQwenTextGeneration(TextGenerationPipeline):
     """`pipeline("text-generation", ...)` of a CausalQwen; for every other model it makes transformers' own pipeline.
 
     That one hands the model ids without values, and decodes ids without values. This one keeps both together. Numbers
-    are written with the digits that their uncertainty leaves, unless it is called with `digits`.
+    are written with the digits that their uncertainty leaves, unless it is called with `digits`. Each record also has
+    `numbers`: of every number that was written the value and, by level, its interval.
     """
 
     # transformers' own asks for samples at temperature 0.7, which the default mode does not have
@@ -34,18 +37,25 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
     def postprocess(self, model_outputs: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         """A record for each text, as transformers' own."""
         start = model_outputs["input_ids"].shape[-1]
-        values, sequences = model_outputs.pop("numeric_values")[0], model_outputs["generated_sequence"][0]
+        rows = [model_outputs.pop(name)[0] for name in ("generated_sequence", "numeric_values", "numeric_intervals")]
         records, tokenizer = [], self.tokenizer
         try:
-            for ids, row in zip(sequences, values, strict=True):
+            for ids, values, ends in zip(*rows, strict=True):
                 reading: Any = copy.copy(tokenizer)
-                reading.decode = partial(reading.decode, values=row[start:])
+                reading.decode = partial(reading.decode, values=values[start:])
                 self.tokenizer = reading
                 one = {**model_outputs, "generated_sequence": ids[None, None]}
-                records += super().postprocess(one, *args, **kwargs)
+                at = [i for i in range(start, len(ids)) if not ends[i].isnan().any()]
+                numbers = [_number(float(values[i]), ends[i].tolist()) for i in at]
+                records += [{**record, "numbers": numbers} for record in super().postprocess(one, *args, **kwargs)]
         finally:
             self.tokenizer = tokenizer
         return records
+
+
+def _number(value: float, ends: list[tuple[float, float]]) -> dict[str, Any]:
+    """ends: at each of `LEVELS`."""
+    return {"value": value, "intervals": {f"{level:g}": tuple(span) for level, span in zip(LEVELS, ends, strict=True)}}
 
 
 def register_pipeline() -> None:

@@ -303,7 +303,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if streamer is not None:
             streamer.end()
         if request.as_output:
-            return CausalQwenGeneration(sequences=written, numbers=numbers, numeric_values=numbers.values)
+            return CausalQwenGeneration.of(written, numbers)
         return (written, numbers) if return_numbers else written
 
     def merge_adapters(self) -> None:

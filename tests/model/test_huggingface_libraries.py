@@ -59,6 +59,11 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
     assert found == [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
     together = pipe(PROMPTS, batch_size=2, return_full_text=False, **options)
     assert [rows[0]["generated_text"] for rows in together] == expected
+    written = [w.numbers for w in continue_text(model, tokenizer, PROMPTS, max_new_tokens=20)]
+    assert any(written)
+    for (record,), numbers in zip(together, written, strict=True):
+        assert [n["intervals"] for n in record["numbers"]] == [n.intervals for n in numbers]
+        assert [n["value"] for n in record["numbers"]] == [n.written for n in numbers]
     assert pipe(PROMPTS[0], max_new_tokens=20)[0]["generated_text"] == found[0], "greedy by default"
     stopped = pipe(PROMPTS[0], stop_sequence="tea", return_full_text=False, **options)[0]["generated_text"]
     assert stopped == expected[0][: expected[0].index("tea") + 3]
