@@ -60,7 +60,6 @@ for name, measure in (
     ("loss", bench.loss),
     ("step", bench.step),
     ("memory", bench.memory),
-    ("learn", bench.learn),
     ("generate", bench.generate),
 ):
     bench_app.command(name)(measure)

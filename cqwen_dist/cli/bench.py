@@ -93,25 +93,6 @@ def memory(
     print_document({"device": device, "rows": rows}, as_json, lambda found: table(found["rows"], found["device"]))
 
 
-def learn(
-    base: Annotated[str, typer.Option(help="The folder of a real base, such as `make base` makes.")],
-    data: Annotated[str, typer.Option(help="JSONL: GSM8K's fields (question, answer), or text.")],
-    out: Annotated[Path, typer.Option(help="Where results lie; the same command goes on there.")] = Path("runs/learn"),
-    scale: Annotated[str, typer.Option(help="small (an hour on 2 cores) or full (a GPU).")] = "small",
-    lanes: Annotated[int | None, typer.Option(min=1, help="Trainings side by side; default: by the cores.")] = None,
-    minutes: Annotated[float, typer.Option(help="Stop after so long; what is done stays.")] = 60.0,
-    only: Annotated[list[str] | None, typer.Option(help="Only arms whose names match; several times for more.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """A real base on your texts beside ordinary LoRA: words, numbers, and what is kept of prose and code."""
-    quiet_libraries()
-    from cqwen_dist.bench.learn.compare import run, table
-
-    console = plain_console(stderr=as_json)
-    summary = run(base, data, out=out, scale=scale, lanes=lanes, minutes=minutes, only=only, say=console.print)
-    print_document(summary, as_json, table)
-
-
 def generate(
     hidden: Annotated[int, typer.Option(min=1, help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the backbone.")] = 24,

@@ -231,10 +231,6 @@ class DigitTokenizer(NumericalAwareTokenizer):
     def _reads(self) -> NumberPolicy | None:
         return None
 
-    def places(self, text: str) -> list[tuple[int, int]]:
-        """Where in the text each of its tokens stands: text[start:end]."""
-        return list(self._backend.encode(text, add_special_tokens=False).offsets)
-
 
 def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
     """What `number_policy.json` holds. Raises: UserError."""

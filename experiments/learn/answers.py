@@ -1,4 +1,4 @@
-"""Numbers that a model tells behind the prompts of held-out texts, and how far off they are."""
+"""A model's predictions of the numbers that follow the prompts of held-out texts, and their errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.bench.learn.corpora import Item
 from cqwen_dist.config import NumberPolicy
 from cqwen_dist.data.collate import Document, collate
 from cqwen_dist.data.numbers import find_numbers
@@ -17,13 +16,14 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.training.evaluation.conformal import half_width
+from experiments.learn.corpora import Item
 
-ROWS = 16  # texts a batch
+ROWS = 16  # texts in a batch
 LEVEL = 0.9
 
 
 class Told(NamedTuple):
-    """Numbers behind the prompts and what a model says of them; all [M] float64."""
+    """The numbers after the prompts and a model's predictions; all [M] float64."""
 
     truth: np.ndarray
     told: np.ndarray  # the median of Y, raw unit
@@ -32,7 +32,7 @@ class Told(NamedTuple):
 
 
 def to_tell(items: list[Item], tokenizer: NumericalAwareTokenizer) -> list[Batch]:
-    """Batches of ROWS whole texts; the numbers to tell are those behind the prompts."""
+    """Batches of ROWS whole texts; the numbers after the prompts are to be predicted."""
     documents = []
     given = tokenizer.encode_batch([item.prompt for item in items])
     for encoded, prompt in zip(tokenizer.encode_batch([item.text for item in items]), given, strict=True):
@@ -45,7 +45,7 @@ def to_tell(items: list[Item], tokenizer: NumericalAwareTokenizer) -> list[Batch
 
 
 def whole_texts(documents: list[Document], tokenizer: NumericalAwareTokenizer, rows: int) -> list[Batch]:
-    """Batches of so many documents, a row each."""
+    """Batches of `rows` documents, one per row."""
     return [
         collate(
             [(document,) for document in documents[at : at + rows]],
@@ -57,33 +57,33 @@ def whole_texts(documents: list[Document], tokenizer: NumericalAwareTokenizer, r
 
 
 def numbers_to_tell(items: list[Item], policy: NumberPolicy) -> list[tuple[int, int, float, bool]]:
-    """(text, place in it, value, whether an equal number stands before it) of every number behind a prompt."""
+    """(text, character, value, whether an equal number precedes it) of every number after a prompt."""
     found = []
     for text, item in enumerate(items):
         seen: set[float] = set()
         for start, _, value in find_numbers(item.text, policy):
             if math.isinf(value):
-                continue  # stays text
-            if start >= len(item.prompt) and start > 0:  # nothing tells a number that opens a text
+                continue  # the tokenizer leaves it as text
+            if start >= len(item.prompt) and start > 0:  # a number that opens a text has no context
                 found.append((text, start, value, value in seen))
             seen.add(value)
     return found
 
 
 def spread(count: int, most: int) -> np.ndarray:
-    """Which of `count` numbers are told, at most so many: evenly over all texts; ascending places."""
+    """At most `most` indices below `count`, evenly spaced and ascending."""
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
 @torch.no_grad()
 def tell(model: CausalQwenModel, batches: list[Batch]) -> Told:
-    """Y at every number to tell, the text before it given."""
+    """Predict every number of the batches from the text before it."""
     device = model.action.cls_weight.device
     parts: list[Told] = []
     for batch in batches:
         flat = batch.numeric_mask.flatten().nonzero()[:, 0]
-        there, keep = batch.to(device), flat.to(device)
-        u_prime = model.action.add_noise(model.abduction(model.kept_features(there, keep)))
+        on_device, positions = batch.to(device), flat.to(device)
+        u_prime = model.action.add_noise(model.abduction(model.kept_features(on_device, positions)))
         y = model.action.value(Cauchy(u_prime.loc, u_prime.scale))
         truth = batch.numeric_labels.flatten()[flat]
         goal = model.target.forward(truth).to(device)
@@ -104,7 +104,7 @@ def _crps(model: CausalQwenModel, y: Cauchy, goal: torch.Tensor) -> torch.Tensor
 
 
 def errors(truth: np.ndarray, told: np.ndarray, median: float, repeated: np.ndarray) -> dict[str, float]:
-    """Errors [M] in the raw unit beside always the median's; of numbers that repeat an earlier one, and of new ones."""
+    """Errors of told [M] in the raw unit and of the constant `median`; separately for repeated and for new numbers."""
     error, always = np.abs(told - truth), np.abs(median - truth)
     metrics = {
         "numbers": len(error),
@@ -121,7 +121,7 @@ def errors(truth: np.ndarray, told: np.ndarray, median: float, repeated: np.ndar
 
 
 def told_metrics(told: Told, median: float, repeated: np.ndarray) -> dict[str, Any]:
-    """`errors`, the mean CRPS where it is known, and the share that the LEVEL interval holds as the model has it."""
+    """`errors`, the mean CRPS where it is known, and the coverage of the model's own LEVEL interval."""
     metrics: dict[str, Any] = {
         **errors(told.truth, told.told, median, repeated),
         "coverage": float(np.mean(told.scores <= half_width(LEVEL))),

@@ -1,4 +1,4 @@
-"""The trainings that `cqwen bench learn` compares: arms at equal texts, each at three rates of LoRA."""
+"""The trainings of the comparison: every arm on the same texts, at three learning rates of LoRA."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.bench.learn.corpora import HELD_OUT
-from cqwen_dist.bench.learn.lanes import Task
-from cqwen_dist.bench.learn.words import ROWS
 from cqwen_dist.config.training import LINEARS
+from experiments.learn.corpora import HELD_OUT
+from experiments.learn.lanes import Task
+from experiments.learn.words import ROWS
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a comparison is."""
+    """Size of a comparison."""
 
     texts: int  # to train on
     held_out: int  # texts that are never trained on
-    problems: int  # of those, so many are measured
-    pieces: int  # of prose, and of code
-    told: int  # numbers of the answers that are told, at most, evenly over the problems
+    problems: int  # held-out texts that are measured
+    pieces: int  # of prose, and as many of code
+    told: int  # at most so many numbers of the answers are predicted, evenly over the problems
     heads_steps: int
     lora_steps: int
     batch: int
@@ -33,7 +33,7 @@ SCALES = {
 }
 BASE = "base, untrained"
 SEED = 0
-# The rates of a real base (docs/training.md); the heads have theirs in both stages, and every arm may choose LoRA's.
+# Learning rates for a real base (docs/training.md). The heads keep theirs in both stages; LoRA's is chosen per arm.
 HEADS_LR = 2e-5
 HEADS_RATES = {"classifier": 2e-6, "regression": 1e-3, "thresholds": 1e-3}
 LORA_LRS = (1e-4, 3e-4, 1e-3)
@@ -46,7 +46,7 @@ PLAIN = {"LoRA + softmax, digits": True, "LoRA + softmax, <NUM>": False}
 
 
 def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
-    """Every training; an arm's name is followed by its rate. median: of the numbers behind the training prompts."""
+    """All trainings, named by arm and rate. median: of the numbers after the training prompts."""
     files = {name: str(out / "data" / f"{name}.jsonl") for name in HELD_OUT}
     train = str(out / "data" / "train.jsonl")
     shared = {"base": base, "held_out": files, "told": size.told, "median": median}
@@ -74,7 +74,7 @@ def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
 
 
 def _config(size: Scale, base: str, train: str, held_out: str, folder: str, lora_lr: float) -> dict[str, Any]:
-    """A run of the product: heads first, then heads and LoRA."""
+    """Config of a CausalQwen run: heads first, then heads and LoRA."""
     both = {"lr": HEADS_LR, "schedule": "cosine"}
     heads = {**both, "name": "heads", "train": ["heads", "embedding"], "steps": size.heads_steps}
     lora = {**both, "name": "lora", "train": ["heads", "embedding", "lora"], "steps": size.lora_steps}

@@ -1,10 +1,10 @@
-"""The texts of `cqwen bench learn`. Which of them are held out depends on their SHA-256 alone.
+"""The texts of the comparison. A text's SHA-256 alone decides whether it is held out.
 
-words    the user's JSONL (GSM8K's question and answer, or a field `text`): trained on, and held out
+words    the user's JSONL (GSM8K's question and answer, or a field `text`): one part is trained on, one is held out
 prose    English of Python's own language reference (`pydoc_data.topics`): held out only
 code     functions of Python's standard library, without docstrings or comments: held out only
 
-Every text has a `prompt`, its part whose numbers are given: a problem's question.
+Every text has a `prompt`: the part whose numbers are given, such as a problem's question. It may be empty.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Item(NamedTuple):
 
 
 def write_corpora(folder: Path, data: str, texts: int, held_out: int, problems: int, pieces: int) -> dict[str, int]:
-    """Write train.jsonl and NAME.jsonl of each of HELD_OUT; what an earlier call of the same kind wrote stays.
+    """Write train.jsonl, and NAME.jsonl for each name of HELD_OUT. Files of an earlier equal call are kept.
 
-    texts: at most so many to train on, behind the first `held_out` of all. problems, pieces: at most so many of those
-    held out are measured, of words and of prose and code each. Returns how many there are of each file.
+    The first `held_out` texts of the user are held out, the next `texts` are trained on. At most `problems` held-out
+    texts of the user, and `pieces` of prose and of code, are measured. Returns the number of texts of each file.
     Raises `UserError`.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write_corpora(folder: Path, data: str, texts: int, held_out: int, problems: 
 
 
 def read_items(path: Path) -> list[Item]:
-    """What `write_corpora` wrote."""
+    """Read a file of `write_corpora`."""
     return [Item(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -91,12 +91,12 @@ def _user_texts(source: str) -> Iterable[Item]:
 
 
 def _ordered(items: Iterable[Item]) -> list[Item]:
-    """In an order that their content gives; equal texts count once."""
+    """Sorted by SHA-256, without duplicates."""
     return sorted(set(items), key=lambda item: hashlib.sha256(item.text.encode()).digest())
 
 
 def _prose() -> Iterator[Item]:
-    """Pieces of running English, each from another topic."""
+    """Pieces of running English, one per topic."""
     from pydoc_data.topics import topics
 
     for text in topics.values():
@@ -111,12 +111,10 @@ def _cut(text: str) -> str:
 
 
 def _functions() -> Iterator[Item]:
-    """Functions of the standard library's own source on this machine, tests left out."""
+    """Functions of this machine's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"} & set(
-            path.relative_to(root).parts
-        ):
+        if NOT_READ & set(path.relative_to(root).parts):
             continue
         try:
             with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""The ordinary way, to compare with: the same base, PEFT's LoRA, softmax cross-entropy, numbers as digits.
+"""An ordinary arm: the same base, PEFT's LoRA, softmax cross-entropy, numbers as digits.
 
-Nothing of CausalQwen is in here but the reading of texts. A number is told by greedy decoding behind its prefix.
+It shares only the reading of texts with CausalQwen. A number is predicted by greedy decoding after its prefix.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.bench.learn.answers import errors, numbers_to_tell, spread
-from cqwen_dist.bench.learn.corpora import Item, read_items
-from cqwen_dist.bench.learn.words import ROWS, measured_words, plain_scorer
 from cqwen_dist.config import DataConfig
 from cqwen_dist.data.dataset import tokenise
 from cqwen_dist.data.loader import Loader
@@ -27,17 +24,20 @@ from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
+from experiments.learn.answers import errors, numbers_to_tell, spread
+from experiments.learn.corpora import Item, read_items
+from experiments.learn.words import ROWS, measured_words, plain_scorer
 
 NEW_TOKENS = 12  # of a decoded number at most
 DECODED = 128  # prefixes decoded in one call
 
 
 def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
-    """Task: fine-tune in the ordinary way and measure.
+    """Task: fine-tune with ordinary LoRA and measure.
 
-    options: base (a folder), data (a `DataConfig` tree), steps (0: the base itself is measured), batch, lr, seed, lora
-    (what PEFT takes), digits (else <NUM> with its value unseen), held_out (files by name), told (so many numbers at
-    most), median. Returns `words` of every file, `numbers` where digits are read, and the training's `losses`.
+    options: base (a folder), data (a `DataConfig` tree), steps (0 measures the base itself), batch, lr, seed, lora
+    (arguments of PEFT's LoraConfig), digits (False: <NUM> without its value), held_out (files by name), told (at most
+    so many numbers), median. Returns `words` for every file, `numbers` if digits are read, and the training `losses`.
     """
     kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
     tokenizer = kind.from_pretrained(options["base"])
@@ -54,7 +54,7 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
 
 
 def _train(model: Any, tokenizer: NumericalAwareTokenizer, config: DataConfig, options: dict[str, Any]) -> list[float]:
-    """AdamW, cosine to a tenth, clip 1.0: as the run it is compared with; returns the losses."""
+    """AdamW, cosine to a tenth, clip 1.0, as the CausalQwen runs; returns the losses."""
     device = next(model.parameters()).device
     dataset = tokenise(list(read_texts(str(config.train), config, ReadReport())), tokenizer, config)
     size, steps = options["batch"], options["steps"]
@@ -73,7 +73,7 @@ def _train(model: Any, tokenizer: NumericalAwareTokenizer, config: DataConfig, o
 
 
 def _backward(model: Any, batch: Batch) -> Tensor:
-    """The mean cross-entropy of a batch and its gradients, ROWS texts at a time: logits are [ROWS,T,V]."""
+    """Mean cross-entropy of a batch, with gradients, ROWS texts at a time: logits are [ROWS,T,V]."""
     total, count = torch.zeros((), device=batch.labels.device), batch.label_mask.sum()
     parts = (batch.input_ids, batch.position_ids, batch.labels)
     for ids, positions, labels in zip(*(part.split(ROWS) for part in parts), strict=True):
@@ -88,7 +88,7 @@ def _backward(model: Any, batch: Batch) -> Tensor:
 def _numbers(
     model: Any, tokenizer: NumericalAwareTokenizer, items: list[Item], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Errors of the numbers behind the prompts, decoded greedily; what does not read as a number is the median."""
+    """Errors of the numbers after the prompts, decoded greedily; the median stands in for text that is no number."""
     device = next(model.parameters()).device
     every = numbers_to_tell(items, tokenizer.policy)
     asked = [every[i] for i in spread(len(every), options["told"])]

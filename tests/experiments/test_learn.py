@@ -1,4 +1,4 @@
-"""bench learn: its texts, its measures, its list of trainings; every arm once on a tiny base."""
+"""experiments.learn: its texts, its measures, its list of trainings; every arm once on a tiny base."""
 
 import json
 import re
@@ -11,16 +11,16 @@ from rich.console import Console
 from support.runs import write_texts
 from support.tiny import tiny_base
 
-from cqwen_dist.bench.learn import arms, compare
-from cqwen_dist.bench.learn.answers import Told, numbers_to_tell, to_tell, told_metrics
-from cqwen_dist.bench.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks
-from cqwen_dist.bench.learn.corpora import Item, read_items, write_corpora
-from cqwen_dist.bench.learn.lanes import Task, run_tasks
-from cqwen_dist.bench.learn.words import shared_words
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.training.evaluation.conformal import half_width
+from experiments.learn import arms, compare
+from experiments.learn.answers import Told, numbers_to_tell, to_tell, told_metrics
+from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks
+from experiments.learn.corpora import Item, read_items, write_corpora
+from experiments.learn.lanes import Task, run_tasks
+from experiments.learn.words import shared_words
 
 CODE = '''
 def area(width, height):

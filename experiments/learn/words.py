@@ -1,7 +1,7 @@
-"""Words told right, the same words for every arm: a model that reads <NUM> and one that reads digits.
+"""Accuracy and perplexity of words, on the same tokens for models that read <NUM> and models that read digits.
 
-A text's words are the same tokens in both readings, numerals aside. What is not in both (a token that holds a digit and
-a letter, a numeral that one reading leaves text) is measured in neither; so are the digits.
+Apart from numerals, both readings give the same tokens. A token of one reading only is not measured: one that holds a
+digit and a letter, or a numeral that one reading leaves as text. Digits are not measured either.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.bench.learn.answers import whole_texts
-from cqwen_dist.bench.learn.corpora import read_items
 from cqwen_dist.data.collate import Document
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
@@ -25,16 +23,19 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
 from cqwen_dist.training.evaluation.evaluator import perplexity, top1
+from experiments.learn.answers import whole_texts
+from experiments.learn.corpora import read_items
 
-ROWS = 4  # texts a batch: the ordinary way's logits are [ROWS,T,V]
-Scorer = Callable[[Batch], tuple[Tensor, Tensor]]  # the first word, and the label's log-probability, of every label
+ROWS = 4  # texts in a batch: the logits of plain arms are [ROWS,T,V]
+Scorer = Callable[[Batch], tuple[Tensor, Tensor]]  # best word [N] and log-probability of the label [N]
 
 
 def shared_words(text: str, numbers: NumericalAwareTokenizer, digits: DigitTokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens of each reading are words that both have; [tokens] bool each."""
+    """Mask of the words that both readings share, for each reading: [tokens] bool."""
     mine, theirs = np.array(numbers.encode_batch([text])[0].ids), np.array(digits.encode_batch([text])[0].ids)
     numerals = find_numbers(text, numbers.policy)
-    inside = [any(s < n.end and e > n.start for n in numerals) for s, e in digits.places(text)]
+    offsets = digits._backend.encode(text, add_special_tokens=False).offsets
+    inside = [any(s < n.end and e > n.start for n in numerals) for s, e in offsets]
     words = (np.flatnonzero(mine != numbers.num_token_id), np.flatnonzero(~np.array(inside, bool)))
     matcher = SequenceMatcher(None, mine[words[0]].tolist(), theirs[words[1]].tolist(), autojunk=False)
     masks = np.zeros(len(mine), bool), np.zeros(len(theirs), bool)
@@ -45,9 +46,9 @@ def shared_words(text: str, numbers: NumericalAwareTokenizer, digits: DigitToken
 
 
 def word_batches(texts: list[str], tokenizer: NumericalAwareTokenizer, source: str) -> list[Batch]:
-    """Whole texts whose labels are the shared words, the end of the text, and <NUM> where the tokenizer reads it.
+    """Whole texts. Labels are the shared words, the end of the text, and <NUM> where the tokenizer reads it.
 
-    source: folder of the tokenizer, to read the texts the other way too.
+    source: folder of the tokenizer, from which the tokenizer of the other reading is loaded.
     """
     spelling = isinstance(tokenizer, DigitTokenizer)
     other = (NumericalAwareTokenizer if spelling else DigitTokenizer).from_pretrained(source, policy=tokenizer.policy)
@@ -64,29 +65,29 @@ def word_batches(texts: list[str], tokenizer: NumericalAwareTokenizer, source: s
 
 @torch.no_grad()
 def word_metrics(score: Scorer, batches: list[Batch], num_token_id: int) -> dict[str, float]:
-    """Top-1 and perplexity of the words alone; F1 of telling <NUM> where there is one."""
+    """Top-1 and perplexity of words; F1 of <NUM> if any label is <NUM>."""
     columns = []
     for batch in batches:
         best, log_p = score(batch)
         labels = batch.labels[batch.label_mask]
         columns.append(torch.stack([labels.double(), best.double().cpu(), log_p.double().cpu()]))
     labels, best, log_p = torch.cat(columns, 1)
-    number, said = labels == num_token_id, best == num_token_id
+    number, predicted = labels == num_token_id, best == num_token_id
     words = ~number
-    figures = {
+    metrics = {
         "words": int(words.sum()),
         "top1": float((best == labels)[words].double().mean()),
         "perplexity": perplexity(-float(log_p[words].mean())),
     }
     if number.any():
-        figures["num_f1"] = 2 * float((number & said).sum()) / float(number.sum() + said.sum())
-    return figures
+        metrics["num_f1"] = 2 * float((number & predicted).sum()) / float(number.sum() + predicted.sum())
+    return metrics
 
 
 def measured_words(
     score: Scorer, files: dict[str, str], tokenizer: NumericalAwareTokenizer, source: str
 ) -> dict[str, dict[str, float]]:
-    """`word_metrics` of every file, by its name."""
+    """`word_metrics` of every file, by name."""
     found = {}
     for name, file in files.items():
         batches = word_batches([item.text for item in read_items(Path(file))], tokenizer, source)
@@ -95,18 +96,17 @@ def measured_words(
 
 
 def causal_scorer(model: CausalQwenModel) -> Scorer:
-    """Ours: the first by P, the probability by softmax(loc_S)."""
+    """Scorer of CausalQwen: ranks by the one-vs-rest probability P, takes log-probabilities of softmax(loc_S)."""
     action, groups = model.action, build_groups(1)
     device = action.cls_weight.device
 
     def score(batch: Batch) -> tuple[Tensor, Tensor]:
-        keep = batch.kept.to(device)
-        there = batch.to(device)
-        u_prime = action.add_noise(model.abduction(model.kept_features(there, keep)))
+        positions, on_device = batch.kept.to(device), batch.to(device)
+        u_prime = action.add_noise(model.abduction(model.kept_features(on_device, positions)))
         scores = vocab_parallel_scores(
             action.word_part(u_prime).to(torch.float32),
             action.word_head(model.config.used_rows),
-            there.labels.flatten()[keep],
+            on_device.labels.flatten()[positions],
             groups.vocab,
         )
         return top1(model, u_prime, groups, torch.float32, "ovr"), scores.label_loc - scores.log_norm
@@ -115,15 +115,15 @@ def causal_scorer(model: CausalQwenModel) -> Scorer:
 
 
 def plain_scorer(model: Any) -> Scorer:
-    """The ordinary way: the softmax's."""
+    """Scorer of a causal language model with a softmax."""
     model.eval()
     device = next(model.parameters()).device
 
     def score(batch: Batch) -> tuple[Tensor, Tensor]:
-        there = batch.to(device)
-        logits = model(input_ids=there.input_ids, position_ids=there.position_ids, use_cache=False).logits
-        logits = logits[there.label_mask].float()
-        labels = there.labels[there.label_mask].unsqueeze(1)
+        on_device = batch.to(device)
+        logits = model(input_ids=on_device.input_ids, position_ids=on_device.position_ids, use_cache=False).logits
+        logits = logits[on_device.label_mask].float()
+        labels = on_device.labels[on_device.label_mask].unsqueeze(1)
         return logits.argmax(-1), logits.gather(1, labels)[:, 0] - logits.logsumexp(-1)
 
     return score

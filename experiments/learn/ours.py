@@ -1,4 +1,4 @@
-"""One run of the product inside `cqwen bench learn`: trained by its trainer, measured as every arm is."""
+"""An arm of CausalQwen: trained by the package's trainer, measured like every arm."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.bench.learn.answers import Told, numbers_to_tell, spread, tell, to_tell, told_metrics
-from cqwen_dist.bench.learn.corpora import read_items
-from cqwen_dist.bench.learn.words import causal_scorer, measured_words
 from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import list_checkpoints
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.training.trainer import train_on
+from experiments.learn.answers import Told, numbers_to_tell, spread, tell, to_tell, told_metrics
+from experiments.learn.corpora import read_items
+from experiments.learn.words import causal_scorer, measured_words
 
 
 def our_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     """Task: train and measure.
 
-    options: config (a tree), base (a folder), held_out (files by name), told (so many numbers at most), median.
-    Returns `words` of every file, `numbers`, and `evaluations`: the run's own at the start and after each stage.
+    options: config (a tree), base (a folder), held_out (files by name), told (at most so many numbers), median.
+    Returns `words` for every file, `numbers`, and `evaluations`: the run's own at the start and after each stage.
     """
     config = Config.model_validate(options["config"])
     run = Path(config.run.dir)

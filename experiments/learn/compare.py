@@ -1,9 +1,9 @@
-"""``cqwen bench learn``: do words and numbers get better, and what else is kept, beside ordinary LoRA on the same base?
+"""Does CausalQwen learn words and numbers as well as ordinary LoRA on the same base, and what does each forget?
 
-Arms (`arms`) are at equal texts. Words are the same for every arm (`words`); the base reads the text as it is, digits
-and all. Every arm is shown at the rate of LoRA that leaves the least word perplexity on the held-out texts; the rates
-are chosen on the texts that are reported, for all arms alike. Every training is one task; results lie in OUT/results
-as they end, and the same command goes on with what is missing.
+All arms (`arms`) train on the same texts and are measured on the same words (`words`); the untrained base reads numbers
+as digits. The table shows each arm at the LoRA rate with the lowest word perplexity on the held-out texts, so rates are
+chosen on the texts that are reported, for all arms alike. Each training is one task: its result is written to
+OUT/results when it ends, and the same command continues with the missing ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from cqwen_dist.bench.learn.answers import numbers_to_tell
-from cqwen_dist.bench.learn.arms import BASE, OURS, PLAIN, SCALES, tasks
-from cqwen_dist.bench.learn.corpora import HELD_OUT, read_items, write_corpora
-from cqwen_dist.bench.learn.lanes import run_tasks
-from cqwen_dist.bench.learn.ours import our_arm
-from cqwen_dist.bench.learn.plain import plain_arm
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.run.files import write_atomically
+from experiments.learn.answers import numbers_to_tell
+from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, tasks
+from experiments.learn.corpora import HELD_OUT, read_items, write_corpora
+from experiments.learn.lanes import run_tasks
+from experiments.learn.ours import our_arm
+from experiments.learn.plain import plain_arm
 
 KINDS = {"ours": our_arm, "plain": plain_arm}
 
@@ -44,10 +44,10 @@ def run(
     only: list[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Train and measure what is missing; returns the summary, JSON-ready.
+    """Run the missing trainings and measure them; returns the summary, JSON-ready.
 
-    base: a folder. data: JSONL of GSM8K's fields or of `text`. lanes: trainings side by side (default: a core each, at
-    most 4 on a GPU). only: arms whose names match one of these regular expressions. Raises `UserError`.
+    base: a folder. data: JSONL of GSM8K's fields or of `text`. lanes: trainings side by side (default: one per core,
+    at most 4 on a GPU). only: arms whose names match one of these regular expressions. Raises `UserError`.
     """
     if scale not in SCALES:
         raise UserError("--scale", scale, " or ".join(SCALES))
@@ -74,7 +74,7 @@ def run(
 
 
 def rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The base, then a row an arm: that of the rate with the least word perplexity on the held-out texts."""
+    """The base, then one row per arm at the rate with the lowest word perplexity on the held-out texts."""
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for name, result in results.items():
         if name != BASE:
@@ -89,7 +89,7 @@ def rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """The summary for a terminal: top-1 and perplexity of the words of every kind of text, F1, the answers' numbers."""
+    """The summary for a terminal: top-1 and perplexity of words by kind of text, F1 of <NUM>, errors of numbers."""
     title = f"Each arm at its best rate (least word perplexity); {summary['device']}"
     out = Table(title=title, title_justify="left")
     columns = ["arm", "LoRA lr", "words", "perplexity", "prose", "perplexity", "code", "perplexity"]
@@ -108,6 +108,6 @@ def table(summary: dict[str, Any]) -> Table:
 
 
 def _median_number(path: Path) -> float:
-    """The median of the numbers behind the prompts of the training texts."""
+    """The median of the numbers after the prompts of the training texts."""
     values = [value for _, _, value, _ in numbers_to_tell(read_items(path), NumberPolicy())]
     return statistics.median(values) if values else 0.0

@@ -1,7 +1,7 @@
-"""Many small trainings side by side: lanes are processes that take tasks off one list, in order.
+"""Many small trainings side by side: lanes are processes that take tasks from one list, in order.
 
-A small model leaves most of a GPU and all but one core idle, so lanes share them. Every result is written as it ends,
-under its task's name; what is there already is not done again.
+A small model leaves most of a GPU and all but one core idle, so lanes share them. Each result is written when its task
+ends, under the task's name. A task whose result exists is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Work = Callable[..., dict[str, Any]]  # (options of the task, runtime) -> metric
 
 @dataclass(frozen=True)
 class Task:
-    """Something to do in a lane."""
+    """One piece of work for a lane."""
 
     name: str
     kind: str
@@ -38,10 +38,10 @@ class Task:
 def run_tasks(
     tasks: list[Task], kinds: dict[str, Work], out: Path, lanes: int, seconds: float, say: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Do the tasks; returns the results by name, of those that were done within `seconds`.
+    """Do the tasks; returns the results by name of those that ended within `seconds`.
 
     kinds: top-level functions by `Task.kind`. A task that fails has a result with `error`. After `seconds` the lanes
-    are ended and what is missing is said.
+    are killed and the missing tasks are named.
     """
     results = out / "results"
     results.mkdir(parents=True, exist_ok=True)
@@ -67,8 +67,8 @@ def _wait(processes: list[Any], left: list[Task], results: Path, deadline: float
             result = None if task.name in seen else _read(results, task.name)
             if result is not None:
                 seen.add(task.name)
-                said = f"failed: {result['error'].strip().splitlines()[-1]}" if "error" in result else "done"
-                say(f"[{len(seen)}/{len(left)}] {task.name}: {said}, {result['seconds']:.0f} s")
+                outcome = f"failed: {result['error'].strip().splitlines()[-1]}" if "error" in result else "done"
+                say(f"[{len(seen)}/{len(left)}] {task.name}: {outcome}, {result['seconds']:.0f} s")
         if not alive or time.monotonic() > deadline:
             break
         time.sleep(0.5)
@@ -82,7 +82,7 @@ def _wait(processes: list[Any], left: list[Task], results: Path, deadline: float
 
 
 def _lane(tasks: list[Task], kinds: dict[str, Work], out: Path, turn: Any, lane: int) -> None:
-    """Take the next task until none is left."""
+    """Do the next task until none is left; output goes to lane-N.log."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     log = (out / f"lane-{lane}.log").open("a", buffering=1, encoding="utf-8")
     os.dup2(log.fileno(), 1)

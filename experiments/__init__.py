@@ -1,0 +1,1 @@
+"""Experiments around the package, run from the repository root. They import cqwen_dist; it never imports them."""

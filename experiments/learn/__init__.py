@@ -1,0 +1,1 @@
+"""`python -m experiments.learn`: one base, fine-tuned on the same texts as CausalQwen and with ordinary LoRA."""
