@@ -1,15 +1,15 @@
-"""Tokens a second of the modes beside Hugging Face's own generate on the same base, in turns, in one process.
+"""``cqwen bench generate``: tokens/s of every mode and of Hugging Face's generate on the same base, timed in turn.
 
-Weights are random: speed depends on shapes only, but for one thing. `standard` computes few scales where P tells words
-apart, and all of them where it does not (`ops.ovr.best`). "standard" is a calibrated start, whose scales are equal;
+Weights are random, as speed depends on shapes, with one exception: mode `standard` computes few scales if P separates
+words well, and all of them if not (`ops.ovr.best`). Row "standard" has equal scales, as a calibrated start has; row
 "standard, all scales" is the worst case.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from cqwen_dist.bench.timing import seconds_of
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
 
@@ -33,7 +34,7 @@ def run(
     rounds: int = 3,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Medians over rounds, and each mode's ratio to Hugging Face in the same round."""
+    """Medians over rounds, and each mode's ratio to Hugging Face within a round."""
     base = build_base(
         {
             "model_type": "qwen2",
@@ -72,21 +73,18 @@ def run(
 
 
 def _in_turn(contenders: dict[str, Callable[[Tensor], Any]], ids: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contender in each round; one more round before them warms up."""
+    """Seconds of every contender in each round, after one round of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, contender in contenders.items():
-            began = time.perf_counter()
-            contender(ids)
-            if ids.is_cuda:
-                torch.cuda.synchronize()
+            seconds = seconds_of(partial(contender, ids), ids.device)
             if turn:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(seconds)
     return times
 
 
 def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
-    """The same weights turned causal; the transformer's own are shared, the heads are copies."""
+    """A CausalQwen of the same weights: the transformer is shared, the heads are copies."""
     shell = copy.copy(base)
     shell._modules = dict(base._modules)
     shell.model = copy.copy(base.model)
@@ -117,7 +115,7 @@ def _contender(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """For people."""
+    """`run`'s result for a terminal."""
     shown = Table(title=f"tokens/s beside Hugging Face's generate, {result['shape']}, {result['threads']} thread(s)")
     for column in ("batch", "", "tokens/s", "ratio", "least", "most"):
         shown.add_column(column)

@@ -1,22 +1,21 @@
-"""``cqwen bench loss``: what the one-vs-rest loss costs, beside its floor and beside other heads.
+"""``cqwen bench loss``: what the one-vs-rest loss costs, compared with its floor and with other heads.
 
-Contenders, each one forward and backward with gradients of all its inputs:
+Each contender does one forward and one backward pass, with gradients of all its inputs:
 
 this        ``linear_ovr``
-floor       the six matrix products alone, in this's own tiles: no implementation of this loss can be faster
+floor       the six matrix products alone, in the tiles of `this`: no implementation of this loss can be faster
 seed        the seeds' formula as written (S0 5.1: arctan, one-hot, eps = 1e-7), materialised, by autograd
 stable      the stable formulas, materialised, by autograd
 softmax     an ordinary head, materialised: one product and cross entropy
 liger, cce  an ordinary head by Liger-Kernel and by ml-cross-entropy, where installed (CUDA)
 
-All are timed in turn, round by round; a ratio is taken within a round, its "best" between the fastest rounds of each.
+All are timed in turn, round by round. A ratio is taken within a round; "best" compares the fastest rounds.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,21 +25,17 @@ from rich.table import Table
 from torch import Tensor
 
 from cqwen_dist.bench.memory import peak_growth_bytes
+from cqwen_dist.bench.timing import device_name, seconds_of, spread
 from cqwen_dist.ops.ovr import linear_ovr
 from cqwen_dist.ops.ovr.one_pass import tile_shape
 
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
 MIB = 1 << 20
 
 
 class NeedsCuda(RuntimeError):
-    """A contender that runs on CUDA alone was asked to run elsewhere."""
+    """The contender runs on CUDA only."""
 
 
 class Problem(NamedTuple):
@@ -52,8 +47,10 @@ class Problem(NamedTuple):
     threshold: Tensor
     labels: Tensor
 
-    def leaves(self) -> tuple[Tensor, ...]:
-        return self[:4]
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for leaf in self[:4]:
+            leaf.grad = None
 
 
 def run(
@@ -67,12 +64,12 @@ def run(
     only: list[str] | None = None,
     plain_limit_gib: float = 8.0,
 ) -> dict[str, Any]:
-    """Time and peak extra memory of every contender (all, or ``only`` those named; floor always).
+    """Time and peak extra memory of all contenders, or of the floor and ``only`` those named.
 
-    dtype: fp32 or bf16. device: cpu, cuda, or auto (cuda where there is one). impl: as ``linear_ovr`` takes it. A
-    materialising contender that would hold more than plain_limit_gib is skipped and named. Returns a JSON-ready
-    dict: the shape, ``rows`` (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond
-    inputs and gradients or None, tokens_per_second), ``skipped`` (name: reason).
+    dtype: fp32 or bf16. device: cpu, cuda, or auto (cuda if available). impl: as for ``linear_ovr``. A materialising
+    contender that would hold more than plain_limit_gib is skipped and named. Returns a JSON-ready dict: the shape,
+    ``rows`` (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond inputs and gradients
+    or None, tokens_per_second), ``skipped`` (name: reason).
     Raises ValueError for an unknown dtype, device or contender, and for a size or number of rounds below 1.
     """
     place = _checked(tokens, hidden, vocab, dtype, device, rounds)
@@ -82,7 +79,8 @@ def run(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            seconds[name].append(_timed(step, problem, place))
+            problem.clear()
+            seconds[name].append(seconds_of(step, place))
 
     rows = []
     for name, times in seconds.items():
@@ -90,8 +88,8 @@ def run(
         rows.append(
             {
                 "name": name,
-                "seconds": _spread(times),
-                "ratio_to_floor": {**_spread(ratios), "best": min(times) / min(seconds["floor"])},
+                "seconds": spread(times),
+                "ratio_to_floor": {**spread(ratios), "best": min(times) / min(seconds["floor"])},
                 "extra_mib": extra[name],
                 "tokens_per_second": tokens / statistics.median(times),
             }
@@ -101,7 +99,7 @@ def run(
         "hidden": hidden,
         "vocab": vocab,
         "dtype": dtype,
-        "device": torch.cuda.get_device_name() if place.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": device_name(place),
         "impl": impl,
         "torch": torch.__version__,
         "rounds": rounds,
@@ -112,7 +110,7 @@ def run(
 
 
 def _checked(tokens: int, hidden: int, vocab: int, dtype: str, device: str, rounds: int) -> torch.device:
-    """The device that is meant. Raises ValueError."""
+    """Check the arguments and return the device. Raises ValueError."""
     for name, count in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("rounds", rounds)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1, found {count}")
@@ -128,7 +126,7 @@ def _checked(tokens: int, hidden: int, vocab: int, dtype: str, device: str, roun
 def _steps(
     problem: Problem, impl: str, only: list[str] | None, plain_limit_gib: float
 ) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """(one step of each contender that runs here, why others do not). Raises ValueError for an unknown name."""
+    """(a step of each contender that can run, reasons why others cannot). Raises ValueError for an unknown name."""
     makers = contenders(impl)
     names = list(makers) if only is None else ["floor", *(name for name in only if name != "floor")]
     unknown = [name for name in names if name not in makers]
@@ -169,7 +167,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]]:
-    """Name -> maker: from the problem to one step, forward and backward. ImportError where it is not installed."""
+    """Name -> function from the problem to a step, forward and backward. It raises ImportError if not installed."""
     return {
         "floor": _floor,
         "this": lambda p: lambda: linear_ovr(*_args(p), impl=impl).loss.backward(),
@@ -186,7 +184,7 @@ def _args(p: Problem) -> tuple[Tensor, Tensor, Tensor, None, Tensor, Tensor]:
 
 
 def _floor(p: Problem) -> Callable[[], object]:
-    """Two products forward, four of gradients, by tiles, into buffers of the sizes they need; nothing else."""
+    """Two products forward and four for the gradients, tile by tile, into buffers of the sizes they need."""
     x, g, w = (leaf.detach() for leaf in p[:3])
     t, n = tile_shape(x.shape[0], w.shape[0], w.shape[1], x.device.type)
 
@@ -219,9 +217,7 @@ def _seed_formula(p: Problem) -> Tensor:
 
 
 def _liger(p: Problem) -> Callable[[], object]:
-    from liger_kernel.transformers.fused_linear_cross_entropy import (  # an extra; see the package's `bench`
-        LigerFusedLinearCrossEntropyLoss,
-    )
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     if not p.weight.is_cuda:
         raise NeedsCuda("needs CUDA")
@@ -238,7 +234,7 @@ def _cce(p: Problem) -> Callable[[], object]:
 
 
 def _problem(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random inputs of a trained head's size: rows of std 0.0156, C = 15, scale_U = 1e-3."""
+    """Random inputs with a trained head's magnitudes: rows of std 0.0156, C = 15, scale_U = 1e-3."""
     make = torch.Generator(device).manual_seed(0)
     loc_u = torch.randn(tokens, hidden, device=device, generator=make).to(dtype)
     weight = torch.empty(vocab, hidden, dtype=dtype, device=device).normal_(std=0.0156, generator=make)
@@ -246,32 +242,14 @@ def _problem(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: t
     threshold = torch.full((vocab,), 15.0, device=device)
     labels = torch.randint(vocab, (tokens,), device=device, generator=make)
     problem = Problem(loc_u, scale_u, weight, threshold, labels)
-    for leaf in problem.leaves():
+    for leaf in problem[:4]:
         leaf.requires_grad_()
     return problem
 
 
-def _timed(step: Callable[[], object], p: Problem, device: torch.device) -> float:
-    """Seconds of one step that starts without gradients."""
-    for leaf in p.leaves():
-        leaf.grad = None
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
 def _extra_mib(step: Callable[[], object], p: Problem, device: torch.device) -> float | None:
-    """Peak growth of one step, less the gradients that stay."""
-    for leaf in p.leaves():
-        leaf.grad = None
+    """Peak growth of one step minus its gradients, which stay."""
+    p.clear()
     growth = peak_growth_bytes(step, device)
-    kept = sum(leaf.grad.nbytes for leaf in p.leaves() if leaf.grad is not None)
-    return None if growth is None else (growth - kept) / MIB
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    gradients = sum(leaf.grad.nbytes for leaf in p[:4] if leaf.grad is not None)
+    return None if growth is None else (growth - gradients) / MIB

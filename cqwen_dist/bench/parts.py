@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: marks between its parts, by CUDA events (no waiting) or by the clock."""
+"""Where the time of a training step goes: timestamps between its parts, CUDA events (without waiting) or the clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cqwen_dist.bench.rig import Rig
 
 
 class Marks:
-    """Moments of a step in order, each with the part that ends there."""
+    """Timestamps of a step in order, each with the name of the part that ends there."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.found: list[tuple[str, Any]] = []
 
     def now(self) -> Any:
-        """A moment, without waiting for the device."""
+        """A timestamp, taken without waiting for the device."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -29,11 +29,11 @@ class Marks:
         return event
 
     def end(self, part: str) -> None:
-        """`part` ends here; it began where the one before ended."""
+        """`part` ends now; it began when the previous one ended."""
         self.found.append((part, self.now()))
 
     def seconds(self) -> dict[str, float]:
-        """Of every part since the first mark; waits for the device."""
+        """Seconds of every part since the first mark. Waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
         total: dict[str, float] = {}
@@ -44,14 +44,13 @@ class Marks:
 
 
 def between(before: Any, after: Any) -> float:
-    """Seconds from one moment to another."""
+    """Seconds between two timestamps."""
     return float(before.elapsed_time(after)) / 1e3 if isinstance(before, torch.cuda.Event) else float(after - before)
 
 
 @contextmanager
 def marked(rig: Rig, marks: Marks) -> Iterator[None]:
-    """Inside, the rig's steps leave marks: what is before the first forward pass is `data`, what none of the parts
-    names is `rest`."""
+    """Inside, the rig's steps leave marks. `data` is the time before the first forward pass, `rest` what remains."""
     engine, stepper = rig.engine, rig.stepper
     forward, backward, step, loss = engine.forward, engine.backward, engine.step, stepper._loss
     begun = [False]
@@ -66,7 +65,7 @@ def marked(rig: Rig, marks: Marks) -> Iterator[None]:
         return z
 
     def marked_loss(*args: Any, **options: Any) -> Any:
-        if not begun[0]:  # z was given
+        if not begun[0]:  # z was given, so no forward pass began the step
             marks.end("data")
             begun[0] = True
         return loss(*args, **options)

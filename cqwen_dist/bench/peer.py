@@ -1,7 +1,7 @@
-"""The same backbone trained the ordinary way: Hugging Face + PEFT, a trained softmax head, cross entropy, AdamW.
+"""The same backbone trained with Hugging Face + PEFT: a trained softmax head, cross entropy, torch's fused AdamW.
 
-Plain, or with Liger-Kernel's fused norms, rotation, activation and linear cross entropy where it is installed. Adapters
-and head are in the backbone's precision, as ours are multiplied; the optimizer is torch's fused AdamW.
+With `liger`, norms, rotation, activation and linear cross entropy are Liger-Kernel's. Adapters and head are in the
+backbone's precision, in which our products run too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cqwen_dist.ops.products import dtype_of
 def peer_step(
     config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False
 ) -> Callable[[list[Batch]], None]:
-    """A function that takes one optimizer step on CPU micro-batches. Raises ImportError where Liger is not there."""
+    """A function that takes one optimizer step on CPU micro-batches. Raises ImportError without Liger."""
     dtype = dtype_of(config.train.precision)
     settings = AutoConfig.for_model(**{**architecture, "tie_word_embeddings": False})
     settings.use_cache = False
@@ -45,8 +45,9 @@ def peer_step(
 
     def step(micro_batches: list[Batch]) -> None:
         for batch in micro_batches:
-            there = batch.to(device)
-            loss = model(input_ids=there.input_ids, position_ids=there.position_ids, labels=there.labels).loss
+            on_device = batch.to(device)
+            inputs = {name: getattr(on_device, name) for name in ("input_ids", "position_ids", "labels")}
+            loss = model(**inputs).loss
             (loss / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or 1.0)
         optimizer.step()

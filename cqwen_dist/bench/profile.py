@@ -1,4 +1,4 @@
-"""A torch profiler trace of some steps, and a table that people can read."""
+"""A torch profiler trace of a few steps, and the profiler's table."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 STEPS = 2
 ROWS = 40
-# What makes the host wait for the device, as the profiler names it.
+# The profiler's names of calls that make the host wait for the device.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def profile_steps(step: Callable[[], object], folder: Path, device: torch.device) -> dict[str, Any]:
     """Trace `STEPS` steps into `folder`: trace.json.gz (chrome://tracing, Perfetto) and table.txt.
 
-    Returns {trace, table, host_syncs: waits for the device a step, kernels: launched a step, device_s: busy a step,
-    top: the first rows of the table}.
+    Returns {trace, table, host_syncs, kernels, device_s, top}: the two files; waits for the device, kernel launches and
+    busy seconds per step; the first rows of the table.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cuda = device.type == "cuda"

@@ -1,7 +1,7 @@
-"""A training step by itself: the real engine and stepper on batches made up of the config's shapes, no data, no run.
+"""A training step by itself: the real engine and stepper on random batches of the config's shapes, without a run.
 
-What is measured here is what trains: the engine and the stepper as `cqwen train` puts them together, at random
-weights (the time and the memory of a step do not depend on their values).
+Engine and stepper are assembled as `cqwen train` assembles them. Weights are random: they change neither the time nor
+the memory of a step.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.settings import deepspeed_config
 
-NUMBER_SHARE = 0.125  # of tokens are <NUM>, as in GSM8K
-DOCUMENTS = 4  # in a packed sequence
+NUMBER_SHARE = 0.125  # of the tokens are <NUM>, as in GSM8K
+DOCUMENTS = 4  # texts in a packed sequence
 
 
 @dataclass(frozen=True)
 class Rig(Training):
-    """A training with batches made up of the config's shapes."""
+    """A training with random batches of the config's shapes."""
 
     def enter(self, stage: int) -> StagePlan:
-        """Go to the beginning of a stage: its trainable groups and their rates."""
+        """Enter a stage at its beginning: its trainable groups and their rates."""
         plan = self.schedule.plans[stage]
         self.enter_stage(plan, fresh=True)
         self.engine.set_lr(plan, plan.start)
         return plan
 
     def batches(self, plan: StagePlan, seed: int = 0) -> list[Batch]:
-        """This rank's micro-batches of one optimizer step, on the CPU: full sequences, a label at every position."""
+        """This rank's micro-batches of one optimizer step, on the CPU: full sequences with labels everywhere."""
         whole, micro = self.config.batch_sizes(plan.stage)
         share = max(1, whole // self.groups.world_size)
         length = plan.stage.sequence_length or self.config.data.sequence_length
@@ -54,15 +54,11 @@ class Rig(Training):
         return [self._batch(rows, length, 1000 * seed + i) for i, rows in enumerate(sizes)]
 
     def step(
-        self,
-        micro_batches: list[Batch],
-        plan: StagePlan,
-        looking: bool = False,
-        cached: list[Tensor] | None = None,
+        self, micro_batches: list[Batch], plan: StagePlan, looking: bool = False, cached: list[Tensor] | None = None
     ) -> dict[str, Any]:
-        """One optimizer step of a stage; its metrics, not yet read. looking: KL and the accuracy are measured too.
+        """One optimizer step of a stage; returns its metrics on the device.
 
-        cached: z of the label positions, by micro-batch.
+        looking: also measure KL and accuracy. cached: z of the label positions, by micro-batch.
         """
         every = self.config.loss.constraint.every * ACCURACY_EVERY
         return self.stepper(micro_batches, plan, every if looking else every + 1, cached)[0]
@@ -88,15 +84,10 @@ class Rig(Training):
         )
 
 
-def build_rig(
-    config: Config,
-    architecture: dict[str, Any],
-    runtime: Runtime,
-    groups: Groups | None = None,
-) -> Rig:
+def build_rig(config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None) -> Rig:
     """A model of `architecture` with random weights, its engine and its stepper. Collective over the world.
 
-    Raises `UserError` where the config and the number of ranks do not fit.
+    Raises `UserError` if the config and the number of ranks do not fit.
     """
     seed_everything(config.train.seed)
     groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
@@ -110,7 +101,7 @@ def build_rig(
 
 
 def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Base:
-    """Random weights: whole, on the run's device; under ZeRO-3 partitioned, from files that are written aside."""
+    """Random weights on the run's device; under ZeRO-3 partitioned, by way of files in a temporary folder."""
     settings, dtype = AutoConfig.for_model(**architecture), dtype_of(config.train.precision)
     if config.parallel.zero_stage == 3:
         with _folder(runtime) as folder:
@@ -120,7 +111,7 @@ def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Bas
             partition = deepspeed_config(config, runtime.world_size, 1)
             base, head, _ = load_partitioned_base(str(folder), dtype, partition, runtime)
             return Base(base, head[:])
-    with runtime.device:  # random weights of a large model are drawn where they will be
+    with runtime.device:  # draws the weights of a large model where they are used
         return Base(AutoModelForCausalLM.from_config(settings, dtype=dtype))
 
 

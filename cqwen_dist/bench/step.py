@@ -1,22 +1,23 @@
-"""``cqwen bench step``: the whole training step by part, beside the same backbone trained by HF + PEFT.
+"""``cqwen bench step``: the whole training step by part, compared with HF + PEFT on the same backbone.
 
-Every stage of the config is run at its shapes with random weights: tokens/s, MFU (useful operations over the device's
-peak), seconds by part, bytes said, peak memory beside the plan's. A stage of heads alone is run twice, with the
-backbone and with z given as from the feature cache. Ratios stand beside those that operations predict (`plan.flops`).
+Every stage of the config is run at its shapes with random weights. A row has tokens/s, MFU (useful operations over the
+device's peak), seconds by part, bytes sent, measured and planned peak memory. A stage that trains heads alone is run
+twice: with the backbone, and with z given as from the feature cache. Measured ratios are shown with those that the
+numbers of operations predict (`plan.flops`).
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +26,7 @@ from cqwen_dist.bench.parts import Marks, between, marked
 from cqwen_dist.bench.peer import peer_step
 from cqwen_dist.bench.profile import profile_steps
 from cqwen_dist.bench.rig import Rig, build_rig
+from cqwen_dist.bench.timing import device_name, seconds_of, spread, wait_for
 from cqwen_dist.config import Config
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier
@@ -40,19 +42,27 @@ from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 from cqwen_dist.training.stages import StagePlan
 
 PEERS = {"hf+peft": False, "hf+peft+liger": True}
-WARM_UP = 3
+WARM_UP = 3  # steps
+# Columns of the table -> parts of a step.
+SHARES = {
+    "data": "data",
+    "forward": "backbone_forward",
+    "heads": "heads",
+    "backward": "backbone_backward",
+    "optimizer": "optimizer",
+    "communication": "communication",
+}
 
 
 def measure(config: Config, *, rounds: int, peers: bool, profile: Path | None, gpu: str) -> dict[str, Any] | None:
-    """`run` in a process group of its own (or the launcher's); None on other ranks than the first."""
+    """`run` in its own process group or the launcher's. Returns None on every rank but the first."""
     architecture = read_architecture(config)
     with distributed(config.parallel.timeout_min * 60) as runtime:
         if runtime.device.type == "cuda":
             shown = torch.cuda.get_device_name().lower()
             gpu = gpu or next((name for name in MACHINES if name in shown), "h100")
         known = machine(gpu or "cpu", "ib400")
-        options = {"rounds": rounds, "peers": peers, "profile": profile}
-        result = run(config, architecture, runtime, known, **options)  # type: ignore[arg-type]
+        result = run(config, architecture, runtime, known, rounds=rounds, peers=peers, profile=profile)
         return result if runtime.is_main else None
 
 
@@ -62,41 +72,45 @@ def run(
     runtime: Runtime,
     machine: Machine,
     *,
-    rounds: int = 10,
+    rounds: int,
     peers: bool = True,
     profile: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every stage of the config. Collective over the world; returns a JSON-ready document on every rank.
 
-    machine: whose peak MFU is of, and whose stated rates the calibration is against. Raises `UserError` where config
-    and ranks do not fit, ValueError for fewer than one round.
+    machine: its peak gives MFU, and the calibration compares with its stated rates. Raises `UserError` if config and
+    ranks do not fit.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, found {rounds}")
-    kind: Kind = "cuda" if runtime.device.type == "cuda" else "cpu"
+    device = runtime.device
+    kind: Kind = "cuda" if device.type == "cuda" else "cpu"
     sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind)
-    traffic = Traffic(Marks(runtime.device).now)
-    before = _allocated(runtime.device)
+    traffic = Traffic(Marks(device).now)
+    before = _allocated(device)
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
     with traffic.watching():
         rig = build_rig(config, architecture, runtime)
         for index, s in enumerate(sizes):
-            stage_plan = rig.enter(index)
-            row = _stage(rig, stage_plan, s, traffic, machine, rounds, before)
+            plan = rig.enter(index)
+            batches = rig.batches(plan)
+            row = _stage(rig, plan, batches, s, traffic, machine, rounds, before)
             rows.append(row)
             if profile is not None:
-                profiles.append(_profile(rig, stage_plan, profile / f"rank{runtime.rank}-{s.stage.name}"))
+                folder = profile / f"rank{runtime.rank}-{s.stage.name}"
+                profiles.append(profile_steps(partial(rig.step, batches, plan), folder, device))
             if not s.graph:
-                rows.append(_cached(rig, stage_plan, s, machine, rounds, row))
-        batches = rig.batches(rig.schedule.plans[-1])
+                rows.append(_cached(rig, plan, batches, s, machine, rounds, row))
     del rig
-    _empty(runtime.device)
-    last = next((row for row in reversed(rows) if "lora" in row["trainable"]), None)
+    _empty(device)
+    last = next((i for i in reversed(range(len(sizes))) if "lora" in sizes[i].trainable), None)
     if peers and runtime.world_size == 1 and last is not None:
-        rows += _peers(config, architecture, runtime.device, batches, rounds, last, sizes, machine)
+        ours = next(row for row in reversed(rows) if "lora" in row["trainable"])
+        for name, liger in PEERS.items():
+            build = partial(peer_step, config, architecture, device, liger)
+            rows.append(_peer(name, build, batches, device, rounds, ours, sizes[last], machine))
+            _empty(device)
     return {
-        "device": torch.cuda.get_device_name() if kind == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": device_name(device),
         "world": runtime.world_size,
         "torch": torch.__version__,
         "precision": config.train.precision,
@@ -111,41 +125,40 @@ def run(
 
 
 def _stage(
-    rig: Rig, at: StagePlan, s: Sizes, traffic: Traffic, machine: Machine, rounds: int, before: int
+    rig: Rig,
+    plan: StagePlan,
+    batches: list[Batch],
+    s: Sizes,
+    traffic: Traffic,
+    machine: Machine,
+    rounds: int,
+    before: int,
 ) -> dict[str, Any]:
-    """One stage as it is trained."""
-    batches = rig.batches(at)
+    """One stage as it is trained. before: bytes that were allocated before the rig was built."""
     device = rig.runtime.device
-    for _ in range(WARM_UP):
-        rig.step(batches, at)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = _times(lambda: rig.step(batches, at), device, rounds)
-    rig.step(batches, at, looking=True)
+    row = _row(s.stage.name, _times(partial(rig.step, batches, plan), device, rounds), s, machine)
+    rig.step(batches, plan, looking=True)
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
+    # Marks and counted messages cost time, so the parts are measured in rounds of their own.
     parts: dict[str, list[float]] = {}
     marks = Marks(device)
-    traffic.on = True
     communication = 0.0
     messages: list[Transfer] = []
+    traffic.on = True
     with marked(rig, marks):
         for _ in range(rounds):
             marks.end("begin")
-            rig.step(batches, at)
+            rig.step(batches, plan)
             marks.end("rest")
             for name, seconds in marks.seconds().items():
                 parts.setdefault(name, []).append(seconds)
             messages, pairs = traffic.take()  # marks.seconds() waited for the device
             communication += sum(between(*pair) for pair in pairs) / rounds
     traffic.on = False
-    by_part = {name: statistics.median(values) for name, values in parts.items()}
-    tensors = tuple(kept(s))
-    planned = tensor_bytes(tensors) + max(phase.bytes for phase in phases(s))
+    planned = tensor_bytes(tuple(kept(s))) + max(phase.bytes for phase in phases(s))
     planned += WORKSPACE * (device.type == "cuda")
-    row = _row(s.stage.name, times, s, machine)
-    row |= {
-        "parts_s": by_part,
+    return row | {
+        "parts_s": {name: statistics.median(values) for name, values in parts.items()},
         "communication_s": communication,
         "bytes_sent": sum(message.bytes for message in messages),
         "collectives": len(messages),
@@ -153,33 +166,21 @@ def _stage(
         "planned_peak_gib": planned / GIB,
         "trainable": sorted(s.trainable),
     }
-    return row
-
-
-def _profile(rig: Rig, at: StagePlan, folder: Path) -> dict[str, Any]:
-    batches = rig.batches(at)
-    return profile_steps(lambda: rig.step(batches, at), folder, rig.runtime.device)
 
 
 def _cached(
-    rig: Rig, at: StagePlan, s: Sizes, machine: Machine, rounds: int, computed: dict[str, Any]
+    rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, machine: Machine, rounds: int, computed: dict[str, Any]
 ) -> dict[str, Any]:
-    """The same stage with z given, as the feature cache gives it (on the host, in the backbone's precision)."""
-    batches, device = rig.batches(at), rig.runtime.device
-    dtype = dtype_of(rig.config.train.precision)
+    """The same stage with z given, as the feature cache gives it: on the host, in the backbone's precision."""
+    device, dtype = rig.runtime.device, dtype_of(rig.config.train.precision)
     z = [torch.randn(int(batch.label_mask.sum()), s.base.hidden).to(dtype) for batch in batches]
     if device.type == "cuda":
         z = [part.pin_memory() for part in z]
 
     def step() -> None:
-        rig.step(batches, at, cached=[part.to(device, non_blocking=True) for part in z])
+        rig.step(batches, plan, cached=[part.to(device, non_blocking=True) for part in z])
 
-    for _ in range(WARM_UP):
-        step()
-    row = _row(f"{s.stage.name}, z cached", _times(step, device, rounds), s, machine)
-    useful = row["flops_per_token"] - flops(s).backbone_forward
-    row["flops_per_token"] = useful
-    row["mfu"] = useful * row["tokens_per_s"] / (machine.peak(s.width) * s.world)
+    row = _row(f"{s.stage.name}, z cached", _times(step, device, rounds), s, machine, flops(s).backbone_forward)
     row["trainable"] = sorted(s.trainable)
     row["ratio"] = {
         "against": f"{s.stage.name}, z computed",
@@ -189,55 +190,43 @@ def _cached(
     return row
 
 
-def _peers(
-    config: Config,
-    architecture: dict[str, Any],
-    device: torch.device,
+def _peer(
+    name: str,
+    build: Callable[[], Callable[[list[Batch]], None]],
     batches: list[Batch],
+    device: torch.device,
     rounds: int,
     ours: dict[str, Any],
-    sizes: list[Sizes],
+    s: Sizes,
     machine: Machine,
-) -> list[dict[str, Any]]:
-    """Plain HF + PEFT, and with Liger; each beside our last stage that trains adapters."""
-    s = next(s for s in reversed(sizes) if "lora" in s.trainable)
-    rows = []
-    for name, liger in PEERS.items():
-        if liger and device.type != "cuda":
-            rows.append({"name": name, "skipped": "needs CUDA", "trainable": []})
-            continue
-        before = _allocated(device)
-        try:
-            step = peer_step(config, architecture, device, liger)
-            for _ in range(WARM_UP):
-                step(batches)
-        except Exception as error:  # a peer that cannot run here is told, and ours stands
-            rows.append({"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "trainable": []})
-            continue
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        times = _times(lambda step=step: step(batches), device, rounds)  # type: ignore[misc]
-        row = _row(name, times, s, machine)
-        row["mfu"] = None
-        row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if device.type == "cuda" else None
-        row["trainable"] = []
-        row["ratio"] = {
-            "against": f"{ours['name']} over {name}, tokens/s",
-            "measured": row["step_s"]["median"] / ours["step_s"]["median"],
-            "by_operations": softmax_head_ratio(s),
-        }
-        rows.append(row)
-        del step
-        _empty(device)
-    return rows
+) -> dict[str, Any]:
+    """A peer's row, compared with `ours`, the last stage that trains adapters. A peer that cannot run says why."""
+    if PEERS[name] and device.type != "cuda":
+        return {"name": name, "skipped": "needs CUDA", "trainable": []}
+    before = _allocated(device)
+    try:
+        times = _times(partial(build(), batches), device, rounds)
+    except Exception as error:
+        return {"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "trainable": []}
+    row = _row(name, times, s, machine)
+    row["mfu"] = None
+    row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if device.type == "cuda" else None
+    row["trainable"] = []
+    row["ratio"] = {
+        "against": f"{ours['name']} over {name}, tokens/s",
+        "measured": row["step_s"]["median"] / ours["step_s"]["median"],
+        "by_operations": softmax_head_ratio(s),
+    }
+    return row
 
 
-def _row(name: str, times: list[float], s: Sizes, machine: Machine) -> dict[str, Any]:
+def _row(name: str, times: list[float], s: Sizes, machine: Machine, saved: float = 0.0) -> dict[str, Any]:
+    """saved: operations of a token that this contender does not do."""
     median = statistics.median(times)
-    useful = flops(s).useful
+    useful = flops(s).useful - saved
     return {
         "name": name,
-        "step_s": {"median": median, "min": min(times), "max": max(times)},
+        "step_s": spread(times),
         "tokens_per_s": s.step_tokens / median,
         "flops_per_token": useful,
         "mfu": useful * s.step_tokens / s.world / median / machine.peak(s.width),
@@ -245,31 +234,28 @@ def _row(name: str, times: list[float], s: Sizes, machine: Machine) -> dict[str,
 
 
 def _times(step: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
-    """Seconds of each of `rounds` steps, every rank beginning together."""
+    """Seconds of each of `rounds` steps, after a warm-up; all ranks begin together. Peak memory is counted anew."""
+    for _ in range(WARM_UP):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     found = []
     for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         barrier()
-        begin = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - begin)
+        found.append(seconds_of(step, device))
     return found
 
 
 def _factors(rows: list[dict[str, Any]], sizes: list[Sizes], machine: Machine, world: int) -> dict[str, float]:
-    """Measured seconds over those the stated rates give, by part, of the stage in which most trains."""
+    """Measured over planned seconds, by part, of the stage with the most trainable groups."""
     index = max(range(len(sizes)), key=lambda i: (sizes[i].graph, len(sizes[i].trainable)))
     s = sizes[index]
     row = next(row for row in rows if row["name"] == s.stage.name)
-    said = asdict(stage_cost(s, machine, world).time)
-    found = {}
-    for part in ("backbone_forward", "backbone_backward", "heads", "optimizer"):
-        if said[part] > 0 and row["parts_s"].get(part, 0) > 0:
-            found[part] = row["parts_s"][part] / said[part]
-    return found
+    measured, planned = row["parts_s"], asdict(stage_cost(s, machine, world).time)
+    parts = ("backbone_forward", "backbone_backward", "heads", "optimizer")
+    return {part: measured[part] / planned[part] for part in parts if planned[part] > 0 and measured.get(part, 0) > 0}
 
 
 def _allocated(device: torch.device) -> int:
@@ -286,33 +272,19 @@ def table(result: dict[str, Any]) -> Group:
     """``run``'s result for a terminal."""
     shape = f"{result['micro_batch_size']} x {result['sequence_length']} tokens a micro-batch, {result['precision']}"
     out = Table(title=f"Training step, {shape}, {result['world']} x {result['device']}", title_justify="left")
-    columns = (
-        "",
-        "s (min-max)",
-        "tokens/s",
-        "MFU",
-        "data",
-        "forward",
-        "heads",
-        "backward",
-        "optimizer",
-        "communication",
-        "GiB",
-    )
-    for column in columns:
-        out.add_column(column, justify="left" if column == "" else "right")
+    out.add_column("")
+    for column in ("s (min-max)", "tokens/s", "MFU", *SHARES, "GiB"):
+        out.add_column(column, justify="right")
     ratios = []
     for row in result["rows"]:
         if "skipped" in row:
             out.add_row(row["name"], "skipped", row["skipped"], *[""] * 8)
             continue
         s, parts = row["step_s"], row.get("parts_s")
-        shares = [""] * 6
+        shares = [""] * len(SHARES)
         if parts:
-            whole = sum(parts.values())
-            names = ("data", "backbone_forward", "heads", "backbone_backward", "optimizer")
-            shares = [f"{parts.get(name, 0) / whole:.0%}" for name in names]
-            shares.append(f"{row['communication_s'] / whole:.0%}")
+            seconds, whole = {**parts, "communication": row["communication_s"]}, sum(parts.values())
+            shares = [f"{seconds.get(part, 0) / whole:.0%}" for part in SHARES.values()]
         peak, planned = row.get("peak_gib"), row.get("planned_peak_gib")
         memory = "" if peak is None else f"{peak:.2f}" + (f" (plan {planned:.2f})" if planned else "")
         out.add_row(
@@ -329,9 +301,8 @@ def table(result: dict[str, Any]) -> Group:
                 f"{row['name']} (against {ratio['against']}): {ratio['measured']:.2f} measured, "
                 f"{ratio['by_operations']:.2f} by operations, {ratio['measured'] / ratio['by_operations']:.0%} of it"
             )
-    shown: list[RenderableType] = [out, *(Text(line) for line in ratios)]
-    shown += [
-        Text(f"profile: {p['trace']}, {p['table']}; {p['host_syncs']:.0f} host waits a step")
-        for p in result["profiles"]
+    profiles = [
+        f"profile: {found['trace']}, {found['table']}; {found['host_syncs']:.0f} host waits a step"
+        for found in result["profiles"]
     ]
-    return Group(*shown)
+    return Group(out, *(Text(line) for line in (*ratios, *profiles)))

@@ -136,10 +136,7 @@ NUMBERS = (
     Chart(
         "What 90 % intervals hold",
         "Share of numbers",
-        (
-            ("eval/coverage_90", "the Cauchy's own"),
-            ("eval/coverage_90_conformal", "recalibrated"),
-        ),
+        (("eval/coverage_90", "the Cauchy's own"), ("eval/coverage_90_conformal", "recalibrated")),
         "Held out; the recalibrated ones on numbers that did not calibrate them.",
         percent=True,
         at=((0.9, "90 %"),),

@@ -86,9 +86,7 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
         gap = 100 * (accuracy - base)
         if gap < -max(1.0, 10 * base):
             yield Finding(
-                "warn",
-                f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}",
-                _against_forgetting(run),
+                "warn", f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}", _against_forgetting(run)
             )
         else:
             level: Level = "good" if accuracy >= FEW_WORDS else "note"

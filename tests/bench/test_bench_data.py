@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 
 from cqwen_dist.bench import data
-from cqwen_dist.bench.memory_watch import MemoryWatch
+from cqwen_dist.bench.memory import MemoryWatch
 from cqwen_dist.config import DataConfig
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer

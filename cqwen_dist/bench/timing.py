@@ -1,0 +1,34 @@
+"""What the benchmarks share about time: seconds of one piece of work, their spread, the device's name."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds of `work`, until the device has finished it."""
+    wait_for(device)
+    began = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and largest value."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU with its number of threads."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
