@@ -124,7 +124,7 @@ class Saver:
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:
         """What this rank writes, copied to the host (pinned where it comes from a GPU)."""
-        main, of_rows = self._side.rank() == 0, self._groups.replica.rank() == 0
+        main, of_rows = self._side.rank() == 0, self._groups.replica_rank == 0
 
         def copy(tensors: Tensors, mine: bool) -> Tensors:
             return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items() if mine}
@@ -225,7 +225,7 @@ def _told(error: Exception, beside: Path) -> tuple[str, str, bool]:
 def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:
     """This rank's files, written and checked; their records."""
     files: dict[str, Tensors] = {}
-    if groups.replica.rank() == 0 and state.row_range[1] > state.row_range[0]:
+    if groups.replica_rank == 0 and state.row_range[1] > state.row_range[0]:
         name = f"rows-{state.row_range[0]:08d}-{state.row_range[1]:08d}"
         files[f"{name}.safetensors"] = state.rows
         files[f"{name}.moments.safetensors"] = state.row_moments

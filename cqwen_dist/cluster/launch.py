@@ -17,8 +17,7 @@ from cqwen_dist.cluster.node import rank_environment
 from cqwen_dist.cluster.rank import Order
 from cqwen_dist.config import Config, UserError, load_config, refuse_ranks, source_files
 from cqwen_dist.parallel.hang import stacks_of
-from cqwen_dist.parallel.launcher import LAUNCHER, taken
-from cqwen_dist.parallel.ports import free_port
+from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.run.folder import is_done, refuse_changes
 from cqwen_dist.run.status import Status, read_status

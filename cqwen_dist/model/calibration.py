@@ -1,6 +1,6 @@
 """The calibrated start: what a base knows, moved into the heads by closed forms on some tokens of the training data.
 
-One procedure, in this order (docs/training.md has measurements):
+The steps, in this order (docs/training.md has measurements):
 
 1. fit <NUM>'s row of W_cls, and lower the rows of the tokens that spell numerals (`levelling.fit_numeral_rows`);
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
@@ -8,9 +8,8 @@ One procedure, in this order (docs/training.md has measurements):
 4. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
 
 With the seeds' constants argmax P is not argmax loc_S and the loss begins in the thousands (seeds S3 section 4, S1).
-Two word-head products in all: one for the normalisers, one for the logits of the search, which stay in memory. At the
-start scale_S,k = gamma ||W_k||_1, and neither C nor gamma enters a location. A run's choice is in its start.json; a
-resumed run does not choose again.
+There are two word-head products: one for the normalisers, one for the logits of the search, which stay in memory. A run
+writes its choice to start.json; a resumed run does not choose again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +29,14 @@ from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.parallel.collectives import main_rank_says
-from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
-from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
-Progress = Callable[[str, int, int], None]  # (what is being done, how much of it is, of how much)
-Features = Callable[[Batch, Tensor], Tensor]
+Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
+Features = Callable[[Batch, Tensor], Tensor]  # (batch, label positions [N]) -> z [N,H]
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,19 @@ class Calibration:
     loss: float  # mean OvR loss of the calibration tokens
     seed_loss: float  # the same at the seeds' start (C = 0, gamma = softplus(1) + 0.1), of the base's own rows
     accuracy: float  # of argmax P
-    base_accuracy: float  # of argmax loc_S of the base's rows on the same features; a digit is right where a number is
-    agreement: float  # share of tokens on which the two are one word
+    base_accuracy: float  # of argmax loc_S of the base's rows, where a digit counts as a number
+    agreement: float  # share of tokens on which argmax P and argmax loc_S are one word
     seed_accuracy: float  # of argmax P at the seeds' start
-    uniform_loss: float  # 1 + ln V, the loss of P = 1/V for every word: a run that ends here has learnt nothing
+    uniform_loss: float  # 1 + ln V, the loss of P = 1/V for every word: of a model that knows nothing
     prob_sum_median: float  # median over tokens of sum_k P_k; 1 is calibrated
     tokens: int
     levelled: float  # share of the normaliser's variance that levelling removes from the logits; 0: rows unchanged
     num_row_told: float  # share of its target's variance that <NUM>'s fitted row explains; 0: the row is the base's
     num_f1: float | None  # of argmax P being <NUM> where a number follows; None: no number among the tokens
     num_p_mean: float | None  # mean P of <NUM> where a number follows: the gate's mean at the first step
-    numbers: int  # that the regression was fitted to
+    numbers: int  # the regression was fitted to so many
     reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
-    reg_median_mdae: float | None  # the same, always predicting their median
+    reg_median_mdae: float | None  # the same where their median is always predicted
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -75,7 +72,7 @@ def calibrate(
     model: CausalQwenModel,
     batches: Iterable[Batch],
     *,
-    groups: Groups | None = None,
+    groups: Groups = ALONE,
     features: Features | None = None,
     b_noise_init: float | None = None,
     max_tokens: int = 1024,
@@ -87,15 +84,15 @@ def calibrate(
 ) -> Calibration:
     """Fit the rows, choose (C, gamma) and start the regression; the model is changed in place.
 
-    batches: what the training collator yields, this rank's share; the first max_tokens label positions of each rank
-    choose (C, gamma). fit_batches: what rows and regression are fitted to (None: `batches`). features: (batch, label
-    positions) -> z [N,H] (default the model's own; the engine's under ZeRO). level: whether to level the rows; without
-    it and without numerals no row of W_cls changes. numerals: the tokens that spell numerals, where <NUM>'s row is to
-    inherit from them. progress: called equally often on every rank; it may raise to end the calibration. gamma is one
-    for all word dimensions. With b_noise_init the total scale may be larger than the best gamma; the report is of the
-    total that is set. Collective over the world: with groups, every rank brings the same number of batches, and ends
-    with the same values. Raises ValueError where no rank holds a label.
+    batches: this rank's share, as the training collator yields them; the first max_tokens label positions of each rank
+    choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). features: default the
+    model's own; the engine's under ZeRO. level: whether to level the rows. numerals: the tokens that spell numerals,
+    where <NUM>'s row is to inherit from them. Without both no row of W_cls changes. progress: called equally often on
+    every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
+    the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
+    batches, and ends with the same values. Raises ValueError where no rank holds a label.
     """
+    # Features, and the logits of the base's own rows
     features = features or model.kept_features
     search = _positions(model, batches, features, max_tokens, groups, progress, "features")
     fit = search
@@ -104,26 +101,23 @@ def calibrate(
     logits = StartLogits(model.action, _word_loc(model, search.z), search.labels, groups, progress, used_rows)
     if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
+    base_best = logits.best_logit()
     seed_loss, seed_best, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE, model.action.row_norms())
-    base = _Base(seed_loss, seed_best, logits.best_logit())
-    rows = _fit_rows(model, fit, logits, level, numerals, groups, progress)
+    seed: dict[str, Any] = {"seed_loss": seed_loss, "seed_accuracy": logits.mean(seed_best == logits.labels)}
+
+    # The start
+    levelled, num_row_told = _fit_rows(model, fit, logits, level, numerals, groups, progress)
     progress("C and gamma", 0, 1)
-    norms = model.action.row_norms()
-    histogram = logits.histogram(norms)
-    choose = partial(best_threshold_and_gamma, histogram)
-    threshold, gamma = choose() if groups is None else main_rank_says(choose)
+    histogram = logits.histogram(model.action.row_norms())
+    threshold, gamma = groups.agreed(lambda: best_threshold_and_gamma(histogram))
     gamma = set_scales(model, gamma, b_noise_init)
     model.action.threshold.fill_(threshold)
-    numbers = _fit_regression(model, fit, groups)
-    return _report(model, logits, base, rows, numbers, threshold, gamma, numerals)
+    regression = _fit_regression(model, fit, groups)
 
-
-class _Base(NamedTuple):
-    """What was found before any row changed."""
-
-    seed_loss: float
-    seed_best: Tensor  # [n] argmax P at the seeds' start
-    best_logit: Tensor  # [n] argmax loc_S
+    found = _measured(model, logits, base_best, threshold, gamma, numerals)
+    return Calibration(
+        threshold=threshold, gamma=gamma, levelled=levelled, num_row_told=num_row_told, **seed, **regression, **found
+    )
 
 
 def _fit_rows(
@@ -132,17 +126,15 @@ def _fit_rows(
     logits: StartLogits,
     level: bool,
     numerals: Sequence[int],
-    groups: Groups | None,
+    groups: Groups,
     progress: Progress,
 ) -> tuple[float, float]:
     """Fit <NUM>'s row and level all rows, where asked for; `Calibration`'s (levelled, num_row_told)."""
     if not (level or numerals):
         return 0.0, 0.0
-    own, world = _word_loc(model, fit.z), None if groups is None else groups.world
+    own = _word_loc(model, fit.z)
     log_norm = _normalisers(model, own, groups, progress)
-    counts = exchange_counts(len(own), world, own.device)
-    cut = slice(0, 2 * LEVEL_TOKENS)  # texts are of unequal lengths: there may be more than was asked for
-    loc, log_norm, labels = (gather_tokens(part, counts, world)[cut] for part in (own, log_norm, fit.labels))
+    loc, log_norm, labels = _everyones((own, log_norm, fit.labels), groups)
     levelled = share = 0.0
     if numerals:
         progress("<NUM>'s row", 0, 1)
@@ -155,56 +147,45 @@ def _fit_rows(
     return levelled, share
 
 
-def _report(
+def _measured(
     model: CausalQwenModel,
     logits: StartLogits,
-    base: _Base,
-    rows: tuple[float, float],
-    regression: tuple[int, float | None, float | None],
+    base_best: Tensor,
     threshold: float,
     gamma: float,
     numerals: Sequence[int],
-) -> Calibration:
-    """The start as it is set, measured on the positions that (C, gamma) were chosen on."""
-    levelled, num_row_told = rows
-    fitted, reg_mdae, reg_median_mdae = regression
+) -> dict[str, Any]:
+    """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.
+
+    base_best [n]: argmax loc_S before any row changed.
+    """
     num, labels, norms = model.config.num_token_id, logits.labels, model.action.row_norms()
     loss, best, prob_sum = logits.at(threshold, gamma, norms)
-    digits = torch.isin(base.best_logit, torch.tensor(list(numerals), dtype=torch.int64, device=labels.device))
-    base_right = (base.best_logit == labels) | (digits & (labels == num))
+    digits = torch.isin(base_best, torch.tensor(list(numerals), dtype=torch.int64, device=labels.device))
     is_num, best_is_num = labels == num, best == num
     p_num = logits.p_of(num, threshold, gamma, norms)
     numbers = logits.mean(is_num)
-    return Calibration(
-        threshold=threshold,
-        gamma=gamma,
-        loss=loss,
-        seed_loss=base.seed_loss,
-        accuracy=logits.mean(best == labels),
-        base_accuracy=logits.mean(base_right),
-        agreement=logits.mean(best == base.best_logit),
-        seed_accuracy=logits.mean(base.seed_best == labels),
-        uniform_loss=1.0 + math.log(model.action.vocab_size),
-        prob_sum_median=float(logits.everyone(prob_sum).quantile(0.5)),
-        tokens=logits.tokens,
-        levelled=levelled,
-        num_row_told=num_row_told,
-        num_f1=2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
-        num_p_mean=logits.mean(p_num * is_num) / numbers if numbers else None,
-        numbers=fitted,
-        reg_mdae=reg_mdae,
-        reg_median_mdae=reg_median_mdae,
-    )
+    return {
+        "loss": loss,
+        "accuracy": logits.mean(best == labels),
+        "base_accuracy": logits.mean((base_best == labels) | (digits & is_num)),
+        "agreement": logits.mean(best == base_best),
+        "uniform_loss": 1.0 + math.log(model.action.vocab_size),
+        "prob_sum_median": float(logits.everyone(prob_sum).quantile(0.5)),
+        "tokens": logits.tokens,
+        "num_f1": 2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
+        "num_p_mean": logits.mean(p_num * is_num) / numbers if numbers else None,
+    }
 
 
 class _Positions(NamedTuple):
-    """Label positions of this rank: z [N,H], labels, whether a value is learnt, the value, the row's fold [N]."""
+    """N label positions of this rank."""
 
-    z: Tensor
-    labels: Tensor
-    learnt: Tensor
-    values: Tensor
-    folds: Tensor
+    z: Tensor  # [N,H]
+    labels: Tensor  # [N] int64
+    learnt: Tensor  # [N] bool: whether a value is learnt
+    values: Tensor  # [N] float64
+    folds: Tensor  # [N] int64: the row's fold
 
 
 def _positions(
@@ -212,27 +193,24 @@ def _positions(
     batches: Iterable[Batch],
     features: Features,
     max_tokens: int | None,
-    groups: Groups | None,
+    groups: Groups,
     progress: Progress,
     what: str,
 ) -> _Positions:
     """One forward pass over the batches. With groups no rank leaves one out: features may need the others (ZeRO-3)."""
-    device = model.action.cls_weight.device
     batches = list(batches)
-    parts: list[_Positions] = []
+    none = torch.zeros(0, device=model.action.cls_weight.device)
+    no_z = none.new_zeros(0, model.config.hidden_size)
+    parts = [_Positions(no_z, none.long(), none.bool(), none.double(), none.long())]
     for i, batch in enumerate(batches):
         progress(what, i, len(batches))
-        kept, batch = batch.kept.to(device), batch.to(device)
+        kept, batch = batch.kept.to(none.device), batch.to(none.device)
         z = features(batch, kept).float()
         folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
         per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
         parts.append(_Positions(z, *(part.flatten()[kept] for part in per_position)))
-        if groups is None and max_tokens is not None and sum(len(part.labels) for part in parts) >= max_tokens:
+        if groups is ALONE and max_tokens is not None and sum(len(part.labels) for part in parts) >= max_tokens:
             break
-    if not parts:
-        none = torch.zeros(0, device=device)
-        z_none = none.new_zeros(0, model.config.hidden_size)
-        return _Positions(z_none, none.long(), none.bool(), none.double(), none.long())
     return _Positions(*(torch.cat(column)[:max_tokens] for column in zip(*parts, strict=True)))
 
 
@@ -247,42 +225,41 @@ def _word_loc(model: CausalQwenModel, z: Tensor) -> Tensor:
     return model.action.word_part(model.abduction(z)).loc.contiguous()
 
 
-def _normalisers(model: CausalQwenModel, loc: Tensor, groups: Groups | None, progress: Progress) -> Tensor:
+def _everyones(parts: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    """Values [N, ...] of this rank's positions -> the same of all ranks, at most 2 LEVEL_TOKENS.
+
+    Texts are of unequal lengths: there may be more positions than were asked for.
+    """
+    counts = exchange_counts(len(parts[0]), groups.world, parts[0].device)
+    return [gather_tokens(part, counts, groups.world)[: 2 * LEVEL_TOKENS] for part in parts]
+
+
+def _normalisers(model: CausalQwenModel, loc: Tensor, groups: Groups, progress: Progress) -> Tensor:
     """log sum_k exp loc_S,k [N] of this rank's tokens; the first of the two word-head products."""
     head = model.action.word_head()
-    longest = max(exchange_counts(len(loc), None if groups is None else groups.world, loc.device))
-    parts = []
+    longest = max(exchange_counts(len(loc), groups.world, loc.device))
+    parts = [loc.new_zeros(0)]
     for start in range(0, longest, NORM_TOKENS):
         progress("normalisers", start, longest)
         own = loc[start : start + NORM_TOKENS]
         no_labels = torch.zeros(len(own), dtype=torch.int64, device=own.device)
-        law = Cauchy(own, torch.ones_like(own))
-        parts.append(vocab_parallel_scores(law, head, no_labels, None if groups is None else groups.vocab).log_norm)
-    return torch.cat(parts) if parts else loc.new_zeros(0)
+        parts.append(vocab_parallel_scores(Cauchy(own, torch.ones_like(own)), head, no_labels, groups.vocab).log_norm)
+    return torch.cat(parts)
 
 
-def _fit_regression(
-    model: CausalQwenModel, seen: _Positions, groups: Groups | None
-) -> tuple[int, float | None, float | None]:
-    """Start W_reg, b_reg and U's number dimensions: `Calibration`'s (numbers, reg_mdae, reg_median_mdae)."""
+def _fit_regression(model: CausalQwenModel, seen: _Positions, groups: Groups) -> dict[str, Any]:
+    """Start W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
     x = seen.z if model.config.number_dims else _word_loc(model, seen.z)
-    x, values, folds = (part[seen.learnt] for part in (x, seen.values, seen.folds))
-    if groups is not None:
-        counts = exchange_counts(len(x), groups.world, x.device)
-        x, values, folds = (gather_tokens(part, counts, groups.world) for part in (x, values, folds))
+    x, values, folds = _everyones([part[seen.learnt] for part in (x, seen.values, seen.folds)], groups)
     if not len(values):
-        return 0, None, None
-    x, values, folds = (part[: 2 * LEVEL_TOKENS] for part in (x, values, folds))
+        return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
 
-    def fit() -> tuple[Any, float, float]:
+    def fit() -> tuple[Tensor, float, float, float, float]:
         found = robust_ridge(x, model.target.forward(values).double(), folds)
         error = (model.target.inverse(found.left_out) - values).abs().median()
-        return (
-            found._replace(coefficients=found.coefficients.cpu(), left_out=found.left_out[:0].cpu()),
-            float(error),
-            float((values - values.quantile(0.5)).abs().median()),
-        )
+        of_median = (values - values.quantile(0.5)).abs().median()
+        return found.coefficients.cpu(), found.intercept, found.scale, float(error), float(of_median)
 
-    found, error, of_median = fit() if groups is None else main_rank_says(fit)
-    start_regression(model, found.coefficients, found.intercept, found.scale)
-    return len(values), error, of_median
+    coefficients, intercept, scale, error, of_median = groups.agreed(fit)
+    start_regression(model, coefficients, intercept, scale)
+    return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}

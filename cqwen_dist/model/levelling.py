@@ -1,4 +1,4 @@
-"""Rows of W_cls that are fitted before training: all rows (levelling), and those of the tokens that spell numerals.
+"""Rows of W_cls that are fitted before training: all of them (levelling), <NUM>'s, and those that spell numerals.
 
 Levelling. Softmax ignores a constant added to all logits of a token. One-vs-rest does not: one threshold C separates
 the next word from all others at every token, while a base's logits shift from token to token with their normaliser
@@ -21,28 +21,26 @@ from torch import Tensor
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.initialise import Heads
 from cqwen_dist.model.ridge import ridge_by_leave_one_out
-from cqwen_dist.parallel.collectives import main_rank_says, sum_over
-from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.groups import ALONE, Groups
+from cqwen_dist.parallel.mappings import sum_partials
 
 # Nats. On SmolLM2 and GSM8K 4 to 10 change <NUM>'s F1 by less than 0.01; less lets digits compete, more costs words.
 APART = 6.0
 
 
 @torch.no_grad()
-def level_logits(
-    action: ActionNetwork, loc: Tensor, log_norm: Tensor, groups: Groups | None = None
-) -> tuple[float, Tensor]:
-    """Subtract v [C_w], by ridge regression, from every row of W_cls; returns (share, v).
+def level_logits(action: ActionNetwork, loc: Tensor, log_norm: Tensor, groups: Groups = ALONE) -> tuple[float, Tensor]:
+    """Subtract v [C_w], the ridge regression of log_norm on loc, from every row of W_cls; returns (share, v).
 
     loc [n,C_w], log_norm [n]: loc_U and the normalisers of all ranks' tokens, the same on every rank (n may be 0).
-    share: of the normaliser's variance, predicted on tokens left out. Where it is 0 or less, the rows stay and v is 0.
+    share: how much of the normaliser's variance v predicts on tokens left out. At 0 or less the rows stay and v is 0.
     """
 
     def fit() -> tuple[Tensor, float]:
         v, share = ridge_by_leave_one_out(loc.double(), log_norm.double())
         return v.cpu(), share
 
-    v, share = fit() if groups is None else main_rank_says(fit)  # two machines may round apart
+    v, share = groups.agreed(fit)  # two machines may round apart
     if share <= 0:
         return 0.0, torch.zeros_like(v)
     action.cls_weight.sub_(v.to(action.cls_weight))
@@ -56,13 +54,13 @@ def fit_numeral_rows(
     log_norm: Tensor,
     labels: Tensor,
     numerals: Sequence[int],
-    groups: Groups | None = None,
+    groups: Groups = ALONE,
 ) -> float:
     """Fit <NUM>'s row of W_cls to the base's numerals, and lower the numerals' rows where a number follows.
 
-    loc, log_norm: as `level_logits`'s, of the rows as they are. labels [n]. numerals: the tokens that the base spells
-    numerals with. Returns the share of the target's variance that the row explains on tokens left out. No bias is
-    fitted: a plain export has none.
+    loc, log_norm: as in `level_logits`, of the rows before this call. labels [n]. numerals: the tokens that the base
+    spells numerals with. Returns the share of the target's variance that the row explains on tokens left out. No bias
+    is fitted, as a plain export has none.
     """
     action, num = heads.action, heads.config.num_token_id
     rows, bias = rows_of(action, numerals, groups)
@@ -79,7 +77,7 @@ def fit_numeral_rows(
         row, share = ridge_by_leave_one_out(loc.double(), target, intercept=False)
         return row.cpu(), lower.cpu(), share
 
-    row, lower, share = fit() if groups is None else main_rank_says(fit)
+    row, lower, share = groups.agreed(fit)
     if not bool(row.any()):
         return 0.0
     for word in numerals:
@@ -92,12 +90,11 @@ def fit_numeral_rows(
 
 
 @torch.no_grad()
-def rows_of(action: ActionNetwork, words: Sequence[int], groups: Groups | None = None) -> tuple[Tensor, Tensor]:
+def rows_of(action: ActionNetwork, words: Sequence[int], groups: Groups = ALONE) -> tuple[Tensor, Tensor]:
     """(rows of W_cls [k,C_w], b_cls [k]) of some words, on every rank, whichever of the group holds them."""
     at = torch.tensor(words, dtype=torch.int64, device=action.cls_weight.device) - action.vocab_start
     here = (at >= 0) & (at < action.rows)
     rows = action.cls_weight.new_zeros(len(words), action.word_size + 1)
     rows[here] = torch.cat([action.cls_weight[at[here]], action.cls_bias[at[here], None]], 1)
-    if groups is not None:
-        sum_over(rows, groups.vocab)
+    rows = sum_partials(rows, groups.vocab)
     return rows[:, :-1], rows[:, -1]

@@ -1,8 +1,8 @@
 """The search for (C, gamma) of the calibrated start: logits are computed once, and a histogram of them gives the loss.
 
-At the start scale_S,k = gamma ||W_k||_1 at every token, so the OvR loss of any (C, gamma) is a sum over pairs
-(loc_S, ||W_k||_1): labels one by one, all others counted in cells. Only here is [tokens, rows] held in memory, for a
-few hundred tokens.
+At the start scale_S,k = gamma ||W_k||_1 at every token. So the OvR loss of any (C, gamma) is a sum over pairs
+(loc_S, ||W_k||_1). Labels enter it one by one, all others as counts of cells. Only here [tokens, rows] is held in
+memory, for about a thousand tokens a rank.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import log_prob_above, prob_above
 from cqwen_dist.ops.ovr.head import chunk_rows
 from cqwen_dist.ops.products import product
-from cqwen_dist.parallel.collectives import gather_lists, gather_objects, sum_over
+from cqwen_dist.parallel.collectives import gather_rows
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
+from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, sum_partials
+from cqwen_dist.parallel.vocab_parallel import own_part
 
 LOC_CELLS = 8192  # over the range of all logits: some hundredths of a nat
 NORM_CELLS = 24  # between the least and the largest norm, by their logarithm
-STEPS, LEAST_STEP = 48, 1e-3  # of the search: how many, and the share of the logits' range that is not halved again
+STEPS, LEAST_STEP = 48, 1e-3  # of the search: at most so many, and it ends below this share of the logits' range
 
 
 class Histogram(NamedTuple):
-    """Pairs of all words in use and all tokens, and of labels alone; the same on every rank. All float64, CPU."""
+    """The pairs of all words in use and all tokens, and those of the labels. The same on every rank; float64, CPU."""
 
     loc: Tensor  # [cells] middle of each
     norm: Tensor  # [cells]
@@ -48,32 +49,28 @@ class Histogram(NamedTuple):
 
 
 class StartLogits:
-    """loc_S [n, rows] of this rank's rows for all tokens of its vocabulary group, kept while the start is chosen."""
+    """loc_S [n, rows] of this rank's rows for the n tokens of its vocabulary group, kept while the start is chosen."""
 
     def __init__(
         self,
         action: ActionNetwork,
         loc: Tensor,
         labels: Tensor,
-        groups: Groups | None,
+        groups: Groups,
         progress: Callable[[str, int, int], None],
         used_rows: int | None,
     ) -> None:
-        """loc [N,C_w] loc_U, labels [N]: this rank's. used_rows: the loss leaves words from here on out."""
-        self.action, self.groups = action, groups
-        self.vocab = None if groups is None else groups.vocab
-        self.start = action.vocab_start
-        counts = exchange_counts(len(loc), self.vocab, loc.device)
-        first = 0 if groups is None else sum(counts[: groups.vocab_rank])
-        self._own = slice(first, first + len(loc))
-        self.loc = gather_tokens(loc, counts, self.vocab)
-        self.labels = gather_tokens(labels, counts, self.vocab)
-        self.tokens = int(self._total(torch.tensor(float(len(loc)))))
+        """loc [N,C_w] loc_U, labels [N]: this rank's tokens. used_rows: the loss leaves out words from here on."""
+        self.action, self.groups, self.start = action, groups, action.vocab_start
+        counts = exchange_counts(len(loc), groups.vocab, loc.device)
+        self._own = own_part(counts, groups.vocab_rank)
+        self.loc, self.labels = (gather_tokens(part, counts, groups.vocab) for part in (loc, labels))
+        self.tokens = sum(exchange_counts(len(loc), groups.world, loc.device))
         self.in_loss = action.word_head(used_rows).rows
         self.logits = loc.new_empty(len(self.loc), action.rows)
         progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
         for at in range(0, action.rows, step := max(1024, chunk_rows(*self.loc.shape))):
-            rows = slice(at, min(at + step, action.rows))
+            rows = slice(at, at + step)
             self.logits[:, rows] = product(self.loc, action.cls_weight[rows]) + action.cls_bias[rows]
 
     def take(self, v: Tensor) -> None:
@@ -87,13 +84,13 @@ class StartLogits:
             self.logits[:, at] = product(self.loc, action.cls_weight[at]) + action.cls_bias[at]
 
     def at(self, threshold: float, gamma: float, norms: Tensor) -> tuple[float, Tensor, Tensor]:
-        """(mean loss of all ranks' tokens, argmax P [n], this rank's part of sum P [n]) at a point; norms [rows]."""
+        """(mean loss of all ranks' tokens, argmax P [n], this rank's part of sum P [n]); norms [rows]."""
         rows = self.in_loss
         loss = torch.zeros((), dtype=torch.float64, device=norms.device)
         prob_sum = torch.zeros(len(self.loc), device=norms.device)
-        for at in range(0, rows, step := chunk_rows(len(self.loc), 1)):
-            part = slice(at, min(at + step, rows))
-            gap, scale = threshold - self.logits[:, part], (gamma * norms[part]).expand(len(self.loc), -1)
+        step = chunk_rows(len(self.loc), 1)
+        for logits, norm in zip(self.logits[:, :rows].split(step, 1), norms[:rows].split(step), strict=True):
+            gap, scale = threshold - logits, (gamma * norm).expand(len(self.loc), -1)
             loss -= log_prob_above(scale, -gap).double().sum()
             prob_sum += prob_above(scale, gap).sum(1)
         rows_at, label_at = self._labels(rows)
@@ -112,46 +109,47 @@ class StartLogits:
         p = torch.zeros(len(self.loc), device=norms.device)
         if (at := word - self.start) in range(self.action.rows):
             p = prob_above((gamma * norms[at]).expand(len(p)), threshold - self.logits[:, at])
-        return p if self.vocab is None else sum_over(p, self.vocab)
+        return sum_partials(p, self.groups.vocab)
 
     def histogram(self, norms: Tensor) -> Histogram:
         """The histogram of the present logits; norms [rows]."""
-        used = slice(0, self.in_loss)
+        used, world = slice(0, self.in_loss), self.groups.world
         logits, norms = self.logits[:, used], norms[used].clamp(min=1e-30)
+
+        # Cells, the same on every rank
         low, high = self._range(logits)
         least, largest = self._range(norms.log())
         cell, wide = max(high - low, 1e-6) / LOC_CELLS, max(largest - least, 1e-6) / NORM_CELLS
-        column = ((norms.log() - least) / wide).long().clamp(0, NORM_CELLS - 1)
-        count = torch.zeros(LOC_CELLS * NORM_CELLS, dtype=torch.float64, device=norms.device)
-        for at in range(0, logits.shape[1], step := chunk_rows(len(logits), 1)):
-            part = slice(at, min(at + step, logits.shape[1]))
-            row = ((logits[:, part] - low) / cell).long().clamp_(0, LOC_CELLS - 1)
-            count += torch.bincount((row * NORM_CELLS + column[part]).flatten(), minlength=len(count))
-        rows_at, label_at = self._labels(self.in_loss)
-        own = torch.stack([logits[rows_at, label_at], norms[label_at]], 1)
-        top = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -math.inf)
-        if self.groups is not None:
-            sum_over(count, self.groups.world)
-            own = torch.cat([torch.from_numpy(part) for part in gather_objects(own.cpu().numpy())])
-            top = torch.stack(self._from_group(top)).amax(0)
         loc = low + cell * (torch.arange(LOC_CELLS, dtype=torch.float64) + 0.5)
         norm = (least + wide * (torch.arange(NORM_CELLS, dtype=torch.float64) + 0.5)).exp()
-        cells = loc.repeat_interleave(NORM_CELLS), norm.repeat(LOC_CELLS)
-        own, count = own.double().cpu(), count.cpu()
-        middle = float((count * cells[0]).sum() / count.sum().clamp(min=1))
-        spread = max(self.mean(top) - middle, 1e-3)
+        loc, norm = loc.repeat_interleave(NORM_CELLS), norm.repeat(LOC_CELLS)
+
+        # Pairs in each
+        column = ((norms.log() - least) / wide).long().clamp(0, NORM_CELLS - 1)
+        count = torch.zeros(len(loc), dtype=torch.float64, device=norms.device)
+        step = chunk_rows(len(logits), 1)
+        for part, columns in zip(logits.split(step, 1), column.split(step), strict=True):
+            row = ((part - low) / cell).long().clamp_(0, LOC_CELLS - 1)
+            count += torch.bincount((row * NORM_CELLS + columns).flatten(), minlength=len(count))
+        count = sum_partials(count, world).cpu()
+
+        # Labels, and the range of the search
+        rows_at, label_at = self._labels(self.in_loss)
+        own = torch.stack([logits[rows_at, label_at], norms[label_at]], 1)
+        labels = gather_tokens(own, exchange_counts(len(own), world, own.device), world).double().cpu()
+        middle = float((count * loc).sum() / count.sum().clamp(min=1))
+        spread = max(self.mean(self._largest(logits)[0]) - middle, 1e-3)
         seen = count > 0
-        return Histogram(cells[0][seen], cells[1][seen], count[seen], own[:, 0], own[:, 1], middle, spread)
+        return Histogram(loc[seen], norm[seen], count[seen], labels[:, 0], labels[:, 1], middle, spread)
 
     def mean(self, values: Tensor) -> float:
-        """Of [n], the group's tokens, over all tokens of the world."""
+        """The mean over all tokens of the world of values [n] of the group's tokens."""
         return self._total(values[self._own].double().sum()) / max(self.tokens, 1)
 
     def everyone(self, part: Tensor) -> Tensor:
-        """[n] summed over the ranks of the group, and gathered from all ranks' tokens."""
-        if self.groups is None:
-            return part
-        return gather_lists(sum_over(part, self.vocab)[self._own])
+        """[n] summed over the ranks of the group, for all tokens of the world."""
+        own, world = sum_partials(part, self.groups.vocab)[self._own], self.groups.world
+        return gather_tokens(own, exchange_counts(len(own), world, own.device), world)
 
     def _labels(self, rows: int) -> tuple[Tensor, Tensor]:
         """(token, row) of the labels that this rank holds."""
@@ -160,31 +158,31 @@ class StartLogits:
 
     def _best(self, scores: Tensor) -> Tensor:
         """The word [n] of the largest score; the first of equals."""
-        if not scores.shape[1]:
-            value, word = scores.new_full((len(scores),), -math.inf), self.labels.new_zeros(len(scores))
-        else:
-            value, at = scores.max(1)
-            word = at + self.start
-        if self.groups is None or self.groups.vocab_size == 1:
-            return word
-        values, words = torch.stack(self._from_group(value)), torch.stack(self._from_group(word))
-        return words.gather(0, values.argmax(0, keepdim=True))[0]
+        return self._largest(scores)[1]
 
-    def _from_group(self, part: Tensor) -> list[Tensor]:
-        """[n] of every rank of the vocabulary group."""
-        size = 1 if self.groups is None else self.groups.vocab_size
-        return list(gather_tokens(part.contiguous(), [len(part)] * size, self.vocab).view(size, -1))
+    def _largest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """(largest score, its word) [n] over the rows of the group; scores: of this rank's first rows."""
+        value, word = scores.new_full((len(scores),), -math.inf), self.labels.new_zeros(len(scores))
+        if scores.shape[1]:
+            value, word = scores.max(1)
+        word = word + self.start
+        if self.groups.vocab_size > 1:
+            values, words = gather_rows(value, self.groups.vocab), gather_rows(word, self.groups.vocab)
+            value, best = values.max(0)
+            word = words.gather(0, best[None])[0]
+        return value, word
 
     def _range(self, values: Tensor) -> tuple[float, float]:
         """(least, largest) of all ranks."""
-        own = (float(values.min()), float(values.max())) if values.numel() else (math.inf, -math.inf)
-        every = [own] if self.groups is None else gather_objects(own)
-        return min(low for low, _ in every), max(high for _, high in every)
+        own = values.new_tensor([math.inf, -math.inf], dtype=torch.float64)
+        if values.numel():
+            own = torch.stack(values.aminmax()).double()
+        every = gather_tokens(own[None], [1] * self.groups.world_size, self.groups.world)
+        return float(every[:, 0].min()), float(every[:, 1].max())
 
     def _total(self, value: Tensor) -> float:
-        """A scalar summed over the world."""
-        total = value.detach().double().to(self.loc.device)
-        return float(total if self.groups is None else sum_over(total.clone(), self.groups.world))
+        """A float64 scalar summed over the world."""
+        return float(sum_partials(value, self.groups.world))
 
 
 def best_threshold_and_gamma(seen: Histogram) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -78,12 +77,12 @@ def sum_over(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     return values
 
 
-def gather_rows(values: Tensor) -> Tensor:
-    """Every rank's equally shaped values [n], stacked [world, n]."""
-    world = dist.get_world_size()
-    everyone = values.new_empty(world * values.numel())
-    all_gather_into(everyone, values)
-    return everyone.view(world, -1)
+def gather_rows(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Every rank's equally shaped values [...], stacked [size, ...] (default: the world's)."""
+    size = dist.get_world_size(group)
+    everyone = values.new_empty(size * values.numel())
+    all_gather_into(everyone, values.flatten(), group)
+    return everyone.view(size, *values.shape)
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -94,11 +93,6 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     return parts
 
 
-def gather_lists(values: Tensor) -> Tensor:
-    """All ranks' 1-D values [n_r] one after the other, on the CPU (evaluation: a median needs them all)."""
-    return torch.cat([torch.from_numpy(part) for part in gather_objects(values.detach().cpu().numpy())])
-
-
 def barrier() -> None:
     """Wait for every rank of the world."""
     with naming("barrier"):
@@ -106,33 +100,24 @@ def barrier() -> None:
 
 
 def main_rank_first(action: Callable[[], T]) -> T | None:
-    """Run an action on rank 0 alone; the others wait, and fail with it where it fails.
+    """Run an action on rank 0 alone, while the others wait. Returns its result on rank 0, None elsewhere.
 
-    Returns its result on rank 0, None elsewhere. A `UserError` or `Stopped` is raised on every rank; without the
-    exchange the others would wait for the timeout.
+    Where it fails, all ranks fail, instead of waiting for the timeout: with the same `UserError` or `Stopped`, or the
+    others with a RuntimeError that holds rank 0's error.
     """
     result: T | None = None
-    outcome: list[Any] = [None]
     failure: BaseException | None = None
+    on_the_others: list[BaseException | None] = [None]
     if dist.get_rank() == 0:
         try:
             result = action()
-        except UserError as error:
-            outcome = [error]
-        except Stopped as error:
-            outcome, failure = [[str(error)]], error
         except BaseException as error:
-            outcome, failure = [repr(error)], error
+            failure, same = error, isinstance(error, (UserError, Stopped))
+            on_the_others = [error if same else RuntimeError(f"rank 0 failed: {error!r}")]
     with naming("broadcast of rank 0's outcome"):
-        dist.broadcast_object_list(outcome)
-    if failure is not None:
-        raise failure
-    if isinstance(outcome[0], UserError):
-        raise outcome[0]
-    if isinstance(outcome[0], list):
-        raise Stopped(*outcome[0])
-    if outcome[0] is not None:
-        raise RuntimeError(f"rank 0 failed: {outcome[0]}")
+        dist.broadcast_object_list(on_the_others)
+    if raised := failure or on_the_others[0]:
+        raise raised
     return result
 
 

@@ -10,37 +10,57 @@ Every rank has its own tokens (data = world).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cqwen_dist.config import refuse_ranks
+from cqwen_dist.parallel.collectives import main_rank_says
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Groups:
-    """World, vocabulary and replica group of this rank."""
+    """World, vocabulary and replica group of this rank. All None (`ALONE`): a process that needs no other.
 
-    world: ProcessGroup
-    vocab: ProcessGroup
-    replica: ProcessGroup
+    The functions of `parallel.mappings` take None as a group of one.
+    """
+
+    world: ProcessGroup | None
+    vocab: ProcessGroup | None
+    replica: ProcessGroup | None
 
     @property
     def world_size(self) -> int:
-        return self.world.size()
+        return 1 if self.world is None else self.world.size()
 
     @property
     def vocab_rank(self) -> int:
         """Which range of rows this rank holds."""
-        return self.vocab.rank()
+        return 0 if self.vocab is None else self.vocab.rank()
 
     @property
     def vocab_size(self) -> int:
         """How many ranks share the vocabulary."""
-        return self.vocab.size()
+        return 1 if self.vocab is None else self.vocab.size()
+
+    @property
+    def replica_rank(self) -> int:
+        """Which of the ranks with the same rows this one is."""
+        return 0 if self.replica is None else self.replica.rank()
+
+    def agreed(self, action: Callable[[], T]) -> T:
+        """The result of the action on rank 0, a small Python value, on every rank. Collective over the world."""
+        return action() if self.world is None else main_rank_says(action)
+
+
+ALONE = Groups(None, None, None)
 
 
 def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Groups:

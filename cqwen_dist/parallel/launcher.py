@@ -1,4 +1,4 @@
-"""Between a launcher and its ranks: which signals mean "stop", and that no rank outlives its launcher (no torch).
+"""What a launcher and its ranks share: a port, the signals that mean "stop", and their end (no torch).
 
 When the launcher ends, in whatever way, its ranks stop in order. A rank's parent is DeepSpeed's launcher, whose parent
 is DeepSpeed's runner, whose parent is `cqwen launch`. The kernel signals the rank when its parent ends; a thread of the
@@ -11,6 +11,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,8 +22,15 @@ _PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # "stop in order"
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens on, for the ranks' rendezvous."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 def taken() -> tuple[signal.Signals, ...]:
-    """Those of SIGNALS that are acted on: all, but under `nohup` not SIGHUP."""
+    """The SIGNALS that are acted on: all of them, but under `nohup` not SIGHUP."""
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 

@@ -1,15 +1,16 @@
-"""Collectives with gradients, in conjugate pairs; the group is always passed.
+"""Collectives with gradients, in conjugate pairs. The group is always passed; None is a group of one.
 
     gather_tokens          forward: all-gather of rows      backward: reduce-scatter (sum)
     scatter_sum_tokens     forward: reduce-scatter (sum)    backward: all-gather of rows
     sum_partials           forward: all-reduce (sum)        backward: nothing (identity)
 
-Rows are tokens; the ranks may hold different numbers of them (`counts`, one a rank, 0 allowed). On the wire they
-are padded to the largest count; outside, padding is never seen. A group of one, or None, costs nothing.
+Rows are tokens. The ranks may hold different numbers of them (`counts`, one a rank, 0 allowed): they are padded to the
+largest count for the transfer only. A group of one communicates nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch.distributed import ProcessGroup
 
 from cqwen_dist.parallel.collectives import all_gather_into, reduce_scatter_into, sum_over
 
+Mapping = Callable[[Tensor, list[int], ProcessGroup], Tensor]
 
-def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
+
+def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
     """[N_r, ...] -> [sum N, ...], rank 0's rows first."""
-    if group is None or group.size() == 1:
-        return rows
     longest = max(counts)
     even = min(counts) == longest
     padded = rows.contiguous()
@@ -36,10 +37,8 @@ def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> 
     return torch.cat([gathered[r * longest : r * longest + n] for r, n in enumerate(counts)])
 
 
-def _reduce_scatter(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
+def _reduce_scatter(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
     """[sum N, ...] -> [N_r, ...], summed over the ranks."""
-    if group is None or group.size() == 1:
-        return rows
     longest = max(counts)
     padded = rows.contiguous()
     if min(counts) != longest:
@@ -52,31 +51,24 @@ def _reduce_scatter(rows: Tensor, counts: list[int], group: ProcessGroup | None)
     return mine[: counts[group.rank()]]
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
-        ctx.counts, ctx.group = counts, group
-        return _all_gather(rows, counts, group)
+class _Conjugate(torch.autograd.Function):
+    """One mapping forward, the other backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.counts, ctx.group), None, None
-
-
-class _ScatterSumTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
-        ctx.counts, ctx.group = counts, group
-        return _reduce_scatter(rows, counts, group)
+    def forward(
+        ctx: Any, rows: Tensor, mapping: Mapping, conjugate: Mapping, counts: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.conjugate, ctx.counts, ctx.group = conjugate, counts, group
+        return mapping(rows, counts, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.counts, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.conjugate(grad, ctx.counts, ctx.group), None, None, None, None
 
 
 class _SumPartials(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, group: ProcessGroup) -> Tensor:
         return sum_over(partial.clone(), group)
 
     @staticmethod
@@ -85,27 +77,21 @@ class _SumPartials(torch.autograd.Function):
 
 
 def gather_tokens(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
-    """All tokens of the group on every rank.
-
-    forward: all-gather, [N_r, ...] -> [sum N, ...]. backward: reduce-scatter, every rank's gradient of the
-    gathered rows is summed and each rank keeps its own rows' share.
-    """
-    return rows if group is None or group.size() == 1 else _GatherTokens.apply(rows, counts, group)
+    """All tokens of the group on every rank, [N_r, ...] -> [sum N, ...]."""
+    if group is None or group.size() == 1:
+        return rows
+    return _Conjugate.apply(rows, _all_gather, _reduce_scatter, counts, group)
 
 
 def scatter_sum_tokens(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
-    """Each rank's own tokens of values that the group's ranks hold in parts.
-
-    forward: reduce-scatter (sum), [sum N, ...] -> [N_r, ...]. backward: all-gather.
-    """
-    return rows if group is None or group.size() == 1 else _ScatterSumTokens.apply(rows, counts, group)
+    """Each rank's own tokens of the sum over the ranks, [sum N, ...] -> [N_r, ...]."""
+    if group is None or group.size() == 1:
+        return rows
+    return _Conjugate.apply(rows, _reduce_scatter, _all_gather, counts, group)
 
 
 def sum_partials(partial: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the group of values each rank holds a part of.
-
-    forward: all-reduce (sum). backward: identity (every rank differentiates the whole with regard to its own part).
-    """
+    """The sum over the group of one value per rank. Every rank differentiates the sum by its own value alone."""
     return partial if group is None or group.size() == 1 else _SumPartials.apply(partial, group)
 
 

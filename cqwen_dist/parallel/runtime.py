@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from cqwen_dist.config.errors import UserError
 from cqwen_dist.parallel.hang import HangWatch
-from cqwen_dist.parallel.ports import free_port
+from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.parallel.stop import StopFlag
 
 # (rank, world size, local rank): the first launcher whose names are all set counts.

@@ -14,6 +14,7 @@ The gradients of rows are of the group's tokens: the caller sums them over the r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,9 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
 from cqwen_dist.ops.ovr.reference import ovr_partial
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.ops.ovr.topk import RankBy, prob_at, topk
+from cqwen_dist.parallel.collectives import gather_rows
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 
 
@@ -145,6 +148,12 @@ def gather_law(u: Cauchy, counts: list[int], group: ProcessGroup | None) -> Cauc
     return Cauchy(gather_tokens(u.loc, counts, group), gather_tokens(u.scale, counts, group))
 
 
+def own_part(counts: list[int], rank: int) -> slice:
+    """Where a rank's own tokens are among the gathered ones; counts: the tokens of each rank."""
+    start = sum(counts[:rank])
+    return slice(start, start + counts[rank])
+
+
 def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
     """P of one word at every token [N] on the rank that holds it; zeros elsewhere.
 
@@ -172,7 +181,7 @@ def vocab_parallel_best(
         return topk(u, head, k, rank_by)
     counts = exchange_counts(len(u.loc), group, u.loc.device)
     every = gather_law(u, counts, group)
-    n, size = len(every.loc), group.size()
+    n = len(every.loc)
     scores, ids = topk(every, head, k, rank_by)
     loc = torch.full_like(scores, -torch.inf)  # where there is no word (id -1), as on a rank of too few rows
     if len(head.weight):
@@ -180,12 +189,29 @@ def vocab_parallel_best(
         found = torch.einsum("nc,nkc->nk", every.loc, own.weight.to(every.loc.dtype))
         loc = (found + (0.0 if own.bias is None else own.bias)).float().where(ids >= 0, loc)
     scores, loc, ids = (
-        gather_tokens(part, [n] * size, group).view(size, n, k).transpose(0, 1).reshape(n, size * k)
-        for part in (scores, loc, ids)
+        gather_rows(part, group).transpose(0, 1).reshape(n, group.size() * k) for part in (scores, loc, ids)
     )
     # stable sorts: by loc_S, then by score; the lower rank stays first among the wholly equal
     order = loc.sort(dim=1, descending=True, stable=True).indices
     order = order.gather(1, scores.gather(1, order).sort(dim=1, descending=True, stable=True).indices)[:, :k]
-    start = sum(counts[: group.rank()])
-    mine = slice(start, start + counts[group.rank()])
+    mine = own_part(counts, group.rank())
     return scores.gather(1, order)[mine], ids.gather(1, order)[mine]
+
+
+@torch.no_grad()
+def vocab_parallel_scores(
+    u: Cauchy, head: WordHead, labels: Tensor, group: ProcessGroup | None, prob_thresholds: Sequence[float] = ()
+) -> OvrScores:
+    """`ovr_scores` of this rank's own tokens U' [N_r,C], labels [N_r], over the vocabulary of a group.
+
+    head: this rank's rows. Every rank scores its rows for all tokens; the normalisers are added as logarithms, the rest
+    is summed. Raises as `ovr_scores`. Collective over `group`.
+    """
+    if group is None or group.size() == 1:
+        return ovr_scores(u, head, labels, prob_thresholds)
+    counts = exchange_counts(len(u.loc), group, u.loc.device)
+    part = ovr_scores(gather_law(u, counts, group), head, gather_tokens(labels, counts, group), prob_thresholds)
+    log_norm = gather_rows(part.log_norm, group).logsumexp(0)[own_part(counts, group.rank())]
+    summed = torch.cat([torch.stack([part.label_loc, part.label_log_p], 1), part.above], 1)
+    own = scatter_sum_tokens(summed, counts, group)
+    return OvrScores(log_norm, own[:, 0], own[:, 1], own[:, 2:])

@@ -21,7 +21,7 @@ from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import build_groups
-from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 from cqwen_dist.training.evaluation.evaluator import perplexity, top1
 from experiments.learn.answers import whole_texts
 from experiments.learn.corpora import read_items

@@ -8,7 +8,7 @@ import pytest
 from support.runs import command_environment
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
-from cqwen_dist.parallel.ports import free_port
+from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.run.files import file_record
 
 BIN = Path(sys.executable).parent

@@ -15,7 +15,7 @@ from torch import Tensor
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.losses import OvrClassificationLoss
 from cqwen_dist.model.start_search import Histogram, StartLogits, best_threshold_and_gamma
-from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.groups import ALONE, Groups, build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 POINTS = [(0.0, 1.4), (6.0, 1e-2), (12.0, 1e-3), (-3.0, 0.3)]
@@ -48,7 +48,7 @@ def tokens(n: int = 70, seed: int = 0, noise: float = 3.0) -> tuple[Tensor, Tens
 
 
 def search(model: CausalQwenModel, loc: Tensor, labels: Tensor, used_rows: int | None = None) -> StartLogits:
-    return StartLogits(model.action, loc, labels, None, nothing_said, used_rows)
+    return StartLogits(model.action, loc, labels, ALONE, nothing_said, used_rows)
 
 
 def norms_of(model: CausalQwenModel) -> Tensor:

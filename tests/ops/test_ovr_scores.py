@@ -11,8 +11,7 @@ from support.ranks import run_ranks
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead
 from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
-from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores, vocab_range
 
 N, C, V, USED = 37, 12, 123, 117
 P = (0.05, 0.5, 0.7)

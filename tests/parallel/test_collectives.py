@@ -10,7 +10,6 @@ from support.ranks import run_ranks
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.collectives import (
     CollectiveError,
-    gather_lists,
     gather_objects,
     gather_rows,
     main_rank_first,
@@ -32,7 +31,6 @@ def collectives() -> None:
     assert sum_over(torch.tensor([1.0, float(rank)])).tolist() == [world, sum(range(world))]
     assert gather_rows(torch.tensor([rank, 7])).tolist() == [[r, 7] for r in range(world)]
     assert gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)]
-    assert gather_lists(torch.full((rank,), float(rank))).tolist() == [float(r) for r in range(world) for _ in range(r)]
     assert main_rank_first(lambda: dist.get_rank() + 5) == (5 if rank == 0 else None)
     with pytest.raises(UserError, match="key: found 1, allowed: 2"):  # alike on every rank
         main_rank_first(refuse)

@@ -30,8 +30,12 @@ from cqwen_dist.ops.ovr.scores import OvrScores
 from cqwen_dist.ops.ovr.topk import RankBy
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
-from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_best, vocab_parallel_loss
-from cqwen_dist.parallel.vocab_scores import vocab_parallel_scores
+from cqwen_dist.parallel.vocab_parallel import (
+    VocabParallelOutput,
+    vocab_parallel_best,
+    vocab_parallel_loss,
+    vocab_parallel_scores,
+)
 from cqwen_dist.training.evaluation.conformal import IntervalFactors
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import Spread
