@@ -23,7 +23,6 @@ from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import ovr_scores
 from cqwen_dist.ops.ovr.topk import prob_at
-from cqwen_dist.ops.regression import cauchy_nll
 
 
 @torch.no_grad()
@@ -180,7 +179,7 @@ class _Joined:
 def _raw_nll(target: Any, y: Cauchy, values: Tensor) -> Tensor:
     """-log density at raw values: in the target's unit, and the transform's derivative."""
     raw = values.to(y.loc.device)
-    nll = cauchy_nll(y.loc.double(), y.scale.double(), target.forward(raw).double())
+    nll = y.to(torch.float64).nll(target.forward(raw).double())
     return nll - target.log_derivative(raw)
 
 

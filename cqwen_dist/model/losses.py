@@ -1,7 +1,7 @@
-"""Module 5: the losses. The seeds' three modules (S2 section 4), and the fused path that training takes.
+"""Module 5: the losses. The seeds' three modules (S2 section 4), and `fused_loss`, which training takes.
 
-The seeds' modules take materialised scores [B,T,V]: for small use and as the oracle. `fused_loss` computes the same
-total from U without forming them, over a vocabulary that may be spread over ranks. Labels are already shifted.
+The seeds' modules take materialised scores [B,T,V]: for small models and as the oracle. `fused_loss` computes the same
+total from U without [B,T,V], over a vocabulary that may be spread over ranks. Labels are already shifted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cqwen_dist.config.custom import find_custom, unusable
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions
-from cqwen_dist.ops.regression import GATES, Gate, cauchy_nll, counts_text, gate_of, number_nll
+from cqwen_dist.ops.regression import GATES, Gate, counts_text, gate_of, number_nll
 from cqwen_dist.parallel.vocab_parallel import VocabParallelOutput, vocab_parallel_loss, vocab_parallel_partial
 
 
@@ -33,10 +33,7 @@ class OvrClassificationLoss(nn.Module):
         *,
         per_word: bool = False,
     ) -> None:
-        """C_ovr: a number, or a tensor [vocab_size]. per_word: a number becomes one threshold a word, [vocab_size].
-
-        Raises ValueError for another shape (S0 5.1's assert).
-        """
+        """C_ovr: a number or [vocab_size], else ValueError (S0 5.1's assert). per_word: make a number [vocab_size]."""
         super().__init__()
         threshold = torch.as_tensor(C_ovr, dtype=torch.float32)
         if threshold.ndim and threshold.shape != (vocab_size,):
@@ -67,15 +64,15 @@ class RegressionLoss(nn.Module):
 
     def forward(self, loc_Y: Tensor, scale_Y: Tensor, true_numeric_values: Tensor) -> Tensor:
         """[B,T] each -> [B,T], in nats."""
-        return cauchy_nll(loc_Y.float(), scale_Y.float(), true_numeric_values.float())
+        return Cauchy(loc_Y.float(), scale_Y.float()).nll(true_numeric_values.float())
 
 
 class CausalQwenLoss(nn.Module):
     """Gate, masks and separate denominators (S0 5.3, S2 4.3).
 
-    Two departures from S2's letter: P_NUM enters the gate without gradient (with alpha = 0 and a gradient the loss
-    pays for not predicting <NUM>) unless gate_grad is "full"; and positions whose label is ignored are in neither
-    denominator. The soft gate, which counts text positions too, divides by all that are valid.
+    It departs from S2 twice: P_NUM enters the gate without gradient unless gate_grad is "full" (with a gradient and
+    alpha = 0 the loss pays for not predicting <NUM>), and positions whose label is ignored are in neither denominator.
+    The soft gate, which counts text positions too, divides by all that are valid.
 
     Several values a position (S4 4.7.1): loc_Y, scale_Y and numeric_values [B,T,R], with value_weights [R]. A value of
     one of several types (S4 4.7.2): loc_Y, scale_Y [B,T,R], and forward is given types and p_type.
@@ -118,8 +115,8 @@ class CausalQwenLoss(nn.Module):
     ) -> tuple[Tensor, dict[str, float]]:
         """loc_S, scale_S [B,T,V]; the rest [B,T]; numeric_values are the labels' values. -> (scalar, metrics).
 
-        types [B,T] int64 (-1: of none), p_type [B,T,R]: the type of each label's value, and P of every type; the
-        latter gives gradient as P_NUM does (gate_grad).
+        types [B,T] int64 (-1: no type), p_type [B,T,R]: the type of each label's value, and P of every type, which
+        gives gradient as P_NUM does (gate_grad).
         """
         cls_loss, valid = self.ovr_loss(loc_S, scale_S, labels)
         cls_mask = valid & attention_mask.bool()
@@ -153,8 +150,8 @@ def gate_named(name: str, outside: str | Path = "") -> Gate:
     """
     if name in GATES:
         return GATES[name]
-    key, found = "loss.gate", find_custom("loss.gate", name, outside)
-    p_num = torch.tensor([0.2, 0.9, 0.5])
+    key, p_num = "loss.gate", torch.tensor([0.2, 0.9, 0.5])
+    found = find_custom(key, name, outside)
     try:
         gate: Gate = found() if isinstance(found, type) else found
         factor = gate(torch.tensor([True, False, True]), p_num, 0.0)
@@ -167,15 +164,15 @@ def gate_named(name: str, outside: str | Path = "") -> Gate:
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """What N positions are to learn. Several values a position, or one of a type (S4 4.7), where the head has them."""
+    """What N positions learn. Several values a position, or a value of a type (S4 4.7), where the head has them."""
 
     words: Tensor  # [N] int64, in the whole vocabulary
     values: Tensor  # [N], with value_weights [N,R], fp32: the labels' values in the target unit, 0's where text
     is_number: Tensor  # [N] bool: positions whose value is learnt
     value_weights: Tensor | None = None  # [R] or [N,R]
     types: Tensor | None = None  # [N] int64: the type of the value, -1 for none
-    partial: Tensor | None = None  # [M,2] int64: place among the N, whose word is IGNORE_INDEX; word w, or ~w: not w
-    partial_counts: list[int] | None = None  # M of every rank of the vocabulary group, known there; all 0: left out
+    partial: Tensor | None = None  # [M,2] int64: a place among the N with word IGNORE_INDEX; w, or ~w for "not w"
+    partial_counts: list[int] | None = None  # M of every rank of the vocabulary group
 
 
 @dataclass(frozen=True)
@@ -187,13 +184,13 @@ class LossOptions:
     gate: str | Gate = "alpha"  # a name of `GATES`, or one of the user's own
     gate_grad: str = "stop"  # "full": the gate's probabilities give gradient
     gemm_dtype: torch.dtype = torch.float32  # of the products, and of tokens in communication; the rows stay fp32
-    used_rows: int | None = None  # words from here on are left out
+    used_rows: int | None = None  # words from here on are left out of the loss
     ovr: OvrOptions = PLAIN
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What one micro-batch contributes: sums of this rank's tokens (no means), and the scalar to differentiate."""
+    """What one micro-batch contributes: the scalar to differentiate, and sums (no means) of this rank's tokens."""
 
     loss: Tensor  # scalar: of the whole vocabulary group's words plus this rank's numbers, weighted
     cls_sum: Tensor  # [] detached, unweighted
@@ -215,9 +212,9 @@ def fused_loss(
     """The loss of N label positions (S0 5.3), no [N,V] ever formed.
 
     u: U [N,C] of this rank's tokens; N may be 0. token_weight, number_weight: reciprocals of the global counts, times
-    whatever the engine divides by. group: the vocabulary group, None for a whole vocabulary here. token_counts: N of
-    every rank of it, where they are known. Collective over `group`, forward and backward. Raises as `linear_ovr` and
-    `number_nll`.
+    whatever the engine divides by. group: the vocabulary group, None where this rank holds the whole vocabulary.
+    token_counts: N of every rank of the group, where they are known. Collective over `group`, forward and backward.
+    Raises as `linear_ovr` and `number_nll`.
     """
     u_prime = action.add_noise(u)
     out = vocab_parallel_loss(
@@ -247,19 +244,16 @@ def fused_loss(
 
 
 def _number_losses(action: ActionNetwork, u_prime: Cauchy, labels: TokenLabels, stop: bool) -> tuple[Tensor, Tensor]:
-    """(NLL [N], loss of the types []): S4 4.7.1 with several values; with types P_t NLL_t (4.7.2) and P_t's own loss.
+    """(NLL [N], loss of the types []), by `number_nll`.
 
     The NLL is finite everywhere, so a gate of 0 drops value and gradient. A type is one more word of the position: the
     cross entropies of all types, one against the rest, belong to L_cls. stop: P_t gates without gradient.
     """
-    none = u_prime.loc.new_zeros(())
-    if labels.types is None and labels.value_weights is None:
-        y = action.value(u_prime)
-        return cauchy_nll(y.loc, y.scale, labels.values), none
-    y = action.values(u_prime)
     if labels.types is None:
-        return number_nll(cauchy_nll(y.loc, y.scale, labels.values), labels.value_weights), none
-    nll = cauchy_nll(y.loc, y.scale, labels.values.unsqueeze(-1).expand_as(y.loc))
+        y = action.value(u_prime) if labels.value_weights is None else action.values(u_prime)
+        return number_nll(y.nll(labels.values), labels.value_weights), u_prime.loc.new_zeros(())
+    y = action.values(u_prime)
+    nll = y.nll(labels.values.unsqueeze(-1))
     scores = action.type_scores(u_prime)
     p_type, known = scores.sf(0.0), labels.is_number & (labels.types >= 0)
     true = torch.arange(y.loc.shape[-1], device=known.device) == labels.types.unsqueeze(-1)
@@ -277,7 +271,7 @@ def _with_partial(
     group: ProcessGroup | None,
     out: VocabParallelOutput,
 ) -> tuple[Tensor, Tensor]:
-    """The words' loss and sum of `out`, with those of partial labels where any rank of the group has some."""
+    """The words' loss and sum of `out`, plus those of partial labels where any rank of the group has some."""
     if labels.partial is None or not any(labels.partial_counts or [len(labels.partial)]):
         return out.loss, out.per_token.sum()
     place, words = labels.partial.unbind(1)

@@ -1,15 +1,15 @@
 """The OvR loss over a vocabulary whose rows are spread over the ranks of a group.
 
-A rank passes its own tokens and holds its own rows. Tokens are gathered in the group, each rank computes the
-loss of *all* of them on *its* rows (`ops.ovr.loss`, a slice), and one sum gives each token its total: OvR
-has no normaliser, so nothing else has to be agreed on. Communication is
+A rank passes its own tokens and holds its own rows. Tokens are gathered in the group, each rank computes the loss of
+*all* of them on *its* rows (`ops.ovr.loss`, a slice), and one sum gives each token its total. OvR has no normaliser, so
+nothing else is exchanged. Communication is
 
     forward    all-gather    loc_u, scale_u [N,C], labels, weights [N]; reduce-scatter of 3 numbers a token
     backward   reduce-scatter of the gradients of loc_u, scale_u [N,C]
 
-whatever V is (`plan.comm` has the bytes). Nothing is overlapped: the transfers take (in bytes) 8 (g-1) / (12 V) of
-the loss's flops, 4 % of its time in a group of 8 inside a node (600 TFLOP/s, 450 GB/s; worked out, not measured).
-The gradients of rows are of the group's tokens: the caller sums them over the replica group.
+whatever V is (`plan.comm` has the bytes). Communication is not overlapped with compute: it is 8 (g-1) bytes to 12 V
+flops of the loss, 4 % of its time in a group of 8 inside a node (600 TFLOP/s, 450 GB/s; computed, not measured). The
+gradients of rows are sums over the group's tokens; the caller sums them over the replica group.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def vocab_parallel_partial(
         row = (torch.where(every < 0, ~every, every) - head.start).clamp(0, len(head.weight) - 1)
         bce = bce * options.class_weights[row]
     if options.vocab_reduction == "mean":
-        bce = bce / (len(head.weight) if head.limit is None else head.limit)
+        bce = bce / head.words
     own = scatter_sum_tokens(bce.detach(), counts, group)
     return sum_partials(token_weight * bce.sum(), group), own.sum()
 
@@ -171,11 +171,10 @@ def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
 def vocab_parallel_best(
     u: Cauchy, head: WordHead, k: int, group: ProcessGroup | None, rank_by: RankBy = "ovr"
 ) -> tuple[Tensor, Tensor]:
-    """The k best words of this rank's own tokens over the vocabulary of a group: (scores [N_r,k], ids [N_r,k]).
+    """`topk` of this rank's own tokens U' [N_r,C] over the vocabulary of a group: (scores [N_r,k], ids [N_r,k]).
 
-    u: U' [N_r,C]; head: this rank's rows. Scores and what is raised: as `ops.ovr.ovr_topk`'s. Collective over `group`.
-    Every rank finds the k best of its rows for all tokens; the group's candidates are gathered and merged, equal
-    scores told apart by loc_S as in one process.
+    head: this rank's rows. Every rank finds the k best of its rows for all tokens; the group's candidates are gathered
+    and merged, equal scores ordered by loc_S as in one process. Raises as `topk`. Collective over `group`.
     """
     if group is None or group.size() == 1:
         return topk(u, head, k, rank_by)
@@ -183,7 +182,7 @@ def vocab_parallel_best(
     every = gather_law(u, counts, group)
     n = len(every.loc)
     scores, ids = topk(every, head, k, rank_by)
-    loc = torch.full_like(scores, -torch.inf)  # where there is no word (id -1), as on a rank of too few rows
+    loc = torch.full_like(scores, -torch.inf)  # for id -1, on a rank with fewer than k rows
     if len(head.weight):
         own = head.take((ids - head.start).clamp(min=0))
         found = torch.einsum("nc,nkc->nk", every.loc, own.weight.to(every.loc.dtype))

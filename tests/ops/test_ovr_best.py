@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.numerics import assert_close
+from support.numerics import assert_close, ovr_topk
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import WordHead, ovr_topk
+from cqwen_dist.ops.ovr import WordHead
 from cqwen_dist.ops.ovr import best as ovr_best
 from cqwen_dist.ops.ovr.best import abs_blocks, best_word, row_sizes, scale_scores
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from support.numerics import ovr_prob_sum
+from support.numerics import ovr_prob_at, ovr_prob_sum, ovr_topk
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import head as ovr_head
-from cqwen_dist.ops.ovr import linear_ovr, ovr_prob_at, ovr_topk
+from cqwen_dist.ops.ovr import linear_ovr
 
 
 def head(n=6, c=8, v=300, seed=0, dtype=torch.float32):

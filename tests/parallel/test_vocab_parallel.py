@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.numerics import assert_close
+from support.numerics import assert_close, ovr_prob_at, ovr_topk
 from support.ranks import run_ranks
 from support.tiny import random_batch, tiny_model
 from torch import Tensor
@@ -22,7 +22,7 @@ from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr, ovr_prob_at, ovr_topk
+from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best, vocab_parallel_ovr, vocab_range

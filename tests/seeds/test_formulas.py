@@ -9,13 +9,14 @@ import math
 
 import pytest
 import torch
+from support.numerics import ovr_topk
 from support.tiny import NUM, tiny_base, tiny_model
 from torch import nn
 
 from cqwen_dist.generate.modes import MODES
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.losses import CausalQwenLoss, OvrClassificationLoss, RegressionLoss
-from cqwen_dist.ops.ovr import linear_ovr, ovr_topk
+from cqwen_dist.ops.ovr import linear_ovr
 
 B, T, V = 3, 5, 23
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cqwen_dist.ops.ovr import ovr_prob_at
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import WordHead
+from cqwen_dist.ops.ovr.topk import prob_at, topk
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -41,6 +44,27 @@ def assert_all_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     """The gradient of every parameter that has one, by name."""
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def ovr_topk(
+    loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, c: Tensor | float, k: int = 1, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`topk` of plain tensors; options: vocab_start, used_rows, rank_by."""
+    place = options.get("vocab_start", 0), None, options.get("used_rows")
+    return topk(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, *place), k, options.get("rank_by", "ovr"))
+
+
+def ovr_prob_at(
+    loc_u: Tensor,
+    scale_u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    c: Tensor | float,
+    word_ids: Tensor,
+    vocab_start: int = 0,
+) -> Tensor:
+    """`prob_at` of plain tensors."""
+    return prob_at(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, vocab_start), word_ids)
 
 
 def ovr_prob_sum(

@@ -1,13 +1,13 @@
-"""The best word of a few tokens for about the cost of one product with W_cls: the larger part of decoding.
+"""The best word of a few tokens, for about the cost of one product with W_cls: the larger part of decoding's time.
 
 argmax_k z_k, z_k = (loc_k - C_k)/scale_k, needs every loc_k (one pass over W) but hardly any scale_k = |W_k| . s:
 by Cauchy-Schwarz around the mean of s,
 
     | |W_k| . s  -  mean(s) ||W_k||_1 |  <=  || |W_k| - mean |W_k| ||_2  || s - mean(s) ||_2
 
-and min(s) ||W_k||_1 <= |W_k| . s <= max(s) ||W_k||_1, so two numbers a row, computed once, bound every scale_k and with
-it every z_k. z_k is computed only for words whose upper bound reaches the best lower bound, or for all words where
-those are many. The answer is the same. N tokens, C width, v rows.
+and min(s) ||W_k||_1 <= |W_k| . s <= max(s) ||W_k||_1. So two numbers a row, computed once, bound every scale_k and
+every z_k. z_k is computed only for words whose upper bound reaches the best lower bound, or for all words if those are
+many. The answer is the same. N tokens, C width, v rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.products import product
 
-BLOCK_BYTES = 1 << 20  # of |W|'s rows made at once: they stay in a core's own cache
-TOGETHER = 32  # tokens at once: some eight fp32 [32, v] are alive at once
-FEW = 16  # candidates may be one word in so many; gathering more costs as much as reading all
-SLACK = 1e-4  # relative, on every term of the bounds: beyond what fp32 sums of a few thousand terms round
+BLOCK_BYTES = 1 << 20  # of a block of |W|: it stays in a core's own cache
+TOGETHER = 32  # tokens at once: about eight fp32 [32, v] are alive
+FEW = 16  # at most one word in so many may be a candidate; gathering more costs as much as reading all
+SLACK = 1e-4  # relative, on every term of the bounds: more than fp32 sums of a few thousand terms round
 
 
 class RowSizes(NamedTuple):
@@ -37,7 +37,7 @@ class RowSizes(NamedTuple):
 
 @torch.no_grad()
 def row_sizes(weight: Tensor) -> RowSizes:
-    """Of every row of weight [v, C], in blocks: one pass over it, no copy."""
+    """The sizes of every row of weight [v, C], in one pass without a copy."""
     real = torch.promote_types(weight.dtype, torch.float32)
     l1, spread = (torch.empty(weight.shape[0], dtype=real, device=weight.device) for _ in range(2))
     for rows, block in abs_blocks(weight):
@@ -48,7 +48,7 @@ def row_sizes(weight: Tensor) -> RowSizes:
 
 
 def abs_blocks(weight: Tensor, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """(slice, |W[slice]|) of the first `rows` rows; a block is valid until the next one (one buffer serves all)."""
+    """(slice, |W[slice]|) of the first `rows` rows. All blocks use one buffer: each is valid until the next."""
     rows = weight.shape[0] if rows is None else rows
     real = torch.promote_types(weight.dtype, torch.float32)
     step = max(64, BLOCK_BYTES // (4 * max(1, weight.shape[1])))
@@ -90,12 +90,10 @@ def best_word(u: Cauchy, head: WordHead, sizes: RowSizes | None) -> Tensor:
         return torch.cat([best_word(Cauchy(*part), head, sizes) for part in parts])
     rows = head.rows
     used = head.take(slice(0, rows))
-    loc = product(u.loc, used.weight)
-    if used.bias is not None:
-        loc = loc + used.bias.to(loc.dtype)
+    loc = used.loc(u)
     gap = used.threshold.to(loc.dtype) - loc
     words = None if sizes is None else _candidates(gap, u.scale.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
-    if words is None or not 0 < words.numel() * FEW <= rows:  # none: nothing compares with nan
+    if words is None or not 0 < words.numel() * FEW <= rows:  # 0 candidates: nan scores
         return _first(_strength(gap, scale_scores(u.scale, head.weight, rows)), loc)
     scale = product(u.scale.to(used.weight.dtype), used.weight[words].abs())
     return words[_first(_strength(gap[:, words], scale), loc[:, words])]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.products import product
 
 CHUNK_BYTES = 8 << 20  # of one fp32 [N, n], a few of which are alive at once, and of |W|'s [n, C]
 
@@ -32,7 +33,7 @@ class WordHead(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, threshold: Tensor | float, *place: int | None) -> WordHead:
-        """As the constructor, which also takes `place`: the threshold may be a float."""
+        """As the constructor, whose last three arguments are `place`; the threshold may be a float."""
         if not isinstance(threshold, Tensor):
             real = torch.promote_types(weight.dtype, torch.float32)
             threshold = torch.tensor(threshold, dtype=real, device=weight.device)
@@ -50,6 +51,11 @@ class WordHead(NamedTuple):
         return min((x for x in (self.vocab_size, self.used_rows) if x is not None), default=None)
 
     @property
+    def words(self) -> int:
+        """`limit`, or else the slice's own words: what a mean over the vocabulary divides by."""
+        return len(self.weight) if self.limit is None else self.limit
+
+    @property
     def real(self) -> torch.dtype:
         """The dtype of elementwise maths and sums: fp32, or fp64 for an fp64 weight."""
         return torch.promote_types(self.weight.dtype, torch.float32)
@@ -59,8 +65,13 @@ class WordHead(NamedTuple):
         bias = None if self.bias is None else self.bias[rows]
         return WordHead(self.weight[rows], bias, self.threshold[rows] if self.threshold.ndim else self.threshold)
 
+    def loc(self, u: Cauchy) -> Tensor:
+        """loc_S [N, v] of U' [N, C], multiplied in the tokens' precision; fp32 (fp64 for fp64)."""
+        loc = product(u.loc, self.weight.to(u.loc.dtype))
+        return loc if self.bias is None else loc + self.bias.to(loc.dtype)
+
     def check(self, u: Cauchy) -> None:
-        """Raises ValueError for a shape, TypeError for a dtype, that does not fit to itself or to U' [N, C].
+        """Raises ValueError for a shape and TypeError for a dtype of the head or of U' [N, C] that does not fit.
 
         U' and weight are of one dtype, or U' is bf16 and the weight fp32 (a master).
         """
@@ -89,9 +100,9 @@ class Targets(NamedTuple):
     slope_limit: float = 0.0  # of |dBCE_ik / dloc_S_ik|, 1/nat, before the two weights; 0: none
 
 
-class OvrSums(NamedTuple):
-    """Over the slice's rows in use; fp32 (fp64 for fp64)."""
+class OvrOutput(NamedTuple):
+    """Sums over the slice's words in use; fp32 (fp64 for fp64)."""
 
     loss: Tensor  # scalar, differentiable
-    per_token: Tensor  # [N] detached, not yet times the token's weight
-    prob_sum: Tensor | None  # [N] detached
+    per_token: Tensor  # [N] detached, without the token's weight; 0 where ignored
+    prob_sum: Tensor | None  # [N] detached: sum of P, on demand

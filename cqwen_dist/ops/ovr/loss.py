@@ -11,24 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.one_pass import ovr_chunked
 from cqwen_dist.ops.ovr.reference import ovr_reference
 
 
-def _triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+def _triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
     from cqwen_dist.ops.ovr.triton import ovr_triton  # triton comes with torch's CUDA builds only
 
     return ovr_triton(u, head, targets)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Cauchy, WordHead, Targets], OvrSums]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Cauchy, WordHead, Targets], OvrOutput]] = {
     "reference": ovr_reference,
     "chunked": ovr_chunked,
     "triton": _triton,
@@ -50,26 +50,15 @@ class OvrOptions:
 PLAIN = OvrOptions()
 
 
-class OvrOutput(NamedTuple):
-    """loss: scalar, differentiable. per_token [N]: each token's sum over the slice, its token weight not in it, 0 where
-    ignored. prob_sum [N]: sum of P over the slice, or None. All fp32 (fp64 for fp64), the last two detached."""
-
-    loss: Tensor
-    per_token: Tensor
-    prob_sum: Tensor | None
-
-
 def ovr_loss(
     u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | None = None, options: OvrOptions = PLAIN
 ) -> OvrOutput:
     """`linear_ovr` of U' [N, C] and a slice of the head; labels, token_weights [N]. Raises as it does."""
     head.check(u)
     _check(u, head, labels, token_weights, options)
-    rows = head.rows
-    limit = head.limit
-    factor = 1.0 if options.vocab_reduction == "sum" else 1.0 / (len(head.weight) if limit is None else limit)
+    factor = 1.0 if options.vocab_reduction == "sum" else 1.0 / head.words
     valid = labels != options.ignore_index
-    inside = valid & (labels >= head.start) & (labels < head.start + rows)
+    inside = valid & (labels >= head.start) & (labels < head.start + head.rows)
     weights = u.loc.new_ones(len(labels), dtype=head.real)
     if token_weights is not None:
         weights = token_weights.detach().to(head.real)
@@ -80,7 +69,7 @@ def ovr_loss(
         options.want_prob_sum,
         options.slope_limit,
     )
-    part = head._replace(start=0, used_rows=rows)
+    part = head._replace(start=0, used_rows=head.rows)
     impl = _fastest(head) if options.impl == "auto" else options.impl
     with torch.autocast(u.loc.device.type, enabled=False):
         loss, per_token, prob_sum = IMPLEMENTATIONS[impl](u, part, targets)
@@ -98,17 +87,14 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
     if options.impl != "auto" and options.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {sorted(IMPLEMENTATIONS)}, found {options.impl!r}")
-    if labels.device.type == "cpu":
-        _check_range(labels, head, options.ignore_index)
-
-
-def _check_range(labels: Tensor, head: WordHead, ignore_index: int) -> None:
-    """On a CPU only: elsewhere reading the labels would stop the stream, and the collator answers for them."""
+    if labels.device.type != "cpu":  # reading the labels of a GPU would stop the stream; the collator checked them
+        return
     limit = head.limit
-    bad = (labels != ignore_index) & ((labels < 0) | (labels >= (limit if limit is not None else 1 << 62)))
-    if bool(bad.any()):
-        allowed = f"[0, {'vocabulary' if limit is None else limit})"
-        raise ValueError(f"labels must be in {allowed} or {ignore_index}, found {int(labels[bad][0])}")
+    wrong = (labels < 0) if limit is None else (labels < 0) | (labels >= limit)
+    bad = labels[wrong & (labels != options.ignore_index)]
+    if len(bad):
+        allowed = f"[0, {'vocabulary' if limit is None else limit}) or {options.ignore_index}"
+        raise ValueError(f"labels must be in {allowed}, found {int(bad[0])}")
 
 
 def _fastest(head: WordHead) -> str:

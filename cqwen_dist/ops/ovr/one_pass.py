@@ -1,8 +1,8 @@
 """The OvR loss and its gradients in one pass over tiles, on any device.
 
-The loss is a plain sum over words with no normaliser, so a tile [t tokens x n words] gives its loss *and* its
-gradients while it is at hand: two GEMMs make loc and scale, elementwise maths (`tile`) turns them into the two
-gradients, four GEMMs spread those. Nothing of size [N, V] exists and nothing is recomputed in backward.
+The loss is a plain sum over words with no normaliser. So a tile [t tokens x n words] gives its loss *and* its
+gradients at once: two GEMMs make loc and scale, elementwise maths (`tile`) turns them into the two gradients, four
+GEMMs spread those. Nothing of size [N, V] exists and nothing is recomputed in backward.
 
     x = loc_u, g = scale_u
     for each block of n words:
@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.tile import Tile, TileMaths, TorchTile
 from cqwen_dist.ops.products import mm_into
 
-# Bytes of one [t, n] buffer, of one [n, C] buffer, and most tokens of a tile. CPU: what a tile touches stays in the
-# outer cache. GPU: the GEMMs want large tiles more than the elementwise pass wants them in L2 (H200, N=8,192, H=896,
+# Bytes of one [t, n] buffer, bytes of one [n, C] buffer, and most tokens of a tile. CPU: a tile's buffers stay in the
+# outer cache. GPU: large tiles gain more in the GEMMs than they lose in the elementwise pass (H200, N=8,192, H=896,
 # bf16: 41 ms with tiles of 32 MiB, 30 with 128, 28.7 with 512, which would hold 1.8 GiB).
 TILE_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
 BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
@@ -54,17 +54,10 @@ class Needs(NamedTuple):
     threshold: bool = False
 
 
-class Gradients(NamedTuple):
-    """The gradient of each differentiable input, in its dtype; None where it is not needed."""
-
-    loc_u: Tensor | None
-    scale_u: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    threshold: Tensor | None
+Gradients = tuple[Tensor | None, ...]  # in the order of `Needs`, in the input's dtype; None where it is not needed
 
 
-def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> tuple[OvrSums, Gradients]:
+def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> tuple[OvrOutput, Gradients]:
     """The sums and, at upstream gradient 1, the gradients that are needed.
 
     GEMMs run in U's dtype on a GPU (fp32 accumulation), in fp32 on a CPU; fp64 throughout for fp64. A weight in
@@ -81,7 +74,7 @@ def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileM
 
 
 class _Block(NamedTuple):
-    """n words: their rows as the GEMMs take them, and the two parts of their gradient (None where it is not needed)."""
+    """n words: their rows in the GEMMs' dtype, and the two parts of their gradient (None where it is not needed)."""
 
     words: slice
     w: Tensor  # [n, C]
@@ -91,14 +84,14 @@ class _Block(NamedTuple):
 
 
 class _Visit:
-    """The phases of `visit`, with what they read, what they add to, and the buffers that all tiles share."""
+    """The phases of `visit`, with their inputs, the sums they add to, and the buffers that all tiles share."""
 
     def __init__(self, u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> None:
         self.u, self.head, self.targets, self.need, self.maths = u, head, targets, need, maths
         self.real = real = head.real
         self.gemm = gemm = u.loc.dtype if head.weight.is_cuda else real
 
-        # What is read, in the dtype it is used in. Bias and threshold act as one offset C - b.
+        # Inputs, in the dtype they are used in. Bias and threshold act as one offset C - b.
         self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
         self.token_weights = targets.token_weights.to(real)
         self.class_weights = None if targets.class_weights is None else targets.class_weights.to(real)
@@ -106,7 +99,7 @@ class _Visit:
         if head.bias is not None:
             self.offset = self.offset - head.bias.detach().to(real)
 
-        # What the tiles add to. d_gap is the gradient of C - b - x W^T, summed over tokens.
+        # Sums, to which the tiles add. d_gap is the gradient of C - b - x W^T, summed over tokens.
         self.d_x = self.x.new_zeros(self.x.shape, dtype=real) if need.loc_u else None
         self.d_g = self.x.new_zeros(self.x.shape, dtype=real) if need.scale_u else None
         self.d_w = torch.empty_like(head.weight) if need.weight else None
@@ -174,33 +167,30 @@ class _Visit:
         if block.d_loc.dtype != self.d_w.dtype:
             self.d_w[block.words].copy_(block.d_loc)
 
-    def sums(self) -> OvrSums:
-        """What all tiles came to, token weights in the loss alone."""
+    def sums(self) -> OvrOutput:
+        """The sums of all tiles; only the loss has the token weights in it."""
         weights = self.targets.token_weights
         weighted = torch.where(weights != 0, weights * self.per_token, 0.0)
         prob_sum = None if self.prob_sum is None else self.prob_sum.to(self.real)
-        return OvrSums(weighted.sum().to(self.real), self.per_token.to(self.real), prob_sum)
+        return OvrOutput(weighted.sum().to(self.real), self.per_token.to(self.real), prob_sum)
 
     def gradients(self) -> Gradients:
-        """Each in the dtype of its input; zero for the rows that are in no tile."""
+        """The gradients at upstream 1; zero for the rows that are in no tile."""
         d_bias = d_threshold = None
         bias, threshold = self.head.bias, self.head.threshold
         if self.d_w is not None:
             self.d_w[self.head.rows if len(self.x) else 0 :].zero_()
-        if self.d_gap is not None and self.need.bias and bias is not None:
-            d_bias = self.d_gap.to(bias.dtype)
-        if self.d_gap is not None and self.need.threshold:
-            d_threshold = -(self.d_gap if threshold.ndim else self.d_gap.sum()).to(threshold.dtype)
-        return Gradients(
-            None if self.d_x is None else self.d_x.to(self.u.loc.dtype),
-            None if self.d_g is None else self.d_g.to(self.u.scale.dtype),
-            self.d_w,
-            d_bias,
-            d_threshold,
-        )
+        if self.d_gap is not None:
+            if self.need.bias and bias is not None:
+                d_bias = self.d_gap.to(bias.dtype)
+            if self.need.threshold:
+                d_threshold = -(self.d_gap if threshold.ndim else self.d_gap.sum()).to(threshold.dtype)
+        d_loc_u = None if self.d_x is None else self.d_x.to(self.u.loc.dtype)
+        d_scale_u = None if self.d_g is None else self.d_g.to(self.u.scale.dtype)
+        return d_loc_u, d_scale_u, self.d_w, d_bias, d_threshold
 
 
-def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) -> OvrSums:
+def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) -> OvrOutput:
     """The loss with its gradients made in forward; under no_grad the loss alone. O(N C) and a few tiles of memory.
 
     head: its start is 0.
@@ -208,10 +198,10 @@ def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) 
     leaves = (*u, head.weight, head.bias, head.threshold)
     if not torch.is_grad_enabled() or not any(leaf is not None and leaf.requires_grad for leaf in leaves):
         return visit(u, head, targets, Needs(), maths)[0]
-    return OvrSums(*_OnePass.apply(*leaves, head.used_rows, targets, maths))
+    return OvrOutput(*_OnePass.apply(*leaves, head.used_rows, targets, maths))
 
 
-def ovr_chunked(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+def ovr_chunked(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
     """`ovr_one_pass` with the tile's maths in torch operations: any device."""
     return ovr_one_pass(u, head, targets, TorchTile())
 
@@ -243,7 +233,7 @@ class _OnePass(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         loc_u, scale_u, weight, bias, threshold = ctx.saved_tensors  # raises if the graph was spent and not retained
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:  # a retained graph, walked again: the first walk was given the tensors themselves
+        if gradients is None:  # a retained graph, walked again: the first walk handed its tensors over
             head = WordHead(weight, bias, threshold, used_rows=ctx.used_rows)
             need = Needs(*ctx.needs_input_grad[:5])
             _, gradients = visit(Cauchy(loc_u, scale_u), head, ctx.targets, need, ctx.maths)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
-from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 
 
-def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
     """sum_i token_weights_i sum_k w_k BCE_ik over the slice's words in use (S0 5.1 formulas 3-5, S4 3.4.3)."""
     real, rows = head.real, head.rows
     used = head.take(slice(0, rows))
@@ -31,7 +31,7 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
     weights = targets.token_weights
     loss = (weights.to(real) * torch.where(weights != 0, per_token, 0.0)).sum()
     prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
-    return OvrSums(loss, per_token.detach(), prob_sum)
+    return OvrOutput(loss, per_token.detach(), prob_sum)
 
 
 def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0.0) -> Tensor:

@@ -18,7 +18,7 @@ from cqwen_dist.ops.products import product
 
 
 class OvrScores(NamedTuple):
-    """Of a slice of words, all fp32 (fp64 for fp64); a label outside the slice leaves zeros in the label's two."""
+    """Scores of a slice of words, fp32 (fp64 for fp64). A label outside the slice has loc_S and log P 0."""
 
     log_norm: Tensor  # [N] log sum_k exp(loc_S,k): softmax's normaliser, reserved rows too
     label_loc: Tensor  # [N] loc_S of the label
@@ -30,9 +30,9 @@ class OvrScores(NamedTuple):
 def ovr_scores(u: Cauchy, head: WordHead, labels: Tensor, prob_thresholds: Sequence[float] = ()) -> OvrScores:
     """Scores of U' [N, C] against a slice of the head.
 
-    labels: [N] int64 in the whole vocabulary. prob_thresholds: each in (0, 1); P > p is asked as
-    (loc_S - C) > scale_S tan(pi (p - 1/2)), which needs no arctangent. One product a chunk, two with thresholds.
-    Words from head.used_rows on are in no label set. Raises ValueError and TypeError as `WordHead.check`.
+    labels: [N] int64 in the whole vocabulary. prob_thresholds: each in (0, 1); P > p is computed as
+    (loc_S - C) > scale_S tan(pi (p - 1/2)). Words from head.used_rows on are in no label set. Raises as
+    `WordHead.check`.
     """
     head.check(u)
     n, v = len(u.loc), len(head.weight)
@@ -42,15 +42,12 @@ def ovr_scores(u: Cauchy, head: WordHead, labels: Tensor, prob_thresholds: Seque
     used, step = head.rows, chunk_rows(n, u.loc.shape[1])
     for v0 in range(0, v, step):
         part = head.take(slice(v0, min(v, v0 + step)))
-        rows = part.weight.to(u.loc.dtype)
-        loc = product(u.loc, rows)
-        if part.bias is not None:
-            loc += part.bias.to(head.real)
+        loc = part.loc(u)
         log_norm = torch.logaddexp(log_norm, loc.logsumexp(1))
         if slopes and v0 < used:
             inside = slice(0, used - v0)
             gap = loc[:, inside] - part.take(inside).threshold.to(head.real)
-            scale = product(u.scale, rows[inside].abs())
+            scale = product(u.scale, part.weight[inside].to(u.loc.dtype).abs())
             for i, slope in enumerate(slopes):
                 above[:, i] += (gap > slope * scale).sum(1)
     return OvrScores(log_norm, *_of_labels(u, head, labels), above)

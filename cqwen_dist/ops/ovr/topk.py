@@ -15,17 +15,22 @@ RankBy = Literal["ovr", "loc"]
 
 
 def _scores(u: Cauchy, head: WordHead) -> tuple[Tensor, Tensor, Tensor]:
-    """(loc_S, scale_S, C - loc_S) [N, n] of all n rows, multiplied in the tokens' precision; fp32 (fp64 for fp64)."""
-    weight = head.weight.to(u.loc.dtype)
-    loc, scale = product(u.loc, weight), product(u.scale, weight.abs())
-    if head.bias is not None:
-        loc = loc + head.bias.to(loc.dtype)
+    """(loc_S, scale_S, C - loc_S) [N, n] of all n rows, as `WordHead.loc`."""
+    loc, scale = head.loc(u), product(u.scale, head.weight.to(u.loc.dtype).abs())
     return loc, scale, head.threshold.to(loc.dtype) - loc
 
 
 @torch.no_grad()
 def topk(u: Cauchy, head: WordHead, k: int, rank_by: RankBy = "ovr") -> tuple[Tensor, Tensor]:
-    """`ovr_topk` of U' [N, C] and a slice of the head. Raises as it does."""
+    """The k best words of each token, U' [N, C], in a slice of the head. No gradient.
+
+    rank_by "ovr": by the decision strength z = (loc_S - C)/scale_S (S4 3.3.3), which orders words as P does but does
+    not saturate; scale 0 gives -+inf, or 0 where loc_S = C; equal z are ordered by the larger loc_S. "loc": by loc_S.
+
+    Returns (scores [N, k] fp32: z or loc_S, best first; ids [N, k] int64 in the whole vocabulary). A slice of fewer
+    than k words is filled up with score -inf, id -1. P of a z is atan2(1, -z)/pi.
+    Raises ValueError for k < 1 and an unknown rank_by, and as `WordHead.check`.
+    """
     head.check(u)
     if k < 1 or rank_by not in ("ovr", "loc"):
         raise ValueError(f"k must be >= 1 and rank_by 'ovr' or 'loc', found {k}, {rank_by!r}")
@@ -38,7 +43,7 @@ def topk(u: Cauchy, head: WordHead, k: int, rank_by: RankBy = "ovr") -> tuple[Te
         key = loc if rank_by == "loc" else torch.where(gap == 0, 0.0, -gap / scale)
         words = torch.arange(v0, v0 + loc.shape[1], device=loc.device).expand_as(loc) + head.start
         best, ties, ids = torch.cat([best, key], 1), torch.cat([ties, loc], 1), torch.cat([ids, words], 1)
-        # The k-th best key, then by loc among the words that share it, then the k chosen in order.
+        # Choose all words above the k-th best key, and by loc among those that share it; then sort the k chosen.
         kth = best.topk(k, 1).values[:, -1:]
         pick = torch.where(best > kth, torch.inf, torch.where(best == kth, ties, -torch.inf)).topk(k, 1).indices
         best, ties, ids = best.gather(1, pick), ties.gather(1, pick), ids.gather(1, pick)
@@ -49,7 +54,11 @@ def topk(u: Cauchy, head: WordHead, k: int, rank_by: RankBy = "ovr") -> tuple[Te
 
 
 def prob_at(u: Cauchy, head: WordHead, word_ids: Tensor) -> Tensor:
-    """`ovr_prob_at` of U' [N, C] and a slice of the head: [N, m]. Raises as it does."""
+    """P of the words word_ids [m] int64 (whole vocabulary, all in the slice) at every token: [N, m].
+
+    fp32 (fp64 for fp64), differentiable in U', weight, bias and threshold. For few words, such as <NUM>.
+    Raises as `WordHead.check`, and on a CPU ValueError for a word outside the slice.
+    """
     head.check(u)
     at = word_ids - head.start
     if at.device.type == "cpu" and bool(((at < 0) | (at >= len(head.weight))).any()):

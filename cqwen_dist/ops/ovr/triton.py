@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import OvrSums, Targets, WordHead
+from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.one_pass import ovr_one_pass
 from cqwen_dist.ops.ovr.tile import MIN_DENOMINATOR, MIN_SCALE, Tile, TorchTile
 
@@ -174,7 +174,7 @@ class TritonTile:
         return d_loc, d_scale
 
 
-def ovr_triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrSums:
+def ovr_triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
     """`ovr_one_pass` with the tile's maths in one kernel; fp64 inputs take the torch maths (the kernel is fp32).
 
     Raises ValueError off CUDA, unless Triton's interpreter was asked for (TRITON_INTERPRET=1).
