@@ -34,6 +34,7 @@ def number_nll(
     if value_weights is not None:
         return (nll * value_weights).sum(-1)
     assert types is not None
+    assert p_type is not None
     true = torch.nn.functional.one_hot(types.clamp(min=0), nll.shape[-1]).to(nll.dtype)
     true = true * (types >= 0).unsqueeze(-1)
     return (true * p_type * nll).sum(-1)
