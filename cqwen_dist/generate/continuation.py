@@ -1,4 +1,4 @@
-"""Text in, text out: what the command line and the quickstart use of generation."""
+"""Text in, text out: generation as the command line and the quickstart use it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, tex
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """One token the model wrote: its id, P of this word and of <NUM> at its position, and the number if it is one."""
+    """A token that the model wrote: its id, P of this word and of <NUM> at its position, and its number, if any."""
 
     id: int
     p: float
@@ -27,7 +27,7 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class Written:
-    """One prompt's continuation; tokens without the end token; end: why it ended (eos, stop or length)."""
+    """A prompt's continuation. tokens: without the end token. end: why it ended (eos, stop or length)."""
 
     prompt: str
     text: str
@@ -36,7 +36,7 @@ class Written:
 
     @property
     def numbers(self) -> list[NumberRecord]:
-        """Those among the tokens."""
+        """The numbers among the tokens."""
         return [token.number for token in self.tokens if token.number is not None]
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,16 +53,20 @@ class Padded(NamedTuple):
 
 
 def padded(tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device) -> Padded:
-    """Raises `UserError` for no prompt, and for one without tokens."""
+    """Raises `UserError` for no prompt, and for a prompt without tokens."""
     tokenizer = reader(tokenizer)
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    if not encoded or any(not ids for ids, _ in encoded):
+    return pad_rows([tokenizer.encode(prompt) for prompt in prompts], tokenizer.pad_token_id, device)
+
+
+def pad_rows(rows: Sequence[tuple[list[int], list[float]]], pad_token_id: int, device: torch.device) -> Padded:
+    """One batch of (ids, values) rows. Raises `UserError` for no row, and for a row without tokens."""
+    if not rows or any(not ids for ids, _ in rows):
         raise UserError("prompt", "no tokens", "some text")
-    width = max(len(ids) for ids, _ in encoded)
-    ids = torch.full((len(encoded), width), tokenizer.pad_token_id, dtype=torch.int64)
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
     values = torch.zeros(ids.shape, dtype=torch.float64)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (tokens, numbers) in enumerate(encoded):
+    for row, (tokens, numbers) in enumerate(rows):
         at = slice(width - len(tokens), width)
         ids[row, at], values[row, at] = torch.tensor(tokens), torch.tensor(numbers, dtype=torch.float64)
         mask[row, at] = True
@@ -70,8 +74,30 @@ def padded(tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device) -
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model takes its ids: with its first weights that accelerate has not put aside."""
+    """The device for a model's ids: that of its first weights that accelerate has not offloaded."""
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+
+
+def generate_behind(
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any
+) -> tuple[Tensor, GeneratedNumbers, int]:
+    """Continue prompts as one batch: ids [B,T'], their numbers, and the prompts' width T.
+
+    model: a `CausalQwenForCausalLM`. options: of its `generate`. Raises `UserError`.
+    """
+    tokenizer = reader(tokenizer)
+    batch = padded(tokenizer, prompts, input_device(model))
+    ids, numbers = model.generate(
+        batch.ids,
+        batch.values,
+        return_numbers=True,
+        attention_mask=batch.mask,
+        eos_token_id=[] if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tokenizer=tokenizer,
+        **options,
+    )
+    return ids, numbers, batch.ids.shape[1]
 
 
 def continue_text(
@@ -90,65 +116,45 @@ def continue_text(
     """Continue prompts as one left-padded batch.
 
     model: a `CausalQwenForCausalLM`. digits: of the numbers in the text (`generate.numbers.shown`). stop: strings that
-    end a text, which then ends with one. on_text: called with the text as it comes, for one prompt. options: further
-    ones of the model's `generate`. Raises `UserError` for an empty prompt and what `generate` refuses.
+    end a text; the text then ends with one. on_text: called with the text as it comes, for one prompt. options: others
+    of the model's `generate`. Raises `UserError` for an empty prompt and for what `generate` refuses.
     """
     check_digits(digits)
     tokenizer = reader(tokenizer)
-    if on_text is not None and len(prompts) != 1:
-        raise UserError("stream", f"{len(prompts)} prompts", "one")
-    batch = padded(tokenizer, prompts, input_device(model))
-    if stop:
-        options |= {"stop_strings": list(stop), "tokenizer": tokenizer}
     if on_text is not None:
+        if len(prompts) != 1:
+            raise UserError("stream", f"{len(prompts)} prompts", "one")
         options["streamer"] = NumberStreamer(tokenizer, on_text, digits=digits)
-    ids, numbers = model.generate(
-        batch.ids,
-        batch.values,
-        mode=mode,
-        return_numbers=True,
-        attention_mask=batch.mask,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=[] if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=seed,
-        digits=digits,
-        **options,
-    )
-    return [
-        _written(tokenizer, prompt, ids, numbers, row, batch.ids.shape[1], stop, digits)
-        for row, prompt in enumerate(prompts)
-    ]
-
-
-def _written(
-    tokenizer: Tokenizer,
-    prompt: str,
-    ids: Tensor,
-    numbers: GeneratedNumbers,
-    row: int,
-    width: int,
-    stop: Sequence[str],
-    digits: Digits,
-) -> Written:
-    """What a row holds behind the prompt's `width` positions."""
-    new, known = ids[row, width:].tolist(), numbers.p_word[row, width:].isfinite().tolist()
-    length, reason = sum(known), "length"  # behind `length` is padding
-    if length and new[length - 1] == tokenizer.eos_token_id:
-        length, reason = length - 1, "eos"
-    end = width + length
-    text = text_of(tokenizer, ids, numbers, row, width, end, digits)
-    found = [text.find(s) + len(s) for s in stop if s in text]
-    if found:
-        text, reason = text[: min(found)], "stop"
-    p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
-    tokens = [TokenRecord(new[t - width], p[t], p_num[t], numbers.record(row, t, digits)) for t in range(width, end)]
-    return Written(prompt, text, tokens, reason)
+    if stop:
+        options["stop_strings"] = list(stop)
+    options |= {"mode": mode, "max_new_tokens": max_new_tokens, "seed": seed, "digits": digits}
+    ids, numbers, width = generate_behind(model, tokenizer, prompts, **options)
+    written = []
+    for row, prompt in enumerate(prompts):
+        length = int(numbers.p_word[row, width:].isfinite().sum())  # what follows is padding
+        end, reason = width + length, "length"
+        if length and int(ids[row, end - 1]) == tokenizer.eos_token_id:
+            end, reason = end - 1, "eos"
+        text = text_of(tokenizer, ids, numbers, row, width, end, digits)
+        stops = [text.find(s) + len(s) for s in stop if s in text]
+        if stops:
+            text, reason = text[: min(stops)], "stop"
+        tokens = [
+            TokenRecord(
+                int(ids[row, t]),
+                float(numbers.p_word[row, t]),
+                float(numbers.p_num[row, t]),
+                numbers.record(row, t, digits),
+            )
+            for t in range(width, end)
+        ]
+        written.append(Written(prompt, text, tokens, reason))
+    return written
 
 
 @dataclass(frozen=True)
 class Diversity:
-    """How different texts are. distinct of n; distance: the mean over pairs of 1 - shared words / all words."""
+    """How different n texts are. distance: the mean over pairs of 1 - shared words / all words."""
 
     n: int
     distinct: int
@@ -156,7 +162,7 @@ class Diversity:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Diversity:
-        """Words as blanks part them, each counted once (Jaccard); 0 of fewer than two texts."""
+        """Words are separated by blanks and counted once (Jaccard); the distance of fewer than two texts is 0."""
         bags = [set(text.split()) for text in texts]
         pairs = [1 - len(a & b) / max(len(a | b), 1) for a, b in combinations(bags, 2)]
         return cls(len(texts), len(set(texts)), sum(pairs) / max(len(pairs), 1))
@@ -179,7 +185,7 @@ def counterfactuals(
 
 @dataclass(frozen=True)
 class Individual:
-    """One individual under each of several treatments t, a prompt each: what is written, and Y(t) (seed S3 1).
+    """One individual under several treatments t, each of them a prompt: what is written, and Y(t) (seed S3 1).
 
     values: the first number of each text; differences: Y(t) - Y(t of the first prompt). None where there is no number.
     """
@@ -201,9 +207,9 @@ def treatments(
 ) -> list[Individual]:
     """The same `count` individuals under each of the prompts.
 
-    An individual is its eps [C], uniform: it stands at the same quantiles of the law of U whatever the prompt makes of
-    that law, u(t) = loc_U(t) + scale_U(t) tan(pi (eps - 1/2)) (S3 3.4.1). Mode "noise" keeps the noise instead. seed:
-    None draws one for all. options: of `continue_text`. Raises `UserError`.
+    An individual is its eps [C], uniform. It stands at the same quantiles of the law of U under every prompt,
+    u(t) = loc_U(t) + scale_U(t) tan(pi (eps - 1/2)) (S3 3.4.1). Mode "noise" keeps the noise instead. seed:
+    None draws one for all prompts. options: of `continue_text`. Raises `UserError`.
     """
     seed = int(torch.randint(1 << 62, ())) if seed is None else seed
     worlds = [counterfactuals(model, tokenizer, prompt, count, mode, seed=seed, **options) for prompt in prompts]

@@ -1,7 +1,7 @@
-"""Decisions that need no text to be written: words that hold, options to choose from or refuse, texts to be scored.
+"""Decisions without writing text: which words hold, which option to choose, if any, and how well a text continues.
 
-One-vs-rest asks of every word by itself whether it holds, P_k = P(S_k > C_k). So several may hold at once (seed S4
-3.3.2), none may (3.3.1: "I do not know"), and a threshold means the same whatever the other words are.
+One-vs-rest asks of every word by itself whether it holds, P_k = P(S_k > C_k). So several words may hold at once (seed
+S4 3.3.2), or none (3.3.1: "I do not know"), and a threshold means the same whatever the other words are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.continuation import Padded, input_device, padded
+from cqwen_dist.generate.continuation import Padded, input_device, pad_rows
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.generate.modes import prob_words
@@ -25,22 +25,19 @@ from cqwen_dist.ops.ovr.scores import ovr_scores
 from cqwen_dist.ops.ovr.topk import prob_at
 
 
-@torch.no_grad()
-def law_at_end(model: Any, batch: Padded) -> Cauchy:
-    """U' behind each prompt, Cauchy [B,C] where the head is. model: a `CausalQwenForCausalLM`. Raises `UserError`."""
+def _law(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
+    """U' at the flat positions `keep` [N], Cauchy [N,C] on the head's device. Raises `UserError` for a bad prompt."""
     net = model.model
     check_prompt(net, batch.ids, batch.values, batch.mask)
-    b, t = batch.ids.shape
     positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
-    last = torch.arange(1, b + 1, device=batch.ids.device) * t - 1
-    u = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions, keep=last)
+    u = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions, keep=keep)
     with at_hand(net.action):
         return net.action.add_noise(u.to(net.action.cls_weight.device))
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A word that holds, with its P and its decision strength (loc_S - C)/scale_S (S4 3.3.3)."""
+    """A word that holds, its P and its decision strength (loc_S - C)/scale_S (S4 3.3.3)."""
 
     id: int
     p: float
@@ -55,25 +52,29 @@ def multi_label(
     words: Sequence[int] | None = None,
     decision_threshold: float | None = None,
 ) -> list[list[Holding]]:
-    """Every word whose P is above the threshold behind each prompt, best first (S4 3.5.3); none is an answer too.
+    """Every word whose P is above prob_threshold after each prompt, best first (S4 3.5.3); there may be none.
 
-    words: ids to ask (default: all in use). decision_threshold: C of every word (default: the model's own). Raises
-    `UserError`.
+    model: a `CausalQwenForCausalLM`. words: ids to ask (default: all in use). decision_threshold: C of every word
+    (default: the model's own). Raises `UserError`.
     """
     if decision_threshold is not None and not math.isfinite(decision_threshold):
         raise UserError("decision_threshold", decision_threshold, "a finite number")
     if not 0.0 < prob_threshold < 1.0:
         raise UserError("prob_threshold", prob_threshold, "above 0, below 1")
-    net = model.model
-    law = law_at_end(model, batch)
-    with at_hand(net.action):
-        seen = net.action.word_part(law)
+    odd = next((word for word in words or () if not 0 <= word < model.config.vocab_size), None)
+    if odd is not None:
+        raise UserError("words", odd, f"ids in [0, {model.config.vocab_size})")
+    b, t = batch.ids.shape
+    law = _law(model, batch, torch.arange(1, b + 1, device=batch.ids.device) * t - 1)
+    action = model.model.action
+    with at_hand(action):
+        seen = action.word_part(law)
         if words is None:
-            p = prob_words(net.action, seen, int(model.config.used_rows), decision_threshold)
+            p = prob_words(action, seen, int(model.config.used_rows), decision_threshold)
             ids = torch.arange(p.shape[1])
         else:
-            ids = torch.tensor(_known(words, model.config.vocab_size), dtype=torch.int64)
-            head = net.action.word_head()
+            ids = torch.tensor(words, dtype=torch.int64)
+            head = action.word_head()
             if decision_threshold is not None:
                 head = head._replace(threshold=torch.tensor(decision_threshold, device=seen.loc.device))
             p = prob_at(seen, head, ids.to(seen.loc.device))
@@ -87,7 +88,7 @@ def multi_label(
 
 @dataclass(frozen=True)
 class Choice:
-    """Which option, or None where none holds; p: P of each."""
+    """The chosen option, or None if no option is likely enough; p: P of each."""
 
     option: str | None
     p: dict[str, float]
@@ -96,10 +97,10 @@ class Choice:
 def choose(
     model: Any, tokenizer: Tokenizer, prompts: Sequence[str], options: Sequence[str], reject_below: float = 0.0
 ) -> list[Choice]:
-    """The option most likely to come next behind each prompt; none of them where its P is below reject_below.
+    """The option that is most likely to follow each prompt, or none if its P is below reject_below.
 
-    P of an option is that of its tokens one after the other, the product of their one-vs-rest P: it is not shared out
-    among the options, so it may be small for all of them, or large for several. Raises `UserError`.
+    P of an option is the product of its tokens' one-vs-rest P. These P do not sum to 1 over the options: all may be
+    small, or several large. Raises `UserError`.
     """
     if not 0.0 <= reject_below <= 1.0:
         raise UserError("reject_below", reject_below, "0 to 1")
@@ -117,8 +118,8 @@ def choose(
 class Score:
     """How well a text continues a prompt, in nats.
 
-    log_p: sum of log P of its words, one-vs-rest. log_softmax: sum of the log softmax(loc_S), the base model's own
-    measure. log_density: sum of the numbers' log densities, per unit of the raw number; 0 without numbers.
+    log_p: sum of log P of its words, one-vs-rest. log_softmax: sum of the log softmax(loc_S), as in the base model.
+    log_density: sum of the numbers' log densities, per unit of the raw number; 0 without numbers.
     """
 
     text: str
@@ -130,61 +131,35 @@ class Score:
 
 @torch.no_grad()
 def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence[str]) -> list[Score]:
-    """Continuations of one prompt as they stand, in one batch. Raises `UserError` for one without tokens."""
-    net, num, tokenizer = model.model, model.config.num_token_id, reader(tokenizer)
-    before = len(tokenizer.encode(prompt)[0])
-    if not before:
+    """Scores of several continuations of one prompt, in one batch. Raises `UserError` for one without tokens."""
+    tokenizer = reader(tokenizer)
+    before_ids, before_values = tokenizer.encode(prompt)
+    if not before_ids:
         raise UserError("prompt", "no tokens", "some text")
-    lengths = [len(tokenizer.encode(text)[0]) for text in continuations]
+    # Prompt and continuation are encoded apart, so that a continuation cannot change how the prompt is tokenized.
+    encoded = [tokenizer.encode(text) for text in continuations]
+    lengths = [len(ids) for ids, _ in encoded]
     if not all(lengths):
         raise UserError("continuation", "no tokens", "some text")
-    # Prompt and continuation are read apart, so that a continuation cannot change how the prompt is cut into words.
-    joined = _Joined(tokenizer, prompt)
-    batch = padded(joined, continuations, input_device(model))
-    check_prompt(net, batch.ids, batch.values, batch.mask)
-    rows, width = batch.ids.shape
+    rows = [(before_ids + ids, before_values + values) for ids, values in encoded]
+    batch = pad_rows(rows, tokenizer.pad_token_id, input_device(model))
+    width = batch.ids.shape[1]
     targets = torch.stack([torch.arange(width) >= width - n for n in lengths]).to(batch.ids.device)
-    keep = (targets.flatten().nonzero()[:, 0] - 1).to(batch.ids.device)  # what predicts each token of a continuation
-    positions = (batch.mask.cumsum(1) - 1).clamp(min=0)
-    u = net.infer(batch.ids, batch.values, batch.mask, position_ids=positions, keep=keep)
-    labels, values = batch.ids[targets], batch.values[targets]
-    with at_hand(net.action):
-        action = net.action
-        law = action.add_noise(u.to(action.cls_weight.device))
+    law = _law(model, batch, targets.flatten().nonzero()[:, 0] - 1)  # each token is predicted one position before it
+    labels = batch.ids[targets]
+    action, target = model.model.action, model.model.target
+    with at_hand(action):
         seen = action.word_part(law)
         found = ovr_scores(seen, action.word_head(), labels.to(seen.loc.device))
         y = action.value(law)
-    softmax = (found.label_loc - found.log_norm).double().cpu()
-    log_p = found.label_log_p.double().cpu()
-    density = -_raw_nll(net.target, y, values).double().cpu() * (labels.cpu() == num)
+    # The density in the raw unit: that in the target's unit times the transform's derivative.
+    raw = batch.values[targets].to(y.loc.device)
+    nll = y.to(torch.float64).nll(target.forward(raw).double()) - target.log_derivative(raw)
+    parts = (
+        found.label_log_p,
+        found.label_loc - found.log_norm,
+        -nll * (labels.to(nll.device) == model.config.num_token_id),
+    )
     owner = targets.nonzero()[:, 0].cpu()
-    sums = [torch.zeros(rows, dtype=torch.float64).index_add_(0, owner, x) for x in (log_p, softmax, density)]
+    sums = [torch.zeros(len(rows), dtype=torch.float64).index_add_(0, owner, part.double().cpu()) for part in parts]
     return [Score(text, lengths[i], *(float(total[i]) for total in sums)) for i, text in enumerate(continuations)]
-
-
-class _Joined:
-    """A tokenizer that puts the prompt's tokens before each text's."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
-        self._tokenizer, self._before = tokenizer, tokenizer.encode(prompt)
-
-    def encode(self, text: str) -> tuple[list[int], list[float]]:
-        ids, values = self._tokenizer.encode(text)
-        return self._before[0] + ids, self._before[1] + values
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
-def _raw_nll(target: Any, y: Cauchy, values: Tensor) -> Tensor:
-    """-log density at raw values: in the target's unit, and the transform's derivative."""
-    raw = values.to(y.loc.device)
-    nll = y.to(torch.float64).nll(target.forward(raw).double())
-    return nll - target.log_derivative(raw)
-
-
-def _known(words: Sequence[int], vocab_size: int) -> list[int]:
-    odd = next((word for word in words if not 0 <= word < vocab_size), None)
-    if odd is not None:
-        raise UserError("words", odd, f"ids in [0, {vocab_size})")
-    return list(words)

@@ -1,4 +1,4 @@
-"""What one call of `generate` may be told, and the checks of its settings and of its prompt."""
+"""The settings of one call of `generate`, and the checks of these settings and of the prompt."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import MODES, Mode, find_mode
+from cqwen_dist.generate.modes import MODES, find_mode
 from cqwen_dist.generate.numbers import Digits, check_digits
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The keywords of `generate.generator.generate` beside the prompt.
+    """The keywords of `generate.generator.generate` after the prompt.
 
     mode: a name of `generate.modes.MODES`.
-    max_new_tokens: at most so many; the end of the model's context also ends it.
-    eos_token_id: one or several ids that end a row (default: the base's own; [] for none); a row that has ended is
+    max_new_tokens: the most tokens to write; the end of the model's context also ends a text.
+    eos_token_id: one id or several that end a row (default: the base's own; [] for none). A row that has ended is
         filled with pad_token_id (default: the base's own, else the first eos, else 0).
-    temperature: in `compatible` divides the logits (0: greedy); in the modes that draw an individual or the noise
-        multiplies the scale that is drawn from (1: as inferred, 0: no draw at all); refused in `standard` and `ovr`.
-    do_sample, top_k (0: all), top_p, logits_processor ((ids, logits [B,V]) -> logits): of `compatible`. do_sample
-        defaults to True where one of temperature, top_k, top_p, seed and generator is given, and else to False, as
-        Hugging Face's.
-    decode_rule: how the other modes rank words, by P ("ovr") or by loc_S ("loc"); default: the mode's own.
-    eps_truncation: drawn uniforms stay at least this far from 0 and 1, which cuts off a Cauchy's far tails (0: not).
-    generator, seed: of every draw (one of the two; default torch's global state). Each row draws for itself.
-    digits: of numbers, as `generate.numbers.shown` writes them: the model reads on what is written. None: all of loc_Y.
-    used_rows: words from here on are never written, except in `compatible` (default: the config's; rows from there on
-        are spare ones that the tokenizer does not use).
+    temperature: in the modes that draw an individual or the noise it multiplies the scale that is drawn from (1: as
+        inferred, 0: no draw). `compatible` has its temperature among the processors; the other modes have none.
+    do_sample, logits_processor ((ids [B,t], logits [B,V]) -> logits): for `compatible` only.
+    decode_rule: the other modes rank words by P ("ovr") or by loc_S ("loc"); default: the mode's own rule.
+    eps_truncation: drawn uniforms stay at least this far from 0 and 1, which cuts off a Cauchy's far tails (0: no cut).
+    generator, seed: where draws come from (at most one of the two; default: torch's global state). Rows draw
+        independently.
+    digits: of numbers in the text, as in `generate.numbers.shown`; the model reads the rounded value. None: all of
+        loc_Y.
+    used_rows: words from this row on are never written, except in `compatible` (default: the config's used_rows, behind
+        which are spare rows that the tokenizer does not use).
 
-    Raises `UserError` for an unknown mode, values out of range, and sampling settings that the mode does not have.
+    Raises `UserError` for an unknown mode, values out of range, and a temperature in a mode that has none.
     """
 
     mode: str = "standard"
     max_new_tokens: int = 64
     eos_token_id: int | Sequence[int] | None = None
     pad_token_id: int | None = None
-    do_sample: bool | None = None
+    do_sample: bool = False
     temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
     decode_rule: Literal["ovr", "loc"] | None = None
     eps_truncation: float = 0.0
@@ -56,13 +54,15 @@ class Settings:
     used_rows: int | None = None
 
     def __post_init__(self) -> None:
-        find_mode(self.mode)
+        mode = find_mode(self.mode)
         if not 0.0 <= self.eps_truncation < 0.5:
             raise UserError("eps_truncation", self.eps_truncation, "0 or more, below 0.5")
         if self.max_new_tokens < 0:
             raise UserError("max_new_tokens", self.max_new_tokens, "0 or more")
-        check_sampling(self.temperature, self.top_k, self.top_p)
-        self._check_mode()
+        check_temperature(self.temperature)
+        if self.temperature not in (None, 1.0) and not mode.has_temperature:
+            having = ", ".join(name for name, other in MODES.items() if other.has_temperature)
+            raise UserError("temperature", self.temperature, f"none in mode {self.mode}, or a mode out of {having}")
         if self.decode_rule not in (None, "ovr", "loc"):
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.digits is not None:
@@ -72,29 +72,8 @@ class Settings:
         if self.seed is not None and self.generator is not None:
             raise UserError("seed", self.seed, "a seed or a generator, not both")
 
-    def _check_mode(self) -> None:
-        """Sampling settings that change nothing in the mode are refused."""
-        if self.temperature not in (None, 1.0) and not self.chosen.has_temperature:
-            having = ", ".join(name for name, mode in MODES.items() if mode.has_temperature)
-            raise UserError("temperature", self.temperature, f"none in mode {self.mode}, or a mode out of {having}")
-        for name in ("top_k", "top_p"):
-            if getattr(self, name) is not None and not self.chosen.has_logits:
-                raise UserError(name, getattr(self, name), f"none in mode {self.mode}, or mode compatible")
-
-    @property
-    def chosen(self) -> Mode:
-        """The mode itself."""
-        return find_mode(self.mode)
-
-    @property
-    def samples(self) -> bool:
-        """Whether `compatible` draws its words."""
-        implied = (self.temperature, self.top_k, self.top_p, self.seed, self.generator)
-        wanted = any(option is not None for option in implied) if self.do_sample is None else self.do_sample
-        return wanted and self.temperature != 0.0
-
     def generator_on(self, device: torch.device) -> torch.Generator | None:
-        """Where draws come from; None: torch's global state."""
+        """The source of draws; None: torch's global state."""
         return self.generator if self.seed is None else torch.Generator(device).manual_seed(self.seed)
 
     def ends(self, base: Any) -> list[int]:
@@ -105,19 +84,15 @@ class Settings:
         return [ids] if isinstance(ids, int) else list(ids)
 
     def padding(self, base: Any) -> int:
-        """The id behind a row's end."""
+        """The id that fills a row after its end. base: the base model's config."""
         candidates = (self.pad_token_id, base.pad_token_id, *self.ends(base))
         return next((int(token) for token in candidates if token is not None), 0)
 
 
-def check_sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> None:
-    """Raises `UserError` for values out of range; None is always fine."""
+def check_temperature(temperature: float | None) -> None:
+    """Raises `UserError` unless it is None, or finite and at least 0."""
     if temperature is not None and not 0.0 <= temperature < math.inf:
         raise UserError("temperature", temperature, "a number >= 0 (0: greedy)")
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise UserError("top_p", top_p, "above 0, at most 1")
-    if top_k is not None and top_k < 0:
-        raise UserError("top_k", top_k, "0 (all words) or more")
 
 
 def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """The autoregressive loop (seed S3 figure 4.2): words and numbers, one position at a time, for a left-padded batch.
 
-A generated number goes back in as (<NUM>, its value as written), a word as (word, 0). Ids and values stay aligned
-throughout. Letters: B rows, T prompt positions, T' positions at the end, C causal dimension, V vocabulary.
+A generated number goes back in as (<NUM>, its value as written), a word as (word, 0), so ids and values stay aligned.
+Letters: B rows, T prompt positions, T' positions at the end, C causal dimension, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import reduce
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from transformers import DynamicCache
 from transformers.utils import is_accelerate_available
 
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
-from cqwen_dist.generate.modes import Action, Draws, Options, warpers
+from cqwen_dist.generate.modes import Action, Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
@@ -28,7 +27,7 @@ from cqwen_dist.targets import TargetTransform
 
 
 class Model(Protocol):
-    """What is used of `model.CausalQwenModel`."""
+    """What this folder uses of `model.CausalQwenModel`."""
 
     @property
     def action(self) -> Any: ...  # an `Action`
@@ -39,16 +38,10 @@ class Model(Protocol):
     @property
     def config(self) -> Any: ...  # a `CausalQwenConfig`
 
-    def infer(
-        self,
-        input_ids: Tensor,
-        numeric_values: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **context: Any,
-    ) -> Cauchy: ...
+    def infer(self, *args: Any, **context: Any) -> Cauchy: ...
 
 
-# What looks on after every step: (ids [B,t], their numbers so far) -> rows that end here [B] bool, or None.
+# Called after every step with the ids [B,t] and their numbers; returns the rows that end here [B] bool, or None.
 Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
 
 
@@ -71,23 +64,25 @@ def generate(
 
     Returns prompt + continuation [B,T'] int64 and their `GeneratedNumbers`. Raises `UserError` for what `Settings`
     refuses, an empty prompt, one longer than the context, ids out of the vocabulary, values that are not finite, and
-    padding that is not on the left; ValueError for a head of which this process holds only a part.
+    padding that is not on the left; ValueError if this process holds only a part of the head.
     """
     chosen = Settings(**settings)
     check_prompt(model, input_ids, numeric_values, attention_mask)
     text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
     with at_hand(model.action):
         choice = _Choice(model, chosen, input_ids.device, many=text.total > text.end + 1)
-        while text.goes_on():
+        while text.end < text.total and not bool(text.done.all()):
             text.append(choice(text.read(), text.ids[:, : text.end]))
             for look in watch:
-                text.end_rows(look(text.ids[:, : text.end], text.numbers.until(text.end)))
+                ended = look(text.ids[:, : text.end], text.numbers.until(text.end))
+                if ended is not None:
+                    text.done = text.done | ended.to(text.done.device)
     return text.ids[:, : text.end], text.numbers.until(text.end)
 
 
 class _Token(NamedTuple):
-    """What is written next in every row: the word [B], Y in the target's unit, P(<NUM>) and P of the word [B]; where
-    the model has them the type of the number [B] and the laws of its further values [B,R-1]."""
+    """The next token of every row: the word [B], Y in the target's unit [B], P(<NUM>) and P of the word [B]. Where the
+    model has them: the type of the number [B], and the laws of its further values [B,R-1]."""
 
     word: Tensor
     y: Cauchy
@@ -98,7 +93,7 @@ class _Token(NamedTuple):
 
 
 class _Continuation:
-    """The prompts and what is written behind them, in buffers of the final length, and the model's cache."""
+    """The prompts and their continuations, in buffers of the final length, and the model's cache."""
 
     def __init__(
         self,
@@ -108,11 +103,12 @@ class _Continuation:
         numeric_values: Tensor | None,
         attention_mask: Tensor | None,
     ) -> None:
-        base, device = model.config.base_config, input_ids.device
+        config, device = model.config, input_ids.device
+        base = config.base_config
         b, prompt = input_ids.shape
         self.model = model
         self.digits = settings.digits
-        self.num_token_id, self.pad_token_id = int(model.config.num_token_id), settings.padding(base)
+        self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
         self.eos = torch.tensor(settings.ends(base), dtype=torch.int64, device=device)
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
         self.start, self.end = 0, prompt  # [start, end): what the model reads next
@@ -125,19 +121,10 @@ class _Continuation:
         if attention_mask is not None:
             self.mask[:, :prompt] = attention_mask.bool()
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        self.numbers = empty_numbers(
-            values,
-            model.target,
-            Intervals.from_dict(model.config.calibration),
-            model.config.number_types,
-            model.config.more_values,
-        )
-        self.done = torch.zeros(b, dtype=torch.bool, device=device)
+        intervals = Intervals.from_dict(config.calibration)
+        self.numbers = empty_numbers(values, model.target, intervals, config.number_types, config.more_values)
+        self.done = torch.zeros(b, dtype=torch.bool, device=device)  # rows that have ended
         self.cache = DynamicCache(config=base) if settings.use_cache else None
-
-    def goes_on(self) -> bool:
-        """Whether there is room, and a row that has not ended."""
-        return self.end < self.total and not bool(self.done.all())
 
     def read(self) -> Cauchy:
         """U [B,C] at each row's last position."""
@@ -153,7 +140,7 @@ class _Continuation:
         )
 
     def append(self, token: _Token) -> None:
-        """One position more; a row that has ended gets padding."""
+        """Write one position; a row that has ended gets padding."""
         numbers, at, device = self.numbers, self.end, self.ids.device
         word, y = token.word.to(device), Cauchy(token.y.loc.double().to(device), token.y.scale.double().to(device))
         number = (word == self.num_token_id) & ~self.done
@@ -174,31 +161,27 @@ class _Continuation:
         self.done = self.done | torch.isin(word, self.eos)
         self.start, self.end = (0 if self.cache is None else at), at + 1
 
-    def end_rows(self, ended: Tensor | None) -> None:
-        """Rows [B] bool that end here; None: none."""
-        if ended is not None:
-            self.done = self.done | ended.to(self.done.device)
-
 
 class _Choice:
-    """How a mode chooses words and numbers. many: more than one token is asked for, so preparing pays."""
+    """Chooses words and numbers as the mode does. many: more than one token will be written, so `row_sizes` pays."""
 
     def __init__(self, model: Model, settings: Settings, device: torch.device, many: bool) -> None:
         self.action: Action = model.action
-        self.mode, self.num_token_id = settings.chosen, int(model.config.num_token_id)
+        self.mode, self.num_token_id = find_mode(settings.mode), int(model.config.num_token_id)
         temperature = 1.0 if settings.temperature is None else settings.temperature
         self.draws = Draws(settings.generator_on(device), temperature, settings.eps_truncation)
-        used_rows = settings.used_rows
+        rank_by = settings.decode_rule or self.mode.rank_by
+        by_p = self.mode.choose is best and rank_by == "ovr"
         self.options = Options(
-            used_rows=int(model.config.used_rows) if used_rows is None else used_rows,
-            rank_by=settings.decode_rule or self.mode.rank_by,
-            do_sample=settings.samples,
-            processors=_logits_processors(settings, model.config),
-            sizes=row_sizes(self.action.cls_weight) if many and self.mode.ranks(settings.decode_rule) else None,
+            used_rows=int(model.config.used_rows) if settings.used_rows is None else settings.used_rows,
+            rank_by=rank_by,
+            do_sample=settings.do_sample,
+            processors=_logits_processor(settings, model.config),
+            sizes=row_sizes(self.action.cls_weight) if many and by_p else None,
         )
 
     def __call__(self, u: Cauchy, ids: Tensor) -> _Token:
-        """The next token of rows whose text so far is ids [B,t], by U [B,C]."""
+        """The next token by U [B,C], for rows whose text so far is ids [B,t]."""
         action, home = self.action, self.action.cls_weight.device
         u_prime = self.mode.law(action, Cauchy(u.loc.to(home), u.scale.to(home)), self.draws)
         seen = action.word_part(u_prime)
@@ -211,22 +194,17 @@ class _Choice:
         return _Token(word, action.value(u_prime), *_probs(action, seen, self.num_token_id, word), kind, more)
 
 
-def _logits_processors(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """What changes the logits of `compatible`: rows the base does not have, the caller's own, then the warpers."""
-    found: list[Callable[[Tensor, Tensor], Tensor]] = []
-    if getattr(config.base_config, "added_rows", 0):  # compatible is the base's softmax, and these are not the base's
-        used = int(config.used_rows)
-        found.append(
-            lambda _, logits: logits.where(torch.arange(logits.shape[1], device=logits.device) < used, -math.inf)
-        )
-    if settings.logits_processor is not None:
-        found.append(settings.logits_processor)
-    if settings.mode == "compatible" and settings.samples:
-        temperature, top_p = settings.temperature, settings.top_p
-        found += warpers(
-            1.0 if temperature is None else temperature, settings.top_k or 0, 1.0 if top_p is None else top_p
-        )
-    return (lambda ids, logits: reduce(lambda z, each: each(ids, z), found, logits)) if found else None
+def _logits_processor(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The caller's processor of `compatible`, behind a mask of rows that were added to the base's vocabulary."""
+    given, used = settings.logits_processor, int(config.used_rows)
+    if not config.added_rows:
+        return given
+
+    def masked(ids: Tensor, logits: Tensor) -> Tensor:
+        logits = logits.where(torch.arange(logits.shape[1], device=logits.device) < used, -math.inf)
+        return logits if given is None else given(ids, logits)
+
+    return masked
 
 
 def _probs(action: Action, u: Cauchy, num_token_id: int, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,9 +216,9 @@ def _probs(action: Action, u: Cauchy, num_token_id: int, words: Tensor) -> tuple
 
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
-    """Inside, weights that accelerate keeps on a disk or on the CPU are where the module computes."""
+    """Inside, weights that accelerate offloads to a disk or the CPU are on the module's own device."""
     with ExitStack() as stack:
-        if is_accelerate_available():  # else nothing is kept elsewhere
+        if is_accelerate_available():  # without it nothing is offloaded
             from accelerate.utils import align_module_device
 
             for part in module.modules():

@@ -1,7 +1,7 @@
-"""The ways to decide the next word and number, each a pair of small functions.
+"""The modes of generation. Each is a pair of small functions that decide the next word and number.
 
-    law(action, U, draws)        -> U', what the action network is given: which randomness is drawn, which stays a law
-    choose(action, U', options)  -> the word of each row (of what words see of U'); the number is Y(U')'s location
+    law(action, U, draws)                      -> U', the action network's input: some randomness is drawn, some kept
+    choose(action, U', draws, options, ids)    -> the word of each row; the number is the location of Y(U')
 
     mode        law of U'                                  word
     standard    Cauchy(loc, scale + |b|)                   argmax P                        S3 3.1
@@ -12,25 +12,19 @@
     noise       Cauchy(loc + |b| eps, scale), one eps      argmax P                        S3 3.4.2
     sample      the point u, drawn at every step           argmax S(u)                     S4 2.4.2
 
-b is b_noise. What is drawn is drawn at `temperature` times its scale (1: as inferred; 0: the location itself), in
-compatible the logits are divided by it. Letters: B rows, C causal dimension, V vocabulary. Everything is of one
-position: [B,C], at most [B,V].
+b is b_noise. Draws use `temperature` times the scale (1: as inferred; 0: the location itself); in compatible the
+temperature is one of Hugging Face's processors. Letters: B rows, C causal dimension, V vocabulary. All tensors belong
+to one position: [B,C], at most [B,V].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers.generation import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from cqwen_dist.config import UserError
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
@@ -40,14 +34,14 @@ from cqwen_dist.ops.products import product
 
 
 class Action(Protocol):
-    """What is used of `model.action.ActionNetwork`: the whole vocabulary's rows on this device."""
+    """What this folder uses of `model.action.ActionNetwork`. All rows of the vocabulary are on this device."""
 
     vocab_size: int
     vocab_start: int
     cls_weight: Tensor  # [V,C] without the number dimensions
     cls_bias: Tensor  # [V]
     b_noise: Tensor  # [C]
-    reg_weight: Tensor  # [C], or of several values or types [R,C]
+    reg_weight: Tensor  # [C]; [R,C] with several values or types
     types: int | None
 
     def add_noise(self, u: Cauchy) -> Cauchy: ...
@@ -65,20 +59,20 @@ class Action(Protocol):
 
 @dataclass
 class Draws:
-    """The randomness of one generation: fresh uniforms, and one instance that is kept from its first use on."""
+    """The randomness of one generation: fresh uniforms at every call, or uniforms that are drawn once and kept."""
 
-    generator: torch.Generator | None = None
-    temperature: float = 1.0  # factor on the scale that is drawn from
-    eps_truncation: float = 0.0  # uniforms are kept so far from 0 and 1: a Cauchy's far tails are not drawn
+    generator: torch.Generator | None = None  # None: torch's global state
+    temperature: float = 1.0  # multiplies the scale that is drawn from
+    eps_truncation: float = 0.0  # uniforms stay this far from 0 and 1, which cuts off a Cauchy's far tails
     _kept: Tensor | None = field(default=None, repr=False)
 
     def fresh(self, like: Tensor) -> Tensor:
-        """Uniforms in [0,1) of like's shape, from the generator (on its own device), or torch's global state."""
+        """Uniforms in [0,1) in the shape of `like`."""
         device = like.device if self.generator is None else self.generator.device
         return torch.rand(like.shape, generator=self.generator, device=device).to(like.device)
 
     def kept(self, like: Tensor) -> Tensor:
-        """The same uniforms at every call: each row's own, drawn at the first."""
+        """The same uniforms at every call, different in each row; the first call draws them."""
         if self._kept is None:
             self._kept = self.fresh(like)
         return self._kept
@@ -89,18 +83,18 @@ class Draws:
         return Cauchy(law.loc, law.scale * self.temperature).sample(eps)
 
     def pick(self, weights: Tensor) -> Tensor:
-        """One index a row [B], with probability in proportion to weights [B,n] (>= 0, not all 0)."""
+        """One index for each row [B], in proportion to weights [B,n] (>= 0, not all 0)."""
         device = weights.device if self.generator is None else self.generator.device
         return torch.multinomial(weights.to(device), 1, generator=self.generator)[:, 0].to(weights.device)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a choice may depend on beside U'.
+    """Settings of a choice.
 
-    used_rows: words >= used_rows are never chosen (not in `compatible`). sizes: of W_cls's rows, which make
-    ranking by P quick (none: every scale is computed).
-    do_sample, processors: of `compatible`; processors are Hugging Face's, (ids [B,t], logits [B,V]) -> logits.
+    used_rows: words >= used_rows are never chosen, except in `compatible`. sizes: of the rows of W_cls; they make
+    ranking by P fast (None: every scale is computed). do_sample, processors: for `compatible`; processors is Hugging
+    Face's (ids [B,t], logits [B,V]) -> logits.
     """
 
     used_rows: int
@@ -115,12 +109,12 @@ Choose = Callable[[Action, Cauchy, Draws, Options, Tensor], Tensor]
 
 
 def with_noise(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """Nothing drawn: Cauchy(loc, scale + |b|)."""
+    """No draw: Cauchy(loc, scale + |b|)."""
     return action.add_noise(u)
 
 
 def individual_each_step(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """An individual drawn, the noise still a law: Cauchy(u, |b|)."""
+    """A new individual at every step; the noise stays a law: Cauchy(u, |b|)."""
     return _at(action, draws.from_law(u, draws.fresh(u.loc)))
 
 
@@ -136,12 +130,12 @@ def one_noise(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
 
 
 def point(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """An individual drawn and no noise: all of U' at u."""
+    """A new individual at every step, without noise: U' is the point u."""
     return Cauchy(draws.from_law(u, draws.fresh(u.loc)), torch.zeros_like(u.scale))
 
 
 def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """argmax P, equal P told apart by loc_S (or argmax loc_S): [B]."""
+    """argmax P [B], ties decided by loc_S; with rank_by "loc" argmax loc_S."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
     if options.rank_by == "loc":
         return (product(u.loc, head.weight[: head.rows]) + action.cls_bias[: head.rows]).argmax(1)
@@ -149,7 +143,7 @@ def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: T
 
 
 def softmax_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """As an ordinary language model, softmax(loc_S) after the processors; the best word without sampling: [B]."""
+    """A draw from softmax(loc_S) after the processors, or its argmax without do_sample: [B]."""
     logits = (u_prime.loc.to(action.cls_weight.dtype) @ action.cls_weight.T + action.cls_bias).float()
     if options.processors is not None:
         logits = options.processors(ids, logits)
@@ -157,7 +151,7 @@ def softmax_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Optio
 
 
 def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
-    """One of the words in use with probability P / sum P; argmax where every P is 0: [B]."""
+    """A draw among the words in use with probability P / sum P; the best word where every P is 0: [B]."""
     p = prob_words(action, u_prime, options.used_rows)
     none = p.sum(-1) == 0
     if not none.any():
@@ -166,7 +160,7 @@ def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, 
 
 
 def prob_words(action: Action, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:
-    """P of every word in use [B,used_rows], fp32. threshold: instead of the model's own C."""
+    """P of every word in use [B,used_rows], fp32. threshold replaces the model's own C."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(used_rows)
     used = head.take(slice(0, head.rows))
     loc_s = product(u.loc, used.weight) + action.cls_bias[: head.rows]
@@ -174,39 +168,18 @@ def prob_words(action: Action, u_prime: Cauchy, used_rows: int, threshold: float
     return prob_above(scale_scores(u.scale, used.weight, head.rows), c - loc_s)
 
 
-def warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
-    """Hugging Face's own, in its order; top_k 0 and top_p 1 leave all words."""
-    chosen: list[Any] = []
-    if temperature != 1.0:
-        chosen.append(TemperatureLogitsWarper(temperature))
-    if top_k:
-        chosen.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        chosen.append(TopPLogitsWarper(top_p))
-    return LogitsProcessorList(chosen)
-
-
 @dataclass(frozen=True)
 class Mode:
-    """A law, a choice, and how `best` ranks unless the caller says."""
+    """A law, a choice, and how `best` ranks words by default."""
 
     law: Law
     choose: Choose
     rank_by: Literal["ovr", "loc"] = "ovr"
 
     @property
-    def has_logits(self) -> bool:
-        """Whether the word is of softmax(loc_S), which top-k and top-p cut."""
-        return self.choose is softmax_sample
-
-    @property
     def has_temperature(self) -> bool:
-        """Whether a temperature changes anything: there are logits, or an individual or the noise is drawn."""
-        return self.has_logits or self.law is not with_noise
-
-    def ranks(self, rule: str | None) -> bool:
-        """Whether words are ranked by P."""
-        return self.choose is best and (rule or self.rank_by) == "ovr"
+        """Whether a temperature changes the result: of the logits, or of the law that is drawn from."""
+        return self.choose is softmax_sample or self.law is not with_noise
 
 
 MODES: dict[str, Mode] = {
@@ -221,7 +194,7 @@ MODES: dict[str, Mode] = {
 
 
 def find_mode(name: str) -> Mode:
-    """The mode of a name. Raises `UserError`, which lists them."""
+    """The mode with this name. Raises `UserError` with the list of modes."""
     if name not in MODES:
         raise UserError("mode", name, ", ".join(MODES))
     return MODES[name]

@@ -1,4 +1,4 @@
-"""transformers' text-generation pipeline with the values of numbers; `cqwen_dist.auto` puts it into the registry."""
+"""transformers' text-generation pipeline with the values of numbers; `cqwen_dist.auto` registers it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cqwen_dist.intervals import LEVELS
 class CausalQwenTextGeneration(TextGenerationPipeline):
     """`pipeline("text-generation", ...)` of a CausalQwen; for every other model it makes transformers' own pipeline.
 
-    That one hands the model ids without values, and decodes ids without values. This one keeps both together. Numbers
-    are written with the digits that their uncertainty leaves, unless it is called with `digits`. Each record also has
-    `numbers`: of every number that was written the value and, by level, its interval.
+    transformers' own gives the model ids without values, and decodes ids without values. This one keeps them together.
+    Numbers have the digits that their uncertainty leaves, unless it is called with `digits`. Each record also has
+    `numbers`: the value and the intervals by level of every number that was written.
     """
 
-    # transformers' own asks for samples at temperature 0.7, which the default mode does not have
+    # transformers' default is sampling at temperature 0.7; mode standard has no temperature
     _default_generation_config = GenerationConfig(max_new_tokens=256)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
         return super()._forward(model_inputs, **options)
 
     def postprocess(self, model_outputs: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """A record for each text, as transformers' own."""
+        """A record for each text, as from transformers' own."""
         start = model_outputs["input_ids"].shape[-1]
         rows = [model_outputs.pop(name)[0] for name in ("generated_sequence", "numeric_values", "numeric_intervals")]
         records, tokenizer = [], self.tokenizer
@@ -54,7 +54,7 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
 
 
 def _number(value: float, ends: list[tuple[float, float]]) -> dict[str, Any]:
-    """ends: at each of `LEVELS`."""
+    """The record of a number. ends: of its interval at each of `LEVELS`."""
     return {"value": value, "intervals": {f"{level:g}": tuple(span) for level, span in zip(LEVELS, ends, strict=True)}}
 
 

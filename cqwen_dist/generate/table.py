@@ -12,7 +12,7 @@ from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.delimited import delimiter_of, read_cells
-from cqwen_dist.generate.continuation import input_device, padded
+from cqwen_dist.generate.continuation import generate_behind
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer
@@ -23,15 +23,15 @@ CHOICE = "chosen"
 
 
 def number_columns(model: Any) -> list[str]:
-    """`NUMBER_COLUMNS`, and those of the number's type and of its further values, where the model has them."""
+    """`NUMBER_COLUMNS`, and columns of the number's type and of its further values, if the model has them."""
     more = [f"{column}_{name}" for name in model.config.more_values or () for column in NUMBER_COLUMNS[:-1]]
     return [*NUMBER_COLUMNS, *(["type"] if model.config.number_types else []), *more]
 
 
 def read_table(path: Path, decimal_comma: bool = False) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a CSV file with a header, which says what stands between cells.
+    """Columns and rows of a CSV file with a header; the delimiter is found in the header.
 
-    decimal_comma: as data.decimal_comma. Raises `UserError`, also for a decimal comma that was not announced.
+    decimal_comma: as data.decimal_comma. Raises `UserError`, also for a decimal comma without it.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -58,10 +58,10 @@ def read_table(path: Path, decimal_comma: bool = False) -> tuple[list[str], list
 def prompts_of(
     template: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], empty: str | None = None
 ) -> list[str]:
-    """The template, such as "age {age}, bmi {bmi}: score", filled with each row's cells as they stand; None is empty.
+    """The template, such as "age {age}, bmi {bmi}: score", filled with the cells of each row; None is an empty cell.
 
-    empty: what stands for an empty cell, as data.empty_cell in training. Raises `UserError` for a name that is no
-    column, a template that is the same for every row, and an empty cell without `empty`.
+    empty: the text for an empty cell, as data.empty_cell in training. Raises `UserError` for a name that is no column,
+    a template without columns, and an empty cell without `empty`.
     """
     try:
         parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
@@ -71,14 +71,13 @@ def prompts_of(
     odd = next((name for name in names if name not in columns), None)
     if odd is not None or not names:
         raise UserError("--template", odd or template, f"columns in braces, out of {', '.join(columns)}")
-    filled = (_filled(parts, row, number, empty) for number, row in enumerate(rows, 2))
-    return ["".join(text + cell for text, cell in pieces) for pieces in filled]
+    return ["".join(_filled(parts, row, number, empty)) for number, row in enumerate(rows, 2)]
 
 
 def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
-    """The prompt of a row as a run learnt it: what stands in front of data.target_field; None: it learnt no table.
+    """The prompt of a row as a run learnt it: the template before data.target_field; None if it learnt no table.
 
-    columns: of the table whose rows are to be filled in, for a template that says {*}.
+    columns: of the table, for a template with {*}.
     """
     if data.target_field is None:
         return None
@@ -89,14 +88,17 @@ def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
 
 def _filled(
     parts: list[tuple[str, str | None]], row: Mapping[str, Any], number: int, empty: str | None
-) -> Iterator[tuple[str, str]]:
-    """The template's texts, each with the cell behind it."""
+) -> Iterator[str]:
+    """The template's texts, each followed by its cell."""
     for text, name in parts:
-        cell = "" if name is None or row[name] is None else str(row[name])
-        if name is not None and not cell and empty is None:
+        yield text
+        if name is None:
+            continue
+        cell = "" if row[name] is None else str(row[name])
+        if not cell and empty is None:
             found = Said(f"row {number} with an empty cell in the column {name}")
             raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
-        yield text, "" if name is None else cell or empty or ""
+        yield cell or empty or ""
 
 
 def predict_numbers(
@@ -108,44 +110,35 @@ def predict_numbers(
     digits: Digits = "auto",
     within: int = 8,
 ) -> Iterator[dict[str, float | str | None]]:
-    """The first number that the model writes behind each prompt (mode standard) as `number_columns`: loc_Y, its
-    intervals (recalibrated where the model holds the factors) and P(<NUM>) there. A model may write words first, and be
-    it a blank: so many tokens at most, `within`. Where it writes no number they are None, but for the largest
-    P(<NUM>) that was seen. model: a `CausalQwenForCausalLM`.
+    """The first number that the model writes after each prompt (mode standard), as `number_columns`.
 
-    digits: of the predicted value ("auto": what its 50 % interval leaves). Raises `UserError`.
+    The columns are loc_Y, its intervals (recalibrated if the model has the factors) and P(<NUM>) at its position. The
+    number has to come in the first `within` tokens, since a model may write a blank or words first. Without a number
+    all are None, except p_num: the largest P(<NUM>) of these tokens. model: a `CausalQwenForCausalLM`. digits: of the
+    predicted value ("auto": what its 50 % interval leaves). Raises `UserError`.
     """
     check_digits(digits)
     for name, value in (("--batch-size", batch_size), ("--within", within)):
         if value < 1:
             raise UserError(name, value, "1 or more")
     for start in range(0, len(prompts), batch_size):
-        batch = padded(tokenizer, prompts[start : start + batch_size], input_device(model))
-        width = batch.ids.shape[1]
-        _, numbers = model.generate(
-            batch.ids,
-            batch.values,
-            mode="standard",
-            return_numbers=True,
-            attention_mask=batch.mask,
-            max_new_tokens=within,
-            eos_token_id=[] if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            watch=[lambda ids, numbers: numbers.generated[:, -1]],
+        found_number = [lambda ids, numbers: numbers.generated[:, -1]]
+        batch = prompts[start : start + batch_size]
+        ids, numbers, width = generate_behind(
+            model, tokenizer, batch, mode="standard", max_new_tokens=within, watch=found_number
         )
-        for row in range(len(batch.ids)):
-            at = int(numbers.generated[row].int().argmax())
-            record = numbers.record(row, at, digits)
+        for row in range(len(ids)):
+            record = numbers.record(row, int(numbers.generated[row].int().argmax()), digits)
             if record is None:
                 seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
                 yield {**dict.fromkeys(number_columns(model)), "p_num": float(f"{seen:.6g}")}
                 continue
-            told: list[float | str] = [record.written, *_ends(record.intervals), float(f"{record.p_num:.6g}")]
-            told += [] if record.type is None else [record.type]
+            cells: list[float | str] = [record.written, *_ends(record.intervals), float(f"{record.p_num:.6g}")]
+            cells += [] if record.type is None else [record.type]
             for further in record.more.values():
                 low, high = further.intervals["0.5"]
-                told += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals)]
-            yield dict(zip(number_columns(model), told, strict=True))
+                cells += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals)]
+            yield dict(zip(number_columns(model), cells, strict=True))
 
 
 def _ends(intervals: dict[str, tuple[float, float]]) -> list[float]:
@@ -164,10 +157,10 @@ def predict_rows(
     digits: Digits = "auto",
     within: int = 8,
 ) -> Iterator[dict[str, Any]]:
-    """The rows with their new columns. prompts: of each (`prompts_of`).
+    """The rows with their new columns. prompts: one for each row (`prompts_of`).
 
-    options: choose one of these texts for each row instead (columns `chosen`, None where none reaches reject_below,
-    and `p OPTION`). Raises `UserError`, also where the table has one of the new columns already.
+    options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
+    reaches reject_below). Raises `UserError`, also if the table already has one of the new columns.
     """
     added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model)
     taken = [name for name in added if rows and name in rows[0]]
@@ -183,7 +176,7 @@ def predict_rows(
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], out: TextIO) -> None:
-    """As CSV; None is an empty cell. Without rows nothing."""
+    """Write CSV; None is an empty cell. Without rows nothing is written."""
     if rows:
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()

@@ -281,7 +281,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError("prompt", None, "token ids [B,T], int64")
         ids, numeric_values, attention_mask = as_rows(self.device, ids, numeric_values, attention_mask)
         self._heed(ids, numeric_values)
-        request = translate(
+        options, copies, as_output = translate(
             self,
             ids,
             attention_mask,
@@ -293,16 +293,16 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             tokenizer=tokenizer,
             given=options,
         )
-        given = {**request.options, "watch": [*request.options["watch"], *watch]}
-        if request.copies > 1:
-            ids = ids.repeat_interleave(request.copies, 0)
-            numeric_values = None if numeric_values is None else numeric_values.repeat_interleave(request.copies, 0)
+        options["watch"] += watch
+        if copies > 1:
+            ids = ids.repeat_interleave(copies, 0)
+            numeric_values = None if numeric_values is None else numeric_values.repeat_interleave(copies, 0)
             if attention_mask is not None:
-                given["attention_mask"] = attention_mask.repeat_interleave(request.copies, 0)
-        written, numbers = generate(self.model, ids, numeric_values, mode=request.mode, **given)
+                options["attention_mask"] = attention_mask.repeat_interleave(copies, 0)
+        written, numbers = generate(self.model, ids, numeric_values, **options)
         if streamer is not None:
             streamer.end()
-        if request.as_output:
+        if as_output:
             return CausalQwenGeneration.of(written, numbers)
         return (written, numbers) if return_numbers else written
 

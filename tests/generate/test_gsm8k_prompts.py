@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from cqwen_dist.generate.generator import generate
-from cqwen_dist.model import CausalQwenModel
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
 
 PROMPTS, AT_ONCE, NEW = 200, 25, 8
@@ -56,14 +56,15 @@ def test_two_hundred_real_prompts(questions: list[list[int]]) -> None:
     ).eval()
     # A generated <NUM> goes back in with its value, which the base does not know: w_num is 0.
     model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=NUM, w_num_scale=0.0).eval()
+    causal = CausalQwenForCausalLM(model.config, model).eval()
     for start in range(0, PROMPTS, AT_ONCE):
         ids, mask = left_padded(questions[start : start + AT_ONCE])
         for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 40, "temperature": 0.8}):
             torch.manual_seed(start)
             expected = base.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **sampling)
             torch.manual_seed(start)
-            found, _ = generate(
-                model, ids, attention_mask=mask, mode="compatible", max_new_tokens=NEW, pad_token_id=0, **sampling
+            found = causal.generate(
+                ids, attention_mask=mask, mode="compatible", max_new_tokens=NEW, pad_token_id=0, **sampling
             )
             assert torch.equal(found, expected), f"prompts from {start} on, {sampling}"
         if start == 0:

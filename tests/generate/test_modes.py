@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,15 @@ from scipy import stats
 from support.numerics import assert_close
 from support.tiny import HIDDEN, NUM, VOCAB, random_ids, tiny_model
 from torch import Tensor
+from transformers.generation import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, prob_words, warpers
+from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, prob_words
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 
@@ -162,11 +167,6 @@ def test_p_of_every_word_is_the_closed_form(action: ActionNetwork, u: Cauchy) ->
     assert_close(prob_words(action, law, VOCAB), action.scores(law).sf(action.threshold), 1e-5, "P")
 
 
-def warped(temperature: float, top_k: int, top_p: float) -> Callable[[Tensor, Tensor], Tensor]:
-    chosen = warpers(temperature, top_k, top_p)
-    return lambda ids, logits: chosen(ids, logits)
-
-
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 10, 1.0), (1.3, 0, 0.8)])
 def test_compatible_draws_from_the_softmax(
     action: ActionNetwork, u: Cauchy, temperature: float, top_k: int, top_p: float
@@ -180,7 +180,9 @@ def test_compatible_draws_from_the_softmax(
     if top_p < 1:
         keep = p.cumsum(-1) - p < top_p
     expected = torch.zeros(VOCAB, dtype=torch.float64).scatter(0, order, p * keep)
-    options = Options(VOCAB, processors=warped(temperature, top_k, top_p))
+    warpers = [TopKLogitsWarper(top_k)] if top_k else [TopPLogitsWarper(top_p)]
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature), *warpers])
+    options = Options(VOCAB, processors=processors)
     chosen = MODES["compatible"].choose(action, many(law), draws(), options, NONE)
     assert int(chosen.unique().numel()) <= int(keep.sum())
     assert chi_square(chosen, expected) > 1e-3

@@ -136,7 +136,10 @@ def test_what_has_no_meaning_here_is_refused() -> None:
         ({"num_beams": 4}, "num_beams: found 4, allowed: options out of"),
         ({"colour": "red"}, "colour: found 'red'"),
         ({"top_p": 0.5}, "top_p: .*compatible"),
+        ({"mode": "causal", "top_k": 5}, "top_k: found 5, allowed: nothing but in mode compatible"),
         ({"mode": "compatible", "top_p": 1.5, "do_sample": True}, r"top_p: found 1\.5"),
+        ({"mode": "compatible", "top_p": 0.0}, r"top_p: found 0\.0"),
+        ({"mode": "compatible", "top_k": -1}, "top_k: found -1"),
         ({"mode": "compatible", "temperature": -1.0}, "temperature: found -1.0"),
         ({"stop_strings": "w3"}, "tokenizer"),
     ):
