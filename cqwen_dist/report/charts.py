@@ -1,28 +1,47 @@
-"""What a report draws, in which order, and what is said beside it."""
+"""The charts of a report, their order, and the sentence that goes with each."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cqwen_dist.config import GROUPS
 
-RIDGE = "eval/ridge_mdae"  # of the quickstart's study alone, which comes with its table
+RIDGE = "eval/ridge_mdae"  # only for the quickstart's study, which comes as a table of columns
+SUM = "dist/ovr_prob_sum_median_standard"
+SUM_OF_ONE = "dist/ovr_prob_sum_median_causal"
+Series = tuple[tuple[str, str], ...]  # (metric, label)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves in one frame. unit: of the axis; series: (metric, label), those a run does not have are left out; say:
-    what one should see; log: the axis it begins with; at: (value, label) lines to compare with."""
+    """Curves in one frame.
+
+    unit: of the y axis. series: a metric that a run does not have is left out. say: what to look for. log: the axis is
+    logarithmic at first. at: (value, label) of lines to compare with.
+    """
 
     title: str
     unit: str
-    series: tuple[tuple[str, str], ...]
+    series: Series
     say: str = ""
     log: bool = False
     percent: bool = False
-    at: tuple[tuple[float, str], ...] = field(default=())
+    at: tuple[tuple[float, str], ...] = ()
 
+
+def _family(prefix: str, labels: dict[str, str]) -> Series:
+    return tuple((f"{prefix}_{key}", label) for key, label in labels.items())
+
+
+BANDS = {
+    "1_100": "100 most frequent",
+    "101_1000": "to 1,000",
+    "1001_10000": "to 10,000",
+    "10001_up": "rarer",
+    "unseen": "unseen",
+}
+STATISTICS = {"mean": "mean", "median": "median", "std": "deviation", "iqr": "quartiles apart"}
 
 LEARNING = (
     Chart(
@@ -42,7 +61,7 @@ LEARNING = (
         "Words right",
         "Share of tokens",
         (("train/accuracy", "training"), ("eval/accuracy", "held out"), ("eval/base_accuracy", "base model")),
-        "argmax P over every labelled position, beside the base model's own top-1.",
+        "argmax P at every label position, compared with the base model's own top-1.",
         percent=True,
     ),
     Chart(
@@ -53,17 +72,13 @@ LEARNING = (
             ("eval/perplexity_ovr", "P / ΣP"),
             ("eval/base_perplexity", "base model"),
         ),
-        "The first as the base model reads itself, the second as this model decides.",
+        "The first is measured as for the base model, the second as this model decides.",
         log=True,
     ),
     Chart(
         "Sum of all P",
         "ΣP",
-        (
-            ("train/prob_sum_mean", "training, mean"),
-            ("dist/ovr_prob_sum_median_standard", "held out, median"),
-            ("dist/ovr_prob_sum_median_causal", "for one individual"),
-        ),
+        (("train/prob_sum_mean", "training, mean"), (SUM, "held out, median"), (SUM_OF_ONE, "for one individual")),
         "One word comes next, so 1 is calibrated.",
         log=True,
         at=((1.0, "calibrated"),),
@@ -71,32 +86,14 @@ LEARNING = (
     Chart(
         "Right, by how often training has the word",
         "Share of tokens",
-        tuple(
-            (f"eval/accuracy_words_{band}", label)
-            for band, label in (
-                ("1_100", "100 most frequent"),
-                ("101_1000", "to 1,000"),
-                ("1001_10000", "to 10,000"),
-                ("10001_up", "rarer"),
-                ("unseen", "unseen"),
-            )
-        ),
+        _family("eval/accuracy_words", BANDS),
         "Held-out accuracy by the label's rank in the training texts.",
         percent=True,
     ),
     Chart(
         "Thresholds C, by how often training has the word",
         "C",
-        tuple(
-            (f"dist/C_words_{band}", label)
-            for band, label in (
-                ("1_100", "100 most frequent"),
-                ("101_1000", "to 1,000"),
-                ("1001_10000", "to 10,000"),
-                ("10001_up", "rarer"),
-                ("unseen", "unseen"),
-            )
-        ),
+        _family("dist/C_words", BANDS),
         "Expected to fall for frequent words and to rise for rare ones.",
     ),
 )
@@ -130,14 +127,14 @@ NUMBERS = (
         "P of <NUM> where it is right",
         "P",
         (("train/p_num_mean", "training, mean"),),
-        "The gate of the regression. Falling towards 0, numbers are being unlearnt.",
+        "The gate of the regression. If it falls towards 0, the model forgets to predict numbers.",
         percent=True,
     ),
     Chart(
         "What 90 % intervals hold",
         "Share of numbers",
         (("eval/coverage_90", "the Cauchy's own"), ("eval/coverage_90_conformal", "recalibrated")),
-        "Held out; the recalibrated ones on numbers that did not calibrate them.",
+        "Held out. Recalibrated ones are measured on numbers that did not calibrate them.",
         percent=True,
         at=((0.9, "90 %"),),
     ),
@@ -153,23 +150,13 @@ INDIVIDUAL = (
     Chart(
         "Locations of U",
         "Location",
-        (
-            ("dist/U_loc_mean", "mean"),
-            ("dist/U_loc_median", "median"),
-            ("dist/U_loc_std", "deviation"),
-            ("dist/U_loc_iqr", "quartiles apart"),
-        ),
+        _family("dist/U_loc", STATISTICS),
         "Mean against median: skew. Deviation against quartiles: tails.",
     ),
     Chart(
         "Scales of U",
         "Scale",
-        (
-            ("dist/U_scale_mean", "mean"),
-            ("dist/U_scale_median", "median"),
-            ("dist/U_scale_std", "deviation"),
-            ("dist/U_scale_iqr", "quartiles apart"),
-        ),
+        _family("dist/U_scale", STATISTICS),
         "How unsure the model is of the individual.",
         log=True,
     ),
@@ -177,14 +164,14 @@ INDIVIDUAL = (
         "KL from the start",
         "Nats a dimension",
         (("train/kl", "mean"), ("train/kl_over_eps", "share beyond ε")),
-        "Of U against U before training, in nats a dimension: the guard against forgetting.",
+        "KL between U now and U before training: it guards against forgetting.",
         log=True,
     ),
     Chart(
         "Drift of U's location",
         "Spreads",
         (("train/kl_drift", "in units of its spread"),),
-        "Against its place before training.",
+        "Distance from its place before training.",
     ),
 )
 OPTIMIZER = (
@@ -192,25 +179,24 @@ OPTIMIZER = (
         "Gradient norm",
         "Norm",
         (("train/grad_norm", "before clipping"),),
-        "Over everything that trains, all ranks.",
+        "Of all trainable parameters, over all ranks.",
         log=True,
     ),
     Chart(
         "Learning rate",
         "Rate",
         (("train/lr", "of the stage"), *((f"rate/{group}", group) for group in (*GROUPS, "b_scale"))),
-        "Each group's own; b_noise's is relative to its start.",
+        "Per group; b_noise's is relative to its start.",
         log=True,
     ),
     Chart("λ", "λ", (("train/reg_weight", "reg_weight"),), "Weight of the numbers' loss."),
     Chart(
-        "Tokens per second", "Tokens/s", (("perf/tokens_per_s", "all ranks"),), "Evaluations and checkpoints left out."
+        "Tokens per second", "Tokens/s", (("perf/tokens_per_s", "all ranks"),), "Without evaluations and checkpoints."
     ),
     Chart(
         "Seconds per step",
         "Seconds",
         (("perf/step_s", "whole step"), ("perf/data_wait_s", "waiting for data")),
-        "",
         log=True,
     ),
     Chart(
@@ -235,13 +221,13 @@ def watched_names(metrics: Iterable[str]) -> list[str]:
 
 
 def sections(metrics: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]]]:
-    """(key, title, charts) of runs that have these metrics."""
+    """(key, title, charts) for runs with these metrics."""
     watched = tuple(
         Chart(
             f"Kept: {name}",
             "Share of tokens",
             ((f"watch/{name}/accuracy", "right"), (f"watch/{name}/base_accuracy", "base model")),
-            "Words right in texts that are not trained on: what falls is forgotten.",
+            "Words right in texts that are not trained on. A falling curve means forgetting.",
             percent=True,
         )
         for name in watched_names(metrics)
@@ -254,7 +240,7 @@ def sections(metrics: Collection[str]) -> list[tuple[str, str, tuple[Chart, ...]
     ]
 
 
-# (label, metric, format, whether more is better; None: neither)
+# (label, metric, format, whether a larger value is better; None: neither)
 GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (
     ("Words right", "eval/accuracy", "percent", True),
     ("… the base model's", "eval/base_accuracy", "percent", None),
@@ -269,14 +255,14 @@ GLANCE: tuple[tuple[str, str, str, bool | None], ...] = (
     ("90 % interval holds, raw", "eval/coverage_90", "percent", None),
     ("90 % interval holds, recalibrated", "eval/coverage_90_conformal", "percent", None),
     ("Width of it, recalibrated", "eval/width_90_conformal", "number", False),
-    ("ΣP, median", "dist/ovr_prob_sum_median_standard", "number", None),
+    ("ΣP, median", SUM, "number", None),
     ("KL from the start", "train/kl", "number", None),
     ("Tokens per second", "perf/tokens_per_s", "number", True),
     ("Peak memory, GiB", "perf/peak_memory_gib", "number", False),
 )
 
 # (label, metric, format, metrics to compare with and their labels)
-TILES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+TILES: tuple[tuple[str, str, str, Series], ...] = (
     ("Words right", "eval/accuracy", "percent", (("eval/base_accuracy", "base model"),)),
     ("Perplexity, P / ΣP", "eval/perplexity_ovr", "number", (("eval/base_perplexity", "base model"),)),
     ("F1, number or word", "eval/num_f1", "percent", ()),
@@ -287,12 +273,7 @@ TILES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         (("eval/baseline_mdae", "always the median"), (RIDGE, "ridge")),
     ),
     ("In recalibrated 90 % intervals", "eval/coverage_90_conformal", "percent", (("eval/coverage_90", "raw"),)),
-    (
-        "Sum of all P",
-        "dist/ovr_prob_sum_median_standard",
-        "number",
-        (("dist/ovr_prob_sum_median_causal", "one individual"),),
-    ),
+    ("Sum of all P", SUM, "number", ((SUM_OF_ONE, "one individual"),)),
     ("KL from the start, nats", "train/kl", "number", ()),
     ("Tokens per second", "perf/tokens_per_s", "number", ()),
 )
