@@ -21,7 +21,6 @@ from cqwen_dist.cli.init import init
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import DiskError, Said
-from cqwen_dist.report import prepared
 
 OTHER_RANKS_WAIT_S = 5.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
@@ -40,7 +39,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
 app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
 for panel, verbs in (
-    (BEFORE, (init, before.plan, prepared.prepare, before.doctor)),
+    (BEFORE, (init, before.plan, before.prepare, before.doctor)),
     (TRAIN, (runs.quickstart, fit, runs.train, runs.launch, runs.submit)),
     (LOOK, (look.status, look.report)),
     (USE, (use.generate, use.predict, use.export)),

@@ -1,4 +1,4 @@
-"""The verbs before a run: config, plan, doctor. Heavy imports inside, so that --help is instant."""
+"""The verbs before a run: config, prepare, plan, doctor. Heavy imports inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -35,6 +35,29 @@ def config_schema(
 
         schema = schema_markdown(json.loads(schema))
     typer.echo(schema, nl=not markdown)
+
+
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or a core each.")] = (
+        None
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise the data once, in parallel; runs on the same data then map it. Says what is in it.
+
+    The folder (under data.cache_dir) is named by what is in the sources, the
+    tokenizer and the config, so nothing is done twice. A run finds it by itself
+    where data.cache_dir is given or the files are large.
+    """
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    quiet_libraries()
+    from cqwen_dist.report.prepared import prepare_and_show
+
+    prepare_and_show(checked, workers, as_json)
 
 
 def plan(

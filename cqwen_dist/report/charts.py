@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cqwen_dist.config import GROUPS
 
-RIDGE = "eval/ridge_mdae"  # only for the quickstart's study, which comes as a table of columns
+RIDGE = "eval/ridge_mdae"  # known for the quickstart's bundled data alone
 SUM = "dist/ovr_prob_sum_median_standard"
 SUM_OF_ONE = "dist/ovr_prob_sum_median_causal"
 Series = tuple[tuple[str, str], ...]  # (metric, label)

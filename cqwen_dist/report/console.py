@@ -1,4 +1,4 @@
-"""How the command line speaks: JSON that any reader takes, and libraries that stay quiet meanwhile."""
+"""Output of the command line: strict JSON, a plain console, quiet libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers, DeepSpeed and tokenizers from talking over the progress line; no hub telemetry."""
+    """Keep transformers, DeepSpeed and tokenizers from printing over the progress line; no hub telemetry."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -32,19 +32,19 @@ def quiet_libraries() -> None:
 
 
 def plain_console(**options: Any) -> Console:
-    """What prints tables and lines as they are: names may hold square brackets, which are no markup."""
+    """A console without markup, as names may hold square brackets."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False, emoji=False, **options)
 
 
 def print_json(document: Any) -> None:
-    """A number that is not finite is null: JSON knows neither NaN nor infinity, and strict readers refuse them."""
+    """Print strict JSON, with null for numbers that are not finite."""
     typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def finite(value: Any) -> Any:
-    """The same document with null for every number that is not finite."""
+    """The same document with None for every number that is not finite."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

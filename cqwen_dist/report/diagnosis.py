@@ -1,4 +1,4 @@
-"""What the metrics of a run mean, in plain words: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of ours."""
+"""What the metrics of a run mean, in sentences: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of our own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cqwen_dist.report.run_data import RunData
 
 Level = Literal["good", "note", "warn", "bad"]
 
-FEW_WORDS = 0.2  # right of all: a pretrained model has 0.3 to 0.7 on texts of a kind that it knows
-USEFUL = 0.9  # median errors above this share of always-the-median's are hardly better than saying the median
+FEW_WORDS = 0.2  # accuracy; a pretrained model has 0.3 to 0.7 on texts of a kind that it knows
+USEFUL = 0.9  # of the median error of always predicting the median; above it, numbers are hardly learned
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence about a run: how it stands (level), a headline, what it means or what to do."""
+    """A finding about a run: how good it is (level), a headline, what it means or what to do."""
 
     level: Level
     title: str
@@ -27,19 +27,19 @@ class Finding:
 
 
 def diagnose(run: RunData) -> list[Finding]:
-    """Everything there is to say, the worst first."""
+    """All findings, the worst first."""
     order = {"bad": 0, "warn": 1, "note": 2, "good": 3}
     found = [finding for rule in RULES for finding in rule(run)]
     return sorted(found, key=lambda finding: order[finding.level])
 
 
 def _knows_words(run: RunData) -> bool:
-    """Whether it predicts enough words right for anything else about its words to be good."""
+    """Whether enough words are right for any other finding about words to be good."""
     return run.last.get("eval/accuracy", 1.0) >= FEW_WORDS
 
 
 def _knows_numbers(run: RunData) -> bool:
-    """Whether its numbers are better than always saying the training median."""
+    """Whether its numbers are clearly better than always predicting the training median."""
     return run.last.get("eval/reg_mdae", 0.0) < USEFUL * run.last.get("eval/baseline_mdae", math.inf)
 
 
@@ -62,7 +62,7 @@ def _words(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"It predicts {-gap:.1f} points fewer words right than its base model",
-            f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the rates, or {hold}.",
+            f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the learning rates, or {hold}.",
         )
     elif accuracy < FEW_WORDS:
         model = run.config.model
@@ -94,7 +94,7 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
 
 
 def _against_forgetting(run: RunData) -> str:
-    """What is left to do against it in this run."""
+    """Advice that this run has not followed yet."""
     trained = [group for group in ("classifier", "thresholds") if run.config.trains(group)]
     if not trained:
         return "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
@@ -119,22 +119,23 @@ def _overfit(run: RunData) -> Iterator[Finding]:
 
 
 def _convergence(run: RunData) -> Iterator[Finding]:
-    """S1 6.2: where a loss does not fall, look at the statistics and at the regression's first predictions."""
+    """S1 6.2: if a loss does not fall, look at the statistics and at the regression's first predictions."""
     known, errors = run.start.get("statistics") or {}, run.raw.get("eval/reg_mdae", [])
     first = f"{errors[0]:.4g}" if errors else "unknown"
     check = {
         "words": ("eval/cls_loss_mean", "Look at the rates, and at the labels of the data (`cqwen prepare`)."),
         "numbers": (
             "eval/reg_nll",
-            f"Are the numbers those that were meant (`cqwen prepare`)? Their median was found to be "
-            f"{known.get('median')}, half their interquartile range {known.get('scale')}; the median error at the "
-            f"start was {first}.",
+            f"Are these the numbers that you mean (`cqwen prepare`)? Their median is {known.get('median')}, half their "
+            f"interquartile range {known.get('scale')}; the median error at the start was {first}.",
         ),
     }
     for what, (name, advice) in check.items():
         losses = run.raw.get(name, [])
         if len(losses) >= 2 and min(losses[1:]) >= losses[0]:
-            text = f"Held out it was {losses[0]:.4g} at the start and never less: {losses[-1]:.4g} at the end. {advice}"
+            text = (
+                f"Held out, it was {losses[0]:.4g} at the start, never lower, and {losses[-1]:.4g} at the end. {advice}"
+            )
             yield Finding("bad", f"The loss of {what} never fell", text)
 
 
@@ -174,7 +175,7 @@ def _errors(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "note",
             "A few extreme errors",
-            f"The mean absolute error, {mae:.4g}, is {mae / mdae:.0f} times the median one, {mdae:.4g}: few "
+            f"The mean absolute error, {mae:.4g}, is {mae / mdae:.0f} times the median one, {mdae:.4g}: a few "
             "predictions are far off, most are not."
             + ("" if logs else " Numbers of very different size? Try loss.target_transform: signed_log."),
         )
@@ -188,24 +189,24 @@ def _intervals(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"The Cauchy's own 90 % intervals hold {raw:.0%}",
-            f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; the "
-            "recalibrated ones are meant to be used.",
+            f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; use the "
+            "recalibrated ones.",
         )
     if conformal is None or count < 1:
         return
     reach = 2.576 * math.sqrt(0.09 / count)
     inside = abs(conformal - 0.9) <= reach
-    if _knows_numbers(run) or not inside:  # wide enough to hold what was guessed is no achievement
+    if _knows_numbers(run) or not inside:  # guessed numbers need wide intervals, which hold easily
         yield Finding(
             "good" if inside else "warn",
             f"Recalibrated 90 % intervals hold {conformal:.0%}",
-            f"Of {count:.0f} numbers that did not calibrate them; by chance {max(0.9 - reach, 0):.0%} to "
-            f"{min(0.9 + reach, 1):.0%} are to be expected (99 % of the time).",
+            f"Measured on {count:.0f} numbers that did not calibrate them. Chance alone gives {max(0.9 - reach, 0):.0%} "
+            f"to {min(0.9 + reach, 1):.0%} (99 % of the time).",
         )
 
 
 def _distributions(run: RunData) -> Iterator[Finding]:
-    # number dimensions have a scale of order 1 beside the words' 1e-3 and less: then the scales are skewed by design
+    # Number dimensions have scales of order 1, word dimensions of 1e-3 and less: such scales are skewed by design.
     for name, what in (("U_loc", "locations"), *(() if run.config.number_dims else (("U_scale", "scales"),))):
         mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
         if mean is None or median is None or std is None or not iqr:
@@ -227,7 +228,7 @@ def _distributions(run: RunData) -> Iterator[Finding]:
             yield Finding(
                 "note",
                 f"The {what} of U have heavy tails",
-                f"Their deviation, {std:.3g}, is {tails:,.1f} times what the quartiles say of a normal law: {meaning}.",
+                f"Their deviation, {std:.3g}, is {tails:,.1f} times that of a normal law with these quartiles: {meaning}.",
             )
 
 
@@ -237,9 +238,9 @@ def _prob_sum(run: RunData) -> Iterator[Finding]:
     if total is None:
         return
     if 0.7 <= total <= 1.5:
-        text = "Of one next word; 1 is calibrated."
+        text = "One word comes next, so 1 is calibrated."
         if not _knows_words(run):
-            text += " So they do where every word has the same probability, too: see how many words are right."
+            text += " They also do if every word has the same probability: see how many words are right."
         level: Level = "good" if _knows_words(run) else "note"
         yield Finding(level, f"The probabilities add up to {total:.2f}", text)
     else:
@@ -247,14 +248,14 @@ def _prob_sum(run: RunData) -> Iterator[Finding]:
             "warn" if total < 0.3 or total > 3 else "note",
             f"The probabilities of all words add up to {total:.2f}",
             "One word comes next, so it should be near 1: "
-            + ("too many words are taken for likely (scales too wide)." if total > 1 else "no word is believed in."),
+            + ("too many words are likely (scales too wide)." if total > 1 else "no word is likely."),
         )
     if causal is not None and causal > 0 and total > 0 and abs(math.log(causal)) > abs(math.log(total)) + 0.2:
         yield Finding(
             "note",
             f"For one fixed individual they add up to {causal:.2f}",
-            f"That should be nearer to 1 than the {total:.2f} over all individuals: what is drawn from U strays far, "
-            "or b_noise is not what decides.",
+            f"That should be nearer to 1 than the {total:.2f} over all individuals: draws from U are far from its "
+            "location, or b_noise decides little.",
         )
 
 
@@ -276,8 +277,8 @@ def _gradients(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"{clipped:.0%} of the steps were clipped",
-            f"The median gradient norm is {median:.3g}, the limit (train.max_grad_norm) {limit:g}: steps follow the "
-            "gradient's direction alone. With `usual` only those are clipped that are unlike the others.",
+            f"The median gradient norm is {median:.3g}, the limit (train.max_grad_norm) {limit:g}: only the gradient's "
+            "direction matters. With `usual`, only unusually large gradients are clipped.",
         )
 
 

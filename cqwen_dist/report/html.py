@@ -1,4 +1,4 @@
-"""`cqwen report`: runs side by side in one HTML file that needs nothing else, no network, no library."""
+"""`cqwen report`: one or several runs in one HTML file that needs no network and no library."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PAGE = Path(__file__).parent / "page"
 
 
 def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
-    """Read the runs and write the page, whole or not at all. samples: held-out texts that each run's model continues.
+    """Read the runs and write the page atomically. samples: how many held-out texts each run's model continues.
 
-    Raises `UserError` where a folder is no run's, and where samples cannot be made.
+    Raises `UserError` for a folder that is no run, and if samples cannot be made.
     """
     runs = [read_run(folder) for folder in folders]
     if samples:
@@ -41,8 +41,9 @@ def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
 
 
 def leave_report(run: Path) -> None:
-    """report.html in the run's folder, by rank 0, and a line that says so. What goes wrong here does not make a failure
-    of a finished run. A run that was stopped before its first step has nothing to report, and ends at once.
+    """On rank 0, write report.html into the run's folder and print a line about it.
+
+    An error here is only noted, as the run itself is done. A run that stopped before its first step has no report.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -82,7 +83,7 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def _described(name: str, run: RunData) -> dict[str, Any]:
-    """What the page says of a run in words."""
+    """The text about a run on the page."""
     return {
         "name": name,
         "folder": str(run.folder),
@@ -97,23 +98,36 @@ def _described(name: str, run: RunData) -> dict[str, Any]:
 
 
 def _drawings(names: list[str], runs: Sequence[RunData], parts: list[tuple[str, str, list[Chart]]]) -> dict[str, Any]:
-    """What the page's script draws: the charts, and the curves that are in none."""
+    """Input of the page's script: curves of all runs, charts, and the names of curves that are in no chart."""
     known = {name for _, _, charts in parts for chart in charts for name, _ in chart.series}
+    drawn = [
+        {
+            "name": name,
+            "stages": [asdict(stage) for stage in run.stages],
+            "curves": {
+                metric: {key: value for key, value in asdict(curve).items() if value is not None}
+                for metric, curve in run.curves.items()
+            },
+            "evaluations": run.evaluations,
+            "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],
+        }
+        for name, run in zip(names, runs, strict=True)
+    ]
     return {
-        "runs": [_drawn(name, run) for name, run in zip(names, runs, strict=True)],
+        "runs": drawn,
         "charts": [{"section": key, **asdict(chart)} for key, _, charts in parts for chart in charts],
         "others": sorted({name for run in runs for name in run.curves} - known),
     }
 
 
 def unique_names(runs: Sequence[RunData]) -> list[str]:
-    """The runs' names; folders where two share one."""
+    """The runs' names; the folder for each run whose name another run has too."""
     names = [run.name for run in runs]
     return [str(run.folder) if names.count(run.name) > 1 else run.name for run in runs]
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Config keys in which the runs differ, with each run's value; run.dir and run.name left out."""
+    """Config keys in which the runs differ, except run.dir and run.name, with each run's value as JSON."""
     flat = [dict(_flat(run.config.model_dump(mode="json"))) for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in ("run.dir", "run.name")]
     rows = [(key, [json.dumps(one.get(key), ensure_ascii=False) for one in flat]) for key in keys]
@@ -129,27 +143,25 @@ def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _status(run: RunData) -> str:
-    status = str(run.status.get("status", "unknown"))
-    total = run.status.get("total_steps")
+    total, seconds, ranks = run.status.get("total_steps"), run.status.get("seconds"), run.environment.get("ranks")
     steps = (
         f"{run.steps:,} of {total:,} steps" if isinstance(total, int) and total != run.steps else f"{run.steps:,} steps"
     )
-    seconds = run.status.get("seconds")
-    took = f", {_duration(float(seconds))}" if isinstance(seconds, (int, float)) else ""
-    ranks = run.environment.get("ranks")
-    return f"{status} · {steps}{took}" + (f" · {ranks} rank{'s' if ranks != 1 else ''}" if ranks else "")
+    if isinstance(seconds, (int, float)):
+        steps += f", {_duration(float(seconds))}"
+    parts = [str(run.status.get("status", "unknown")), steps]
+    return " · ".join([*parts, f"{ranks} rank{'s' if ranks != 1 else ''}"] if ranks else parts)
 
 
 def made_of(run: RunData) -> list[tuple[str, str]]:
-    """(what, which): the base model, the data and the machine of a run."""
+    """(label, text) for the base model, the data and the machine of a run."""
     model, found = run.config.model, run.environment
     base = model.name_or_path or ""
     if model.architecture is not None:
         shape = model.architecture
         made = f"pretrained for {model.pretrain.steps} steps" if model.pretrain else "with random weights"
-        base = (
-            f"{shape.get('model_type')}, {shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}, {made}"
-        )
+        size = f"{shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}"
+        base = f"{shape.get('model_type')}, {size}, {made}"
     train = run.config.data.train
     data = train if isinstance(train, str) else ", ".join(train)
     gpus = found.get("gpus") or []
@@ -166,7 +178,7 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Rows of the table of last metrics; the best run of each is marked where there are several."""
+    """Rows of the table of last metrics. With several runs, the best value of a row is marked."""
     rows: list[tuple[str, str, str, bool | None]] = [*GLANCE]
     for name in watched_names({name for run in runs for name in run.last}):
         rows.append((f"Words right: {name}, not trained on", f"watch/{name}/accuracy", "percent", True))
@@ -185,7 +197,7 @@ def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _best(values: list[float | None], more: bool | None) -> float | None:
-    """The best of several different values; None where there is none. more: the largest is best; None: neither is."""
+    """The best value; None if all are equal. more: the largest value is best; None: none is."""
     known = [value for value in values if value is not None]
     if more is None or len(set(known)) < 2:
         return None
@@ -193,12 +205,12 @@ def _best(values: list[float | None], more: bool | None) -> float | None:
 
 
 def _tiles(run: RunData) -> list[dict[str, str]]:
-    """The metrics that matter most of a single run, each with the one it has to be compared with."""
+    """The main metrics of a single run, each with the metric to compare it with."""
     tiles = []
     for label, name, kind, others in TILES:
         if name in run.last:
-            beside = [f"{said} {_text(run.last[other], kind)}" for other, said in others if other in run.last]
-            tiles.append({"label": label, "value": _text(run.last[name], kind), "beside": ", ".join(beside)})
+            compared = [f"{title} {_text(run.last[other], kind)}" for other, title in others if other in run.last]
+            tiles.append({"label": label, "value": _text(run.last[name], kind), "compared": ", ".join(compared)})
     return tiles
 
 
@@ -208,22 +220,7 @@ def _text(value: float, kind: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def _drawn(name: str, run: RunData) -> dict[str, Any]:
-    """What the page's script draws of a run."""
-    return {
-        "name": name,
-        "stages": [asdict(stage) for stage in run.stages],
-        "curves": {
-            metric: {key: value for key, value in asdict(curve).items() if value is not None}
-            for metric, curve in run.curves.items()
-        },
-        "evaluations": run.evaluations,
-        "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],
-        "transform": run.config.loss.target_transform,
-    }
-
-
 def _embedded(data: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it ends the element, nothing is not finite."""
+    """JSON for a script element: nothing in it can end the element, and all numbers are finite."""
     text = json.dumps(finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

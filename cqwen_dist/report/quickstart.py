@@ -1,4 +1,4 @@
-"""The quickstart from nothing to a generated number: launch, read the metrics, export, generate, compare."""
+"""The end of `cqwen quickstart`: read the metrics, export, generate, compare."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ from cqwen_dist.run.files import STATE
 from cqwen_dist.training.evaluation.conformal import CALIBRATION
 
 
-def learned(run_dir: Path) -> dict[str, Any]:
-    """The metrics of the last evaluation."""
-    folder = latest_checkpoint(run_dir)
-    if folder is None:
-        return {}
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    return {name: value for name, value in state["figures"].items() if name != CALIBRATION}
-
-
 def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:
-    """After training: export, generate from held-out patients, print what was learned; returns the metrics."""
+    """Export, generate for held-out patients and print what was learned. Returns the metrics."""
     config = load_config(config_path, list(overrides))
     run = Path(config.run.dir)
-    metrics, base = learned(run), baselines()
+    checkpoint = latest_checkpoint(run)
+    assert checkpoint is not None, "a run that was trained has a checkpoint"
+    evaluated = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["figures"]
+    metrics, base = {name: value for name, value in evaluated.items() if name != CALIBRATION}, baselines()
     out = run / "export"
     shutil.rmtree(out, ignore_errors=True)
     export(run, out)

@@ -1,4 +1,4 @@
-"""What a report reads of a run's folder: metrics thinned to what a screen shows, and the files beside. No torch."""
+"""What a report reads from a run's folder: metrics, thinned to what a screen shows, and the other files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from cqwen_dist.run.files import (
 )
 from cqwen_dist.training.stages import StagePlan
 
-POINTS = 400  # of a curve; a longer one is drawn as medians of as many stretches, in a band from least to largest
+POINTS = 400  # of a curve; a longer one becomes medians over so many stretches, with a band from minimum to maximum
+
+Values = dict[str, tuple[list[float], list[float]]]  # metric -> its steps and values
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over steps. low, high: of the steps that a point stands for, where it stands for several."""
+    """One metric over steps. low, high: minimum and maximum of the steps that a point stands for, if several."""
 
     x: list[float]
     y: list[float]
@@ -50,7 +52,7 @@ class Stretch:
 
 @dataclass
 class RunData:
-    """A run as its folder tells it; what is not there is empty."""
+    """What a run's folder holds. A file that does not exist gives an empty value."""
 
     name: str
     folder: Path
@@ -66,16 +68,16 @@ class RunData:
     alarms: list[dict[str, Any]]
     steps: int
     raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
-    samples: list[dict[str, Any]] = field(default_factory=list)  # of `sample_texts`, where they were asked for
+    samples: list[dict[str, Any]] = field(default_factory=list)  # from `sample_texts`
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder. Raises `UserError` where it is none."""
+    """Read a run's folder. Raises `UserError` for any other folder."""
     if not (folder / CONFIG).is_file():
         raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
     config = load_config(folder / CONFIG, [f"run.dir={json.dumps(str(folder))}"])
     start = read_object(folder / START)
-    values: dict[str, tuple[list[float], list[float]]] = {}
+    values: Values = {}
     for name, value in (start.get("eval") or {}).items():
         _add(values, name, 0, value)
     stages, steps = _read_metrics(folder / METRICS, values)
@@ -103,8 +105,8 @@ def read_run(folder: Path) -> RunData:
     )
 
 
-def _read_metrics(path: Path, values: dict[str, tuple[list[float], list[float]]]) -> tuple[list[Stretch], int]:
-    """Adds every metric to `values`; returns the stages and the last step."""
+def _read_metrics(path: Path, values: Values) -> tuple[list[Stretch], int]:
+    """Add every metric to `values`; return the stages and the last step."""
     stages: list[Stretch] = []
     step = 0
     for record in _lines(path):
@@ -119,10 +121,8 @@ def _read_metrics(path: Path, values: dict[str, tuple[list[float], list[float]]]
     return stages, step
 
 
-def _add_rates(
-    values: dict[str, tuple[list[float], list[float]]], stages: Sequence[Stage], taken: Sequence[Stretch]
-) -> None:
-    """The learning rate of each group that trains, from what is logged: the stage's own."""
+def _add_rates(values: Values, stages: Sequence[Stage], taken: Sequence[Stretch]) -> None:
+    """Add the learning rate of each trainable group, computed from the stage's rate, which is logged."""
     by_name = {stage.name: StagePlan(stage, 0, 0, 1) for stage in stages}
     for step, rate in zip(*values.get("train/lr", ([], [])), strict=True):
         name = next((stretch.name for stretch in taken if stretch.start < step <= stretch.stop), "")
@@ -136,7 +136,7 @@ def _add_rates(
             _add(values, "rate/b_scale", step, now * plan.lr("abduction", True, 0))
 
 
-def _add(values: dict[str, tuple[list[float], list[float]]], name: str, step: float, value: Any) -> None:
+def _add(values: Values, name: str, step: float, value: Any) -> None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         x, y = values.setdefault(name, ([], []))
         x.append(step)
@@ -162,5 +162,5 @@ def _short(value: float) -> float:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a line that a kill cut off, or whose step is none, is passed over."""
+    """The objects of a JSONL file, without lines that a kill cut off or whose step is no integer."""
     return (record for record in read_lines(path) if isinstance(record.get("step", 0), int))

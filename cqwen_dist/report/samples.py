@@ -1,4 +1,4 @@
-"""What a run writes behind held-out texts, by its oldest kept checkpoint and its newest: `cqwen report --samples N`."""
+"""`cqwen report --samples N`: held-out texts, continued by a run's oldest kept and its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LONGEST = 48  # tokens of a continuation
 def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any]]:
     """`count` held-out texts, evenly drawn: {prompt, truth, written: [{step, text, numbers: [(value, low, high)]}]}.
 
-    Every number comes with its 90 % interval, recalibrated where the checkpoint knows how. Loads the model, on this
-    process's device. Raises `UserError` where nothing was held out or no checkpoint is kept.
+    Every number has its 90 % interval, recalibrated if the checkpoint has the factors. Loads the model on this
+    process's device. Raises `UserError` if nothing was held out or no checkpoint is kept.
     """
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.checkpoint.manifest import list_checkpoints
@@ -42,7 +42,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
                 ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id and at < len(ids) - 1 else ids
                 texts = (tokenizer.decode(ids[:at], values[:at]), tokenizer.decode(ids[at:], values[at : len(ids)]))
                 samples.append({"prompt": texts[0], "truth": texts[1], "length": len(ids) - at, "written": []})
-        for sample in samples:  # one by one: the longest would decide the memory of all
+        for sample in samples:  # one by one: in a batch, the longest would decide the memory
             new = min(sample["length"], LONGEST)
             (found,) = continue_text(model, tokenizer, [sample["prompt"]], max_new_tokens=new)
             numbers = [(number.value, *number.intervals["0.9"]) for number in found.numbers]
@@ -52,7 +52,7 @@ def sample_texts(folder: Path, config: Config, count: int) -> list[dict[str, Any
 
 
 def cut(document: Document) -> int:
-    """Where the prompt of a text ends: at what is learnt behind a prompt, at the one target, else in the middle."""
+    """Where the prompt ends: before the first label after a prompt, before the only target, else in the middle."""
     if document.learnt is not None and not document.learnt[0]:
         return max(int(document.learnt.argmax()), 1)
     if document.targets.sum() == 1:
