@@ -200,8 +200,8 @@ def _intervals(run: RunData) -> Iterator[Finding]:
         yield Finding(
             "good" if inside else "warn",
             f"Recalibrated 90 % intervals hold {conformal:.0%}",
-            f"Measured on {count:.0f} numbers that did not calibrate them. Chance alone gives {max(0.9 - reach, 0):.0%} "
-            f"to {min(0.9 + reach, 1):.0%} (99 % of the time).",
+            f"Measured on {count:.0f} numbers that did not calibrate them. Chance alone gives "
+            f"{max(0.9 - reach, 0):.0%} to {min(0.9 + reach, 1):.0%} (99 % of the time).",
         )
 
 
@@ -228,7 +228,8 @@ def _distributions(run: RunData) -> Iterator[Finding]:
             yield Finding(
                 "note",
                 f"The {what} of U have heavy tails",
-                f"Their deviation, {std:.3g}, is {tails:,.1f} times that of a normal law with these quartiles: {meaning}.",
+                f"Their deviation, {std:.3g}, is {tails:,.1f} times that of a normal law with these quartiles: "
+                f"{meaning}.",
             )
 
 
