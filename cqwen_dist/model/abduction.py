@@ -21,11 +21,11 @@ class AbductionNetwork(nn.Module):
     """loc_U = W_loc z + b_loc; scale_U = act(W_scale z + b_scale) + floor, element-wise (S0 3, S3 2.3).
 
     Starts as U ~ Cauchy(z, gamma_init): W_loc = I (zero below, where C > H), b_loc = 0, W_scale = 0 and b_scale the
-    inverse activation of gamma_init (S3 4 step 2; gamma_init is the scale itself, not the bias). The floor is
-    added, not clamped, so that the gradient lives.
+    inverse activation of gamma_init (S3 4 step 2; gamma_init is the scale itself, not the bias). The floor is added,
+    as a clamp would end the gradient.
 
-    Weights are fp32. Features in bf16 are multiplied in bf16 and biased in fp32: b_scale near -9 has steps of 6 %
-    in bf16.
+    Weights are fp32. Features in bf16 are multiplied in bf16; the biases are added in fp32, as b_scale near -9 would
+    have steps of 6 % in bf16.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class AbductionNetwork(nn.Module):
         self.reset(gamma_init)
 
     @torch.no_grad()
-    def reset(self, gamma_init: float) -> None:
-        """The identity start. Without C = H only the shared dimensions are the identity (S1 3.1)."""
+    def reset(self, gamma_init: float = 1.3133) -> None:
+        """The identity start; where C is not H, in the shared dimensions (S1 3.1)."""
         nn.init.eye_(self.loc_net.weight)
         nn.init.zeros_(self.loc_net.bias)
         nn.init.zeros_(self.scale_net.weight)
@@ -76,8 +76,8 @@ class AbductionNetwork(nn.Module):
 
 
 class TwoLayerAbductionNetwork(AbductionNetwork):
-    """The same, of z + W_2 silu(W_1 z + b_1) + b_2: U may depend on the features in a curve (S3 2.3: this module is
-    the one to exchange by domain). W_2 and b_2 start at 0, so every start is the linear one's to the bit."""
+    """`AbductionNetwork` of z + W_2 silu(W_1 z + b_1) + b_2: U is not linear in the features (S3 2.3: this module is to
+    be exchanged by domain). W_2 and b_2 start at 0, so every start is the linear network's to the bit."""
 
     def __init__(self, hidden_size: int, *args: Any, **options: Any) -> None:
         """As `AbductionNetwork`."""
@@ -95,10 +95,10 @@ class TwoLayerAbductionNetwork(AbductionNetwork):
 
 
 class Abduction(Protocol):
-    """What another network must offer, a module made as `AbductionNetwork` is: easiest, a subclass of it."""
+    """An nn.Module in the place of `AbductionNetwork`, with its constructor; the simplest is a subclass."""
 
-    loc_net: nn.Linear  # [C,H], in which a start sets W_loc
-    scale_floor: float  # likewise
+    loc_net: nn.Linear  # [C,H]; a start sets its weight
+    scale_floor: float  # a start sets it
 
     def set_scale(self, gamma: float, start: int = 0, stop: int | None = None) -> None: ...
 
@@ -115,14 +115,14 @@ def abduction_named(name: str, outside: str | Path = "") -> Callable[..., Abduct
 
 
 def loaded_abduction(name: str, folder: str | Path) -> Callable[..., Abduction]:
-    """`abduction_named` by what was loaded from a folder: its code runs only where the user trusts it. `UserError`."""
+    """`abduction_named` for a loaded folder, whose own code runs only where the user trusts it. Raises `UserError`."""
     if name not in ABDUCTIONS and os.environ.get(TRUST) != "1":
         raise UserError(KEY, name, f"{', '.join(ABDUCTIONS)}; or {TRUST}=1, which lets a model run code that it names")
     return abduction_named(name, folder)
 
 
 def make_abduction(network: Callable[..., Abduction], name: str, hidden: int, size: int, **options: Any) -> Any:
-    """The network H -> C of a name. One of the user's own is tried on a few features: `UserError` where it fails."""
+    """The network H -> C. One of the user's own is tried on a few features. Raises `UserError` where it fails."""
     if name in ABDUCTIONS:
         return network(hidden, size, **options)
     allowed = f"Name({hidden}, {size}, scale_activation=, scale_floor=) as docs/training.md describes it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,21 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import check_model_type, rows_with_number
-from cqwen_dist.model.quantized import quantized_loading
+from cqwen_dist.config.errors import Said
 
 
 class FeatureExtractionNetwork(nn.Module):
-    """z = Transformer(e): composition, not a rebuilt transformer; weights are the base's own.
+    """z = Transformer(e): the base's own transformer, fed with `inputs_embeds`.
 
-    The transformer is fed with `inputs_embeds`; its token table lives in `NumericalAwareEmbedding`.
+    Its token table is part of `NumericalAwareEmbedding`.
     """
 
     def __init__(self, qwen_model: PreTrainedModel) -> None:
-        """qwen_model: a transformer, or a causal model, whose transformer alone is kept (S2 3.2)."""
+        """qwen_model: a transformer, or a causal model, of which the transformer is kept (S2 3.2)."""
         super().__init__()
         self.transformer = qwen_model.base_model
 
@@ -53,8 +54,11 @@ class FeatureExtractionNetwork(nn.Module):
 
 @contextmanager
 def seen_inside(transformer: nn.Module, **asked: Any) -> Iterator[dict[str, Any]]:
-    """Inside, a call of the transformer leaves here what is asked for: with output_hidden_states hidden_states [B,T,H]
-    each (embeddings, each layer's, the last is z), with output_attentions attentions [B,heads,T,T] of each layer."""
+    """Inside, a call of the transformer writes the outputs that are asked for into the dict.
+
+    With output_hidden_states: hidden_states, [B,T,H] each (the embeddings, then each layer's; the last is z). With
+    output_attentions: attentions, [B,heads,T,T] of each layer.
+    """
     seen: dict[str, Any] = {}
     hooks = (
         transformer.register_forward_pre_hook(lambda _, args, given: (args, {**given, **asked}), with_kwargs=True),
@@ -77,8 +81,8 @@ def load_base(
 ) -> PreTrainedModel:
     """A causal model (Qwen2/2.5/3, Llama, Mistral) by folder or hub name, safetensors only. Raises `UserError`.
 
-    quantize: `model.quantize`; with nf4 it is loaded on the device, in 4 bits (`model.quantized`). rows_for: how many
-    rows its vocabulary is to have, from how many it has (a tokenizer's own `rows_for`); those missing are added.
+    quantize: `model.quantize`, as `quantized_loading`. rows_for: the rows that its vocabulary has -> those that it
+    needs (a tokenizer's own `rows_for`); missing rows are added.
     """
     loading = quantized_loading(quantize, device or torch.device("cpu"))
     looks_local = name_or_path.startswith((".", "/", "~")) or os.path.isdir(name_or_path)
@@ -104,10 +108,33 @@ def load_base(
     if missing := sorted(found["missing_keys"]):  # transformers would draw it at random
         raise UserError("model.name_or_path", f"no {missing[0]} in {name_or_path}", "all weights of the architecture")
     if loading:
-        base.model.is_loaded_in_4bit = True  # where PEFT looks, and adapters go on the transformer alone
-        del base.config.quantization_config  # of this run's memory, not of the model that is exported
+        base.model.is_loaded_in_4bit = True  # PEFT looks here, as adapters go on the transformer alone
+        del base.config.quantization_config  # it describes this run's memory, not the model that is exported
     add_rows(base, rows)
     return base
+
+
+def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
+    """Keywords for `from_pretrained` of a frozen base in 4 bits (QLoRA): bitsandbytes' NF4. None for "none".
+
+    The backbone's linear maps hold 4 bits a weight and are multiplied in bf16. Adapters, w_num, the heads and the
+    output head that W_cls is copied from are not quantized. z is the quantized base's from the first step on, also in
+    calibration and `eval/base_accuracy`. Not yet measured on a GPU. Raises `UserError` without a GPU or bitsandbytes.
+    """
+    if kind == "none":
+        return {}
+    if device.type != "cuda":
+        raise UserError("model.quantize", kind, "none on a CPU: bitsandbytes' 4-bit kernels need a GPU")
+    if find_spec("bitsandbytes") is None:
+        raise UserError("model.quantize", Said(f"{kind} without bitsandbytes"), "none, or pip install bitsandbytes")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.uint8,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def tokenizer_rows(name_or_path: str) -> int | None:
@@ -139,7 +166,7 @@ def rows_with_number_for(used: int | None, num_token_id: int | None) -> Callable
 
 @torch.no_grad()
 def add_rows(base: PreTrainedModel, rows: int) -> None:
-    """Append rows to a causal model's vocabulary, in place, until it has `rows`: each is the mean of its own rows.
+    """Append rows to a causal model's vocabulary, in place, until it has `rows`. Each is the mean of the base's rows.
 
     In the output head an added word gets the mean of all logits, so at most 1/V of the softmax (Jensen). Zero rows
     would give it logit 0, perhaps the largest, and scale 0. The config records how many rows were added.
@@ -149,29 +176,25 @@ def add_rows(base: PreTrainedModel, rows: int) -> None:
     if rows <= base.config.vocab_size:
         return
     tied = head.weight is table.weight
-    table.weight = nn.Parameter(with_mean_rows(table.weight, rows), requires_grad=table.weight.requires_grad)
+    for module in (table,) if tied else (table, head):
+        own = module.weight
+        added = mean_row(own, len(own)).to(own).expand(rows - len(own), -1)
+        module.weight = nn.Parameter(torch.cat([own, added]), requires_grad=own.requires_grad)
     if tied:
         head.weight = table.weight
-    else:
-        head.weight = nn.Parameter(with_mean_rows(head.weight, rows), requires_grad=head.weight.requires_grad)
     table.num_embeddings = head.out_features = rows
     say_added(base.config, rows)
 
 
-def with_mean_rows(matrix: Tensor, rows: int) -> Tensor:
-    """[V,H] -> [rows,H]."""
-    return torch.cat([matrix, mean_row(matrix, len(matrix)).to(matrix).expand(rows - len(matrix), -1)])
-
-
 def mean_row(matrix: Any, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The mean of the rows of [rows,H], a tensor or a file's slice, in float64; of numbers as `dtype` holds them."""
+    """The mean of the rows of [rows,H], a tensor or a file's slice, in float64, after rounding to `dtype`."""
     parts = (matrix[first : min(first + 8192, rows)] for first in range(0, rows, 8192))
     total: Tensor = sum((part.to(dtype or part.dtype).double().sum(0) for part in parts), torch.tensor(0.0))
     return total / rows
 
 
 def say_added(config: Any, rows: int) -> None:
-    """In a base's config: its rows, and that the last `added_rows` of them are not its own."""
+    """Write the new number of rows, and how many of them were added, into a base's config."""
     config.added_rows = rows - config.vocab_size
     config.vocab_size = rows
 
@@ -195,14 +218,16 @@ def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = tor
 
 
 def compile_layers(transformer: nn.Module, **options: Any) -> None:
-    """Compile every layer in place by itself. They share one code, so it is compiled once; what DeepSpeed and PEFT put
-    around the layers is not touched. options: torch.compile's."""
+    """Compile every layer in place by itself; options: torch.compile's.
+
+    The layers share their code, so it is compiled once. What DeepSpeed and PEFT put around the layers is not touched.
+    """
     for layer in transformer.get_submodule("layers").children():
         layer.compile(**options)
 
 
 def base_folder_of(name_or_path: str) -> Path:
-    """The folder of a base model's files, downloaded if it must be. Raises `UserError`."""
+    """The folder of a base model's files, downloaded where needed. Raises `UserError`."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
@@ -215,6 +240,6 @@ def base_folder_of(name_or_path: str) -> Path:
 
 
 def base_refusal(name_or_path: str, error: Exception) -> UserError:
-    """A base model that does not load, in one line."""
+    """The error of a base model that does not load, in one line."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})")

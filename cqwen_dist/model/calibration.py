@@ -92,90 +92,29 @@ def calibrate(
     the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
     batches, and ends with the same values. Raises ValueError where no rank holds a label.
     """
+    start = _Start(model, groups, features or model.kept_features, tuple(numerals), progress)
+
     # Features, and the logits of the base's own rows
-    features = features or model.kept_features
-    search = _positions(model, batches, features, max_tokens, groups, progress, "features")
-    fit = search
-    if fit_batches is not None:
-        fit = _positions(model, fit_batches, features, None, groups, progress, "features to fit rows to")
-    logits = StartLogits(model.action, _word_loc(model, search.z), search.labels, groups, progress, used_rows)
+    search = start.positions(batches, "features", max_tokens)
+    fit = search if fit_batches is None else start.positions(fit_batches, "features to fit rows to")
+    logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups, progress, used_rows)
     if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
     base_best = logits.best_logit()
-    seed_loss, seed_best, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE, model.action.row_norms())
+    seed_loss, seed_best, _ = logits.at(0.0, SEED_GAMMA + SEED_NOISE)
     seed: dict[str, Any] = {"seed_loss": seed_loss, "seed_accuracy": logits.mean(seed_best == logits.labels)}
 
-    # The start
-    levelled, num_row_told = _fit_rows(model, fit, logits, level, numerals, groups, progress)
+    # Rows, (C, gamma), regression
+    rows = start.fit_rows(fit, logits, level)
     progress("C and gamma", 0, 1)
-    histogram = logits.histogram(model.action.row_norms())
+    histogram = logits.histogram()
     threshold, gamma = groups.agreed(lambda: best_threshold_and_gamma(histogram))
     gamma = set_scales(model, gamma, b_noise_init)
     model.action.threshold.fill_(threshold)
-    regression = _fit_regression(model, fit, groups)
+    regression = start.fit_regression(fit)
 
-    found = _measured(model, logits, base_best, threshold, gamma, numerals)
-    return Calibration(
-        threshold=threshold, gamma=gamma, levelled=levelled, num_row_told=num_row_told, **seed, **regression, **found
-    )
-
-
-def _fit_rows(
-    model: CausalQwenModel,
-    fit: _Positions,
-    logits: StartLogits,
-    level: bool,
-    numerals: Sequence[int],
-    groups: Groups,
-    progress: Progress,
-) -> tuple[float, float]:
-    """Fit <NUM>'s row and level all rows, where asked for; `Calibration`'s (levelled, num_row_told)."""
-    if not (level or numerals):
-        return 0.0, 0.0
-    own = _word_loc(model, fit.z)
-    log_norm = _normalisers(model, own, groups, progress)
-    loc, log_norm, labels = _everyones((own, log_norm, fit.labels), groups)
-    levelled = share = 0.0
-    if numerals:
-        progress("<NUM>'s row", 0, 1)
-        share = fit_numeral_rows(model, loc, log_norm, labels, numerals, groups)
-        logits.redo([*numerals, model.config.num_token_id])
-    if level:
-        progress("levelling", 0, 1)
-        levelled, v = level_logits(model.action, loc, log_norm, groups)
-        logits.take(v)
-    return levelled, share
-
-
-def _measured(
-    model: CausalQwenModel,
-    logits: StartLogits,
-    base_best: Tensor,
-    threshold: float,
-    gamma: float,
-    numerals: Sequence[int],
-) -> dict[str, Any]:
-    """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.
-
-    base_best [n]: argmax loc_S before any row changed.
-    """
-    num, labels, norms = model.config.num_token_id, logits.labels, model.action.row_norms()
-    loss, best, prob_sum = logits.at(threshold, gamma, norms)
-    digits = torch.isin(base_best, torch.tensor(list(numerals), dtype=torch.int64, device=labels.device))
-    is_num, best_is_num = labels == num, best == num
-    p_num = logits.p_of(num, threshold, gamma, norms)
-    numbers = logits.mean(is_num)
-    return {
-        "loss": loss,
-        "accuracy": logits.mean(best == labels),
-        "base_accuracy": logits.mean((base_best == labels) | (digits & is_num)),
-        "agreement": logits.mean(best == base_best),
-        "uniform_loss": 1.0 + math.log(model.action.vocab_size),
-        "prob_sum_median": float(logits.everyone(prob_sum).quantile(0.5)),
-        "tokens": logits.tokens,
-        "num_f1": 2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
-        "num_p_mean": logits.mean(p_num * is_num) / numbers if numbers else None,
-    }
+    found = start.measured(logits, base_best, threshold, gamma)
+    return Calibration(threshold=threshold, gamma=gamma, **seed, **rows, **regression, **found)
 
 
 class _Positions(NamedTuple):
@@ -188,30 +127,116 @@ class _Positions(NamedTuple):
     folds: Tensor  # [N] int64: the row's fold
 
 
-def _positions(
-    model: CausalQwenModel,
-    batches: Iterable[Batch],
-    features: Features,
-    max_tokens: int | None,
-    groups: Groups,
-    progress: Progress,
-    what: str,
-) -> _Positions:
-    """One forward pass over the batches. With groups no rank leaves one out: features may need the others (ZeRO-3)."""
-    batches = list(batches)
-    none = torch.zeros(0, device=model.action.cls_weight.device)
-    no_z = none.new_zeros(0, model.config.hidden_size)
-    parts = [_Positions(no_z, none.long(), none.bool(), none.double(), none.long())]
-    for i, batch in enumerate(batches):
-        progress(what, i, len(batches))
-        kept, batch = batch.kept.to(none.device), batch.to(none.device)
-        z = features(batch, kept).float()
-        folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
-        per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
-        parts.append(_Positions(z, *(part.flatten()[kept] for part in per_position)))
-        if groups is ALONE and max_tokens is not None and sum(len(part.labels) for part in parts) >= max_tokens:
-            break
-    return _Positions(*(torch.cat(column)[:max_tokens] for column in zip(*parts, strict=True)))
+@dataclass(frozen=True)
+class _Start:
+    """The steps of `calibrate`, with the arguments that several of them need."""
+
+    model: CausalQwenModel
+    groups: Groups
+    features: Features
+    numerals: tuple[int, ...]
+    progress: Progress
+
+    def positions(self, batches: Iterable[Batch], what: str, most: int | None = None) -> _Positions:
+        """One forward pass over the batches; the first `most` positions.
+
+        With groups no rank leaves out a batch: features may need the other ranks (ZeRO-3).
+        """
+        batches = list(batches)
+        none = torch.zeros(0, device=self.model.action.cls_weight.device)
+        no_z = none.new_zeros(0, self.model.config.hidden_size)
+        parts = [_Positions(no_z, none.long(), none.bool(), none.double(), none.long())]
+        for i, batch in enumerate(batches):
+            self.progress(what, i, len(batches))
+            kept, batch = batch.kept.to(none.device), batch.to(none.device)
+            z = self.features(batch, kept).float()
+            folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
+            per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
+            parts.append(_Positions(z, *(part.flatten()[kept] for part in per_position)))
+            if self.groups is ALONE and most is not None and sum(len(part.labels) for part in parts) >= most:
+                break
+        return _Positions(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
+
+    def word_loc(self, z: Tensor) -> Tensor:
+        """loc_U [N,C_w] of features."""
+        return self.model.action.word_part(self.model.abduction(z)).loc.contiguous()
+
+    def everyones(self, *parts: Tensor) -> list[Tensor]:
+        """Values [N, ...] of this rank's positions -> those of all ranks, at most 2 LEVEL_TOKENS.
+
+        Texts are of unequal lengths: there may be more positions than were asked for.
+        """
+        world, own = self.groups.world, parts[0]
+        counts = exchange_counts(len(own), world, own.device)
+        return [gather_tokens(part, counts, world)[: 2 * LEVEL_TOKENS] for part in parts]
+
+    def normalisers(self, loc: Tensor) -> Tensor:
+        """log sum_k exp loc_S,k [N] of this rank's tokens; the first of the two word-head products."""
+        head = self.model.action.word_head()
+        longest = max(exchange_counts(len(loc), self.groups.world, loc.device))
+        parts = [loc.new_zeros(0)]
+        for first in range(0, longest, NORM_TOKENS):
+            self.progress("normalisers", first, longest)
+            own = loc[first : first + NORM_TOKENS]
+            law, labels = Cauchy(own, torch.ones_like(own)), torch.zeros(len(own), dtype=torch.int64, device=own.device)
+            parts.append(vocab_parallel_scores(law, head, labels, self.groups.vocab).log_norm)
+        return torch.cat(parts)
+
+    def fit_rows(self, fit: _Positions, logits: StartLogits, level: bool) -> dict[str, Any]:
+        """Fit <NUM>'s row and level all rows, where asked for; `Calibration`'s fields of it."""
+        levelled = share = 0.0
+        if level or self.numerals:
+            own = self.word_loc(fit.z)
+            loc, log_norm, labels = self.everyones(own, self.normalisers(own), fit.labels)
+        if self.numerals:
+            self.progress("<NUM>'s row", 0, 1)
+            share = fit_numeral_rows(self.model, loc, log_norm, labels, self.numerals, self.groups)
+            logits.redo([*self.numerals, self.model.config.num_token_id])
+        if level:
+            self.progress("levelling", 0, 1)
+            levelled, v = level_logits(self.model.action, loc, log_norm, self.groups)
+            logits.take(v)
+        return {"levelled": levelled, "num_row_told": share}
+
+    def fit_regression(self, fit: _Positions) -> dict[str, Any]:
+        """Start W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
+        target = self.model.target
+        x = fit.z if self.model.config.number_dims else self.word_loc(fit.z)
+        x, values, folds = self.everyones(*(part[fit.learnt] for part in (x, fit.values, fit.folds)))
+        if not len(values):
+            return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
+
+        def ridge() -> tuple[Tensor, float, float, float, float]:
+            found = robust_ridge(x, target.forward(values).double(), folds)
+            error = (target.inverse(found.left_out) - values).abs().median()
+            of_median = (values - values.quantile(0.5)).abs().median()
+            return found.coefficients.cpu(), found.intercept, found.scale, float(error), float(of_median)
+
+        coefficients, intercept, scale, error, of_median = self.groups.agreed(ridge)
+        start_regression(self.model, coefficients, intercept, scale)
+        return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
+
+    def measured(self, logits: StartLogits, base_best: Tensor, threshold: float, gamma: float) -> dict[str, Any]:
+        """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.
+
+        base_best [n]: argmax loc_S before any row changed.
+        """
+        num, labels = self.model.config.num_token_id, logits.labels
+        loss, best, prob_sum = logits.at(threshold, gamma)
+        digits = torch.isin(base_best, torch.tensor(self.numerals, dtype=torch.int64, device=labels.device))
+        is_num, best_is_num, p_num = labels == num, best == num, logits.p_of(num, threshold, gamma)
+        numbers = logits.mean(is_num)
+        return {
+            "loss": loss,
+            "accuracy": logits.mean(best == labels),
+            "base_accuracy": logits.mean((base_best == labels) | (digits & is_num)),
+            "agreement": logits.mean(best == base_best),
+            "uniform_loss": 1.0 + math.log(self.model.action.vocab_size),
+            "prob_sum_median": float(logits.everyone(prob_sum).quantile(0.5)),
+            "tokens": logits.tokens,
+            "num_f1": 2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
+            "num_p_mean": logits.mean(p_num * is_num) / numbers if numbers else None,
+        }
 
 
 def _fold_of_row(batch: Batch) -> Tensor:
@@ -219,47 +244,3 @@ def _fold_of_row(batch: Batch) -> Tensor:
     places = torch.arange(1, batch.input_ids.shape[1] + 1, device=batch.input_ids.device)
     key = (batch.input_ids * batch.attention_mask * places).sum(1)
     return (key * 2_654_435_761 % 2**32) * FOLDS // 2**32  # Knuth's multiplicative hash: its high bits are even
-
-
-def _word_loc(model: CausalQwenModel, z: Tensor) -> Tensor:
-    return model.action.word_part(model.abduction(z)).loc.contiguous()
-
-
-def _everyones(parts: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-    """Values [N, ...] of this rank's positions -> the same of all ranks, at most 2 LEVEL_TOKENS.
-
-    Texts are of unequal lengths: there may be more positions than were asked for.
-    """
-    counts = exchange_counts(len(parts[0]), groups.world, parts[0].device)
-    return [gather_tokens(part, counts, groups.world)[: 2 * LEVEL_TOKENS] for part in parts]
-
-
-def _normalisers(model: CausalQwenModel, loc: Tensor, groups: Groups, progress: Progress) -> Tensor:
-    """log sum_k exp loc_S,k [N] of this rank's tokens; the first of the two word-head products."""
-    head = model.action.word_head()
-    longest = max(exchange_counts(len(loc), groups.world, loc.device))
-    parts = [loc.new_zeros(0)]
-    for start in range(0, longest, NORM_TOKENS):
-        progress("normalisers", start, longest)
-        own = loc[start : start + NORM_TOKENS]
-        no_labels = torch.zeros(len(own), dtype=torch.int64, device=own.device)
-        parts.append(vocab_parallel_scores(Cauchy(own, torch.ones_like(own)), head, no_labels, groups.vocab).log_norm)
-    return torch.cat(parts)
-
-
-def _fit_regression(model: CausalQwenModel, seen: _Positions, groups: Groups) -> dict[str, Any]:
-    """Start W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
-    x = seen.z if model.config.number_dims else _word_loc(model, seen.z)
-    x, values, folds = _everyones([part[seen.learnt] for part in (x, seen.values, seen.folds)], groups)
-    if not len(values):
-        return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
-
-    def fit() -> tuple[Tensor, float, float, float, float]:
-        found = robust_ridge(x, model.target.forward(values).double(), folds)
-        error = (model.target.inverse(found.left_out) - values).abs().median()
-        of_median = (values - values.quantile(0.5)).abs().median()
-        return found.coefficients.cpu(), found.intercept, found.scale, float(error), float(of_median)
-
-    coefficients, intercept, scale, error, of_median = groups.agreed(fit)
-    start_regression(model, coefficients, intercept, scale)
-    return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}

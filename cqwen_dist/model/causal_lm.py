@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
@@ -22,9 +17,7 @@ from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.backbone import (
-    seen_inside,
-)
+from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.from_base import turned_causal
@@ -37,15 +30,15 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class CausalQwenOutput(ModelOutput):
-    """What a forward pass gives, in fp32; Y is in the target's unit (`CausalQwenConfig.target`).
+    """The outputs of a forward pass, in fp32; Y is in the target's unit (`CausalQwenConfig.target`).
 
     loss: scalar, where labels are given: the mean OvR loss of the words plus the gated mean NLL of the numbers.
     logits: loc_S [B,k,V] of the positions that logits_to_keep names; with labels only if it is given.
-    scale_S, log_probs: of the same positions, on demand: S's scale, and log P(S_k > C_k), one word against the rest.
+    scale_S, log_probs: on demand, of the same positions: S's scale, and log P(S_k > C_k), one word against the rest.
     loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the law of the number, if one comes next.
-    past_key_values: the cache that was given or asked for, extended. On demand: hidden_states, [B,T,H] each, the
-    embeddings, then each layer's, in the backbone's dtype, the last is z; attentions, [B,heads,T,T] of each layer, if
-    attn_implementation is "eager" (others keep none).
+    past_key_values: the cache that was given or asked for, extended.
+    hidden_states, attentions: on demand, as `seen_inside`, in the backbone's dtype; attentions only with
+    attn_implementation "eager" (others keep none).
     """
 
     loss: Tensor | None = None
@@ -65,7 +58,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     """CausalQwen as Hugging Face users know models: from_pretrained, save_pretrained, generate."""
 
     config_class = CausalQwenConfig
-    _said = False
+    _warned = False  # of <NUM> without values
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -88,10 +81,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """What transformers calls for modules that a checkpoint did not hold; ours start as in their constructors."""
-        if isinstance(module, AbductionNetwork):
-            module.reset(1.3133)
-        elif isinstance(module, ActionNetwork):
+        """transformers calls this for modules that a checkpoint lacks; ours start as in their constructors."""
+        if isinstance(module, (AbductionNetwork, ActionNetwork)):
             module.reset()
         else:
             super()._init_weights(module)
@@ -110,7 +101,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **given: Any) -> Any:
         """The table, for the size that it has. Raises `UserError` for another: each row has a threshold too."""
         if new_num_tokens not in (None, self.config.vocab_size):
-            allowed = f"{self.config.vocab_size}, the rows of the vocabulary, spare ones among them"
+            allowed = f"{self.config.vocab_size}, the rows of the vocabulary, spare ones included"
             raise UserError("resize_token_embeddings", new_num_tokens, allowed)
         return self.get_input_embeddings()
 
@@ -126,13 +117,13 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalQwenForCausalLM:
         """A base model turned causal (seed S3 section 4).
 
-        texts: some of those that it is to be trained on, in random order; with them it starts calibrated, as a run
-        does: so many are read as make about 4,000 tokens, by the base's own tokenizer, and their numbers give the unit.
-        start: "calibrated" (the default with texts, or with calibration_batches instead), "seed" (the default without,
-        with a warning: the first loss is then in the hundreds or thousands), or "seed-100". num_token_id: default
-        len(tokenizer) of the model's tokenizer, or the last row without one. options: of
-        `CausalQwenModel.from_base_model` (causal_size, number_dims, ...). The calibrated start makes <NUM>'s rows from
-        the digits' unless num_row_init is given. Raises `UserError`.
+        texts: some of the training texts, in random order. With them the model starts calibrated, as a run does: about
+        4,000 tokens are read, by the base's own tokenizer, and their numbers give the unit. start: "calibrated" (the
+        default with texts, or with calibration_batches instead), "seed" (the default without, with a warning: the
+        first loss is then in the hundreds or thousands), or "seed-100". num_token_id: default len(tokenizer) of the
+        model's tokenizer, or the last row without one. options: of `CausalQwenModel.from_base_model` (causal_size,
+        number_dims, ...). The calibrated start makes <NUM>'s rows from the digits' unless num_row_init is given.
+        Raises `UserError`.
         """
         model, base = turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
         causal = cls(model.config, model)
@@ -157,16 +148,16 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | list[int] | None = None,
         return_dict: bool | None = None,
     ) -> CausalQwenOutput | tuple[Any, ...]:
-        """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of what of it is not None.
+        """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
 
         labels [B,T]: as Hugging Face's, not shifted (position t learns labels[t+1] and, where that is <NUM>, its
-        numeric_values); -100 is ignored, and so is what the attention_mask [B,T] hides: padding neither learns nor is
-        learnt, on either side (S0 5.3). logits_to_keep: of which positions there are logits: 0 all, k the last k, or
-        indices [k]; default: all without labels, none with them, for training needs no [B,T,V]. output_scales,
-        output_log_probs: further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is
-        added to it. use_cache: begin a cache where none is given. Raises `UserError`.
+        numeric_values). -100 is ignored, and so is padding by the attention_mask [B,T], as input and as label, on
+        either side (S0 5.3). logits_to_keep: the positions that have logits: 0 all, k the last k, or indices [k];
+        default all without labels, none with them, as training needs no [B,T,V]. output_scales, output_log_probs:
+        further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
+        use_cache: begin a cache where none is given. Raises `UserError`.
         """
-        self._heed(input_ids, numeric_values, inputs_embeds)
+        self._check(input_ids, numeric_values, inputs_embeds)
         asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config.base_config)
@@ -192,31 +183,30 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
-    def _heed(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
-        """Refuse what does not fit together, and say once that ids came without the values of their numbers, which
-        reads the ids until it was said. Raises `UserError`."""
+    def _check(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
+        """Refuse inputs that do not fit together; warn once where <NUM> in the ids has no value. Raises `UserError`."""
         if (ids is None) == (embeds is None):
             raise UserError("input_ids", "none" if ids is None else "inputs_embeds too", "one of the two")
         given: Any = embeds if ids is None else ids
         if values is not None and values.shape != given.shape[:2]:
             allowed = f"{list(given.shape[:2])}, one for each token (prompt tuning adds tokens without values)"
             raise UserError("numeric_values", list(values.shape), allowed)
-        if values is not None or ids is None or self._said or torch.compiler.is_compiling():
+        if values is not None or ids is None or self._warned or torch.compiler.is_compiling():
             return
         if bool((ids == self.config.num_token_id).any()):
-            self._said = True
+            self._warned = True
             logger.warning(
-                "There are <NUM> in input_ids, but no numeric_values: every number is read as 0. Hand on all that the "
-                "tokenizer gives, or load it with read_numbers=False, which reads numerals as words."
+                "There are <NUM> in input_ids, but no numeric_values: every number is read as 0. Pass all that the "
+                "tokenizer returns, or load it with read_numbers=False, which reads numerals as words."
             )
 
     def _asked(self, **outputs: Any) -> dict[str, Any]:
-        """Which of the backbone's outputs are wanted, by the call or else by the config."""
+        """The backbone's outputs that are wanted, by the call or else by the config."""
         wanted = {n: getattr(self.config, n) if value is None else value for n, value in outputs.items()}
         return {name: value for name, value in wanted.items() if value}
 
     def _scores(self, u_prime: Cauchy, keep: int | Tensor | None, scales: bool, log_probs: bool) -> dict[str, Tensor]:
-        """loc_S, and on demand the rest, [B,k,V] each, of the positions that logits_to_keep names."""
+        """loc_S and, on demand, the rest, [B,k,V] each, of the positions that logits_to_keep names."""
         action, at = self.model.action, slice(-keep, None) if isinstance(keep, int) else keep
         kept = u_prime if at is None else Cauchy(u_prime.loc[:, at], u_prime.scale[:, at])
         if not scales and not log_probs:
@@ -231,15 +221,12 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         """`fused_loss` of one process: S0 5.3 with alpha 0, the gate without gradient, lambda 1."""
         num, width, labels = self.config.num_token_id, labels.shape[1], labels[:, 1:]
         if mask is not None:
-            real = mask[:, -width:].bool()  # with a cache the mask is of all that was read
+            real = mask[:, -width:].bool()  # with a cache the mask covers earlier tokens too
             labels = labels.masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORE_INDEX)
-        labels = labels.flatten()
-        kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
-        labels = labels[kept]
+        kept = (labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         if values is None:
-            values = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
-        else:
-            values = values[:, 1:].flatten()[kept]
+            values = torch.zeros((len(labels), width), dtype=torch.float64, device=labels.device)
+        labels, values = labels.flatten()[kept], values[:, 1:].flatten()[kept]
         is_number = labels == num
         return fused_loss(
             self.model.action,
@@ -270,17 +257,17 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Continue prompts: prompt + continuation [B,T'] int64; with return_numbers also their `GeneratedNumbers`.
 
-        mode: a name of `generate.modes.MODES`, default standard. The rest is Hugging Face's `generate`, as far as it
-        has a meaning here (`generate.hugging_face.translate`): a GenerationConfig or its fields as options, streamers,
+        mode: a name of `generate.modes.MODES`, default standard. The rest is Hugging Face's, as far as it has a
+        meaning here (`generate.hugging_face.translate`): a GenerationConfig or its fields as options, streamers,
         stopping criteria, stop_strings (with the tokenizer); processors of logits in mode compatible. Further options
-        are `generate.generator.generate`'s: decode_rule, seed, generator, eps_truncation, used_rows, watch. Raises
-        `UserError`.
+        are those of `generate.generator.generate`: decode_rule, seed, generator, eps_truncation, used_rows, watch.
+        Raises `UserError`.
         """
         ids = inputs if input_ids is None else input_ids
         if ids is None:
             raise UserError("prompt", None, "token ids [B,T], int64")
         ids, numeric_values, attention_mask = as_rows(self.device, ids, numeric_values, attention_mask)
-        self._heed(ids, numeric_values)
+        self._check(ids, numeric_values)
         options, copies, as_output = translate(
             self,
             ids,

@@ -31,7 +31,7 @@ SHAPE = set(signature(CausalQwenConfig).parameters) - {"base", "num_token_id", "
 
 
 class FeatureStack(nn.Module):
-    """Modules 1 and 2: ids and values to features. What DeepSpeed holds in training; the heads stay outside."""
+    """Modules 1 and 2: ids and values to features. In training DeepSpeed holds them, but not the heads."""
 
     def __init__(self, embedding: NumericalAwareEmbedding, backbone: FeatureExtractionNetwork) -> None:
         super().__init__()
@@ -57,14 +57,6 @@ class FeatureStack(nn.Module):
         return z if keep is None else z.flatten(0, 1).index_select(0, keep)
 
 
-def take_transformer(base: PreTrainedModel) -> tuple[PreTrainedModel, nn.Embedding]:
-    """A causal base's transformer and its token table, the table taken out (it moves to module 1)."""
-    transformer = base.model
-    table = transformer.embed_tokens
-    transformer.embed_tokens = None
-    return transformer, table
-
-
 class CausalQwenModel(nn.Module):
     """The seeds' model: (input_ids, numeric_values) -> (loc_S, scale_S, loc_Y, scale_Y)."""
 
@@ -79,9 +71,9 @@ class CausalQwenModel(nn.Module):
         w_num_scale: float = 1.0,
         abduction: Callable[..., Abduction] | None = None,
     ) -> None:
-        """qwen_model_path: a base model's folder or hub name (S2 5; it starts as preset `seed`). Or a config: then
-        `base` gives the transformer, or a new one is built. vocab_start, rows: hold only this range of the vocabulary's
-        rows. w_num_scale: factor on w_num's start. abduction: the class that the config names (default: it is found).
+        """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), or a config: then
+        `base` gives the transformer, or a new one is built. vocab_start, rows: this range of the vocabulary's rows
+        alone. w_num_scale: a factor on w_num's start. abduction: the class that the config names, where it is known.
         Raises `UserError` for a base that does not load, and as `loaded_abduction`.
         """
         super().__init__()
@@ -94,7 +86,8 @@ class CausalQwenModel(nn.Module):
                 config.base_config, dtype=torch.get_default_dtype(), attn_implementation=config._attn_implementation
             )
         self.config = config
-        transformer, table = take_transformer(base)
+        transformer: Any = base.model
+        table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 holds the table
         size, hidden = config.causal_hidden_size, config.hidden_size
         self.features = FeatureStack(
             NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale),
@@ -122,7 +115,7 @@ class CausalQwenModel(nn.Module):
             inject_lora(transformer, LoraConfig(**config.lora))
 
     def _of_base(self, name: str, causal_hidden_size: int | None, **options: Any) -> None:
-        """What the constructor does for a base model's name."""
+        """The constructor for a base model's name."""
         used = tokenizer_rows(name)
         base = load_base(name, torch.float32, rows_for=rows_with_number_for(used, used))
         head = base.get_output_embeddings()
@@ -150,20 +143,18 @@ class CausalQwenModel(nn.Module):
         reg_gain: float = 1.0,
         **shape: Any,
     ) -> CausalQwenModel:
-        """A base model turned causal; the base object is used up (its transformer moves in).
+        """A base model turned causal; its transformer moves in, so the base object is used up.
 
         start: "seed" or "seed-100", or "calibrated" (the seed's constants until `calibration.calibrate` is run).
         head, table: the output head's weight and the token table where `base` does not hold them whole
-        (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row; "digits": at the input it is
-        the mean of those of `numerals`, at the output what `calibration` fits. w_num_scale: None: w_num begins with
-        VALUE_SHARE of their mean norm. reg_gain: of W_reg's Xavier start. shape: further fields of `CausalQwenConfig`.
-        Raises `UserError`, also for an argument that is none of all these.
+        (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
+        at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
+        w_num VALUE_SHARE of the mean norm of these rows. reg_gain: of W_reg's Xavier start. shape: further fields of
+        `CausalQwenConfig`. Raises `UserError`, also for an unknown argument.
         """
-        odd = next((name for name in shape if name not in SHAPE), None)
-        if odd is not None:
-            raise UserError(
-                odd, shape[odd], f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"
-            )
+        if unknown := [name for name in shape if name not in SHAPE]:
+            allowed = f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"
+            raise UserError(unknown[0], shape[unknown[0]], allowed)
         config = CausalQwenConfig(base.config.to_dict(), num_token_id, **shape)
         if not 0 <= num_token_id < config.vocab_size:
             raise UserError("model.num_token_id", num_token_id, f"a row of the {config.vocab_size} of the vocabulary")
@@ -197,8 +188,8 @@ class CausalQwenModel(nn.Module):
     def kept_features(self, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] of a training batch at the positions `keep` [N], such as `batch.kept`.
 
-        No attention mask: positions that restart separate packed documents (see `data.collate`), and right padding is
-        never attended to.
+        It needs no attention mask: position_ids that restart separate packed documents (`data.collate`), and no real
+        token attends to padding on its right.
         """
         return self.features(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
 

@@ -83,9 +83,9 @@ class StartLogits:
         if at := [word - self.start for word in words if word - self.start in range(action.rows)]:
             self.logits[:, at] = product(self.loc, action.cls_weight[at]) + action.cls_bias[at]
 
-    def at(self, threshold: float, gamma: float, norms: Tensor) -> tuple[float, Tensor, Tensor]:
-        """(mean loss of all ranks' tokens, argmax P [n], this rank's part of sum P [n]); norms [rows]."""
-        rows = self.in_loss
+    def at(self, threshold: float, gamma: float) -> tuple[float, Tensor, Tensor]:
+        """(mean loss of all ranks' tokens, argmax P [n], this rank's part of sum P [n])."""
+        rows, norms = self.in_loss, self.action.row_norms()
         loss = torch.zeros((), dtype=torch.float64, device=norms.device)
         prob_sum = torch.zeros(len(self.loc), device=norms.device)
         step = chunk_rows(len(self.loc), 1)
@@ -104,17 +104,17 @@ class StartLogits:
         """argmax loc_S [n], of all rows."""
         return self._best(self.logits)
 
-    def p_of(self, word: int, threshold: float, gamma: float, norms: Tensor) -> Tensor:
+    def p_of(self, word: int, threshold: float, gamma: float) -> Tensor:
         """P of one word [n]."""
-        p = torch.zeros(len(self.loc), device=norms.device)
+        p = torch.zeros(len(self.loc), device=self.loc.device)
         if (at := word - self.start) in range(self.action.rows):
-            p = prob_above((gamma * norms[at]).expand(len(p)), threshold - self.logits[:, at])
+            p = prob_above((gamma * self.action.row_norms()[at]).expand(len(p)), threshold - self.logits[:, at])
         return sum_partials(p, self.groups.vocab)
 
-    def histogram(self, norms: Tensor) -> Histogram:
-        """The histogram of the present logits; norms [rows]."""
+    def histogram(self) -> Histogram:
+        """The histogram of the present logits."""
         used, world = slice(0, self.in_loss), self.groups.world
-        logits, norms = self.logits[:, used], norms[used].clamp(min=1e-30)
+        logits, norms = self.logits[:, used], self.action.row_norms()[used].clamp(min=1e-30)
 
         # Cells, the same on every rank
         low, high = self._range(logits)

@@ -72,7 +72,7 @@ def mean_loss(loc_s: Tensor, scale_s: Tensor, labels: Tensor, threshold: float) 
 @torch.no_grad()
 def test_a_point_is_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, float], used: int | None) -> None:
     model, (loc, labels) = model_of(), tokens()
-    loss, best, prob_sum = search(model, loc, labels, used).at(*point, norms_of(model))
+    loss, best, prob_sum = search(model, loc, labels, used).at(*point)
     loc_s, scale_s = exact(model, loc, *point)
     rows = slice(0, used)
     p = 0.5 + torch.atan((loc_s - point[0]) / scale_s) / math.pi
@@ -89,7 +89,7 @@ def test_a_point_is_the_loss_the_best_word_and_the_sum_of_p(point: tuple[float, 
 def test_p_of_a_word_is_its_p() -> None:
     model, (loc, labels) = model_of(), tokens()
     loc_s, scale_s = exact(model, loc, 6.0, 1e-2)
-    found = search(model, loc, labels).p_of(17, 6.0, 1e-2, norms_of(model))
+    found = search(model, loc, labels).p_of(17, 6.0, 1e-2)
     expected = 0.5 + torch.atan((loc_s[:, 17] - 6.0) / scale_s[:, 17]) / math.pi
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
@@ -99,7 +99,7 @@ def test_the_histogram_has_the_loss_of_what_it_is_of() -> None:
     """To what a cell is wide: two hundredths of a nat of location, beside which scales here are not small, and its
     norms within 24 steps, by which log P of a rare word varies as it does by gamma."""
     model, (loc, labels) = model_of(), tokens()
-    seen = search(model, loc, labels).histogram(norms_of(model))
+    seen = search(model, loc, labels).histogram()
     assert float(seen.words.sum()) == len(loc) * VOCAB
     g = torch.Generator().manual_seed(1)
     for share, power in torch.rand(40, 2, generator=g, dtype=torch.float64).tolist():
@@ -113,7 +113,7 @@ def test_the_histogram_has_the_loss_of_what_it_is_of() -> None:
 def test_labels_are_taken_one_by_one() -> None:
     """Of a single word's logits a histogram may say what it likes; the labels' are exact."""
     model, (loc, labels) = model_of(), tokens()
-    seen = search(model, loc, labels).histogram(norms_of(model))
+    seen = search(model, loc, labels).histogram()
     loc_s, _ = exact(model, loc, 0.0, 1.0)
     torch.testing.assert_close(seen.label_loc, loc_s.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(seen.label_norm, norms_of(model).double()[labels], rtol=1e-6, atol=1e-6)
@@ -135,7 +135,7 @@ def least_on_a_grid(seen: Histogram) -> float:
 def test_the_search_finds_what_a_fine_grid_finds(knows: float, sharpness: float) -> None:
     """Also of a base that is much surer than it is right: its C lies far above the mean top logit."""
     model, (loc, labels) = model_of(), tokens(20, noise=knows)
-    seen = search(model, loc * sharpness, labels).histogram(norms_of(model))
+    seen = search(model, loc * sharpness, labels).histogram()
     found = seen.loss(*best_threshold_and_gamma(seen))
     assert found <= 1.002 * least_on_a_grid(seen)
     assert found < 1 + math.log(VOCAB), "better than P = 1/V"
@@ -146,7 +146,7 @@ def test_labels_that_are_random_end_at_the_uniform_loss() -> None:
     """Nothing is known: no (C, gamma) is much better than P = 1/V for every word."""
     model, (loc, _) = model_of(), tokens()
     labels = torch.randint(0, VOCAB, (len(loc),), generator=torch.Generator().manual_seed(2))
-    seen = search(model, loc, labels).histogram(norms_of(model))
+    seen = search(model, loc, labels).histogram()
     found = seen.loss(*best_threshold_and_gamma(seen))
     assert 0.9 * (1 + math.log(VOCAB)) < found < 1.05 * (1 + math.log(VOCAB))
 
@@ -157,7 +157,7 @@ def test_a_single_token_and_rows_that_are_all_alike_are_searched_too() -> None:
     model.action.cls_weight.copy_(model.action.cls_weight[:1].expand(VOCAB, -1).clone())
     model.action.cls_bias.zero_()
     for n in (1, len(loc)):
-        seen = search(model, loc[:n], labels[:n]).histogram(norms_of(model))
+        seen = search(model, loc[:n], labels[:n]).histogram()
         threshold, gamma = best_threshold_and_gamma(seen)
         assert math.isfinite(threshold)
         assert 0 < gamma < math.inf
@@ -201,9 +201,8 @@ def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, 
     model = model_of(start, stop - start)
     own = slice(counts[0]) if dist.get_rank() == 0 else slice(counts[0], None)
     seen = StartLogits(model.action, loc[own], labels[own], groups, nothing_said, used)
-    norms = norms_of(model)
-    histogram = seen.histogram(norms)
-    loss, best, prob_sum = seen.at(*AT, norms)
+    histogram = seen.histogram()
+    loss, best, prob_sum = seen.at(*AT)
     return {
         "histogram": [part.numpy() if isinstance(part, Tensor) else part for part in histogram],
         "tokens": seen.tokens,
@@ -211,7 +210,7 @@ def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, 
         "best": best.numpy(),
         "best_logit": seen.best_logit().numpy(),
         "prob_sum": seen.everyone(prob_sum).numpy(),
-        "p": seen.p_of(17, *AT, norms).numpy(),
+        "p": seen.p_of(17, *AT).numpy(),
         "right": seen.mean((best == seen.labels).float()),
     }
 
@@ -222,11 +221,10 @@ def test_two_ranks_see_what_one_sees() -> None:
     loc, labels = tokens()
     labels = labels.clamp(max=59)
     model = model_of()
-    norms = norms_of(model)
     for rank, cases in enumerate(run_ranks(_on_ranks, 2, loc, labels)):
         for (counts, group, used), found in zip(CASES, cases, strict=True):
             one = search(model, loc, labels, used)
-            expected, (loss, best, prob_sum) = one.histogram(norms), one.at(*AT, norms)
+            expected, (loss, best, prob_sum) = one.histogram(), one.at(*AT)
             seen = Histogram(*(torch.from_numpy(x) if not isinstance(x, float) else x for x in found["histogram"]))
             own = slice(None) if group == 2 else slice(counts[0]) if rank == 0 else slice(counts[0], None)
             assert found["tokens"] == 70
@@ -241,6 +239,6 @@ def test_two_ranks_see_what_one_sees() -> None:
                 assert float((torch.from_numpy(found["best"]) == best[own]).float().mean()) > 0.97
                 assert float((torch.from_numpy(found["best_logit"]) == one.best_logit()[own]).float().mean()) > 0.97
             torch.testing.assert_close(torch.from_numpy(found["prob_sum"]), prob_sum, rtol=1e-3, atol=1e-5)
-            p = one.p_of(17, *AT, norms)[own]
+            p = one.p_of(17, *AT)[own]
             torch.testing.assert_close(torch.from_numpy(found["p"]), p, rtol=1e-3, atol=1e-6)
             assert found["right"] == pytest.approx(float((best == labels).float().mean()), abs=0.03)

@@ -7,9 +7,8 @@ normaliser: slices of the vocabulary add up exactly, whichever rank holds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -18,21 +17,12 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
-from cqwen_dist.ops.ovr.one_pass import ovr_chunked
+from cqwen_dist.ops.ovr.one_pass import ovr_one_pass
 from cqwen_dist.ops.ovr.reference import ovr_reference
+from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
-
-def _triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
-    from cqwen_dist.ops.ovr.triton import ovr_triton  # triton comes with torch's CUDA builds only
-
-    return ovr_triton(u, head, targets)
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Cauchy, WordHead, Targets], OvrOutput]] = {
-    "reference": ovr_reference,
-    "chunked": ovr_chunked,
-    "triton": _triton,
-}
+IMPLEMENTATIONS = ("auto", "chunked", "reference", "triton")
+HAS_TRITON = find_spec("triton") is not None  # it comes with torch's CUDA builds only
 
 
 @dataclass(frozen=True)
@@ -70,9 +60,11 @@ def ovr_loss(
         options.slope_limit,
     )
     part = head._replace(start=0, used_rows=head.rows)
-    impl = _fastest(head) if options.impl == "auto" else options.impl
     with torch.autocast(u.loc.device.type, enabled=False):
-        loss, per_token, prob_sum = IMPLEMENTATIONS[impl](u, part, targets)
+        if options.impl == "reference":
+            loss, per_token, prob_sum = ovr_reference(u, part, targets)
+        else:
+            loss, per_token, prob_sum = ovr_one_pass(u, part, targets, _maths(options.impl, part))
     return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
 
 
@@ -85,8 +77,8 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
             raise ValueError(f"{name} must have shape ({size},), found {tuple(tensor.shape)}")
     if options.vocab_reduction not in ("sum", "mean"):
         raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
-    if options.impl != "auto" and options.impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be 'auto' or one of {sorted(IMPLEMENTATIONS)}, found {options.impl!r}")
+    if options.impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {options.impl!r}")
     if labels.device.type != "cpu":  # reading the labels of a GPU would stop the stream; the collator checked them
         return
     limit = head.limit
@@ -97,11 +89,17 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"labels must be in {allowed}, found {int(bad[0])}")
 
 
-def _fastest(head: WordHead) -> str:
-    """On an H200 the kernel takes a quarter to a half of the torch operations' time; it is fp32 only."""
-    return "triton" if head.weight.is_cuda and head.real == torch.float32 and _has_triton() else "chunked"
+def _maths(impl: str, head: WordHead) -> TileMaths:
+    """The tile's maths of an implementation. The kernel is fp32 only: fp64 takes the torch operations.
 
+    "auto": on an H200 the kernel takes a quarter to a half of the torch operations' time. Raises ValueError for
+    "triton" off CUDA, unless Triton's interpreter was asked for (TRITON_INTERPRET=1).
+    """
+    if impl == "triton" and not head.weight.is_cuda and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError(f"impl 'triton' needs CUDA tensors, found {head.weight.device}")
+    fastest = impl == "auto" and head.weight.is_cuda and HAS_TRITON
+    if head.real == torch.float64 or not (impl == "triton" or fastest):
+        return TorchTile()
+    from cqwen_dist.ops.ovr.triton import TritonTile
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return TritonTile()

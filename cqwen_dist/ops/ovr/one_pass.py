@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
-from cqwen_dist.ops.ovr.tile import Tile, TileMaths, TorchTile
+from cqwen_dist.ops.ovr.tile import Tile, TileMaths
 from cqwen_dist.ops.products import mm_into
 
 # Bytes of one [t, n] buffer, bytes of one [n, C] buffer, and most tokens of a tile. CPU: a tile's buffers stay in the
@@ -199,11 +199,6 @@ def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) 
     if not torch.is_grad_enabled() or not any(leaf is not None and leaf.requires_grad for leaf in leaves):
         return visit(u, head, targets, Needs(), maths)[0]
     return OvrOutput(*_OnePass.apply(*leaves, head.used_rows, targets, maths))
-
-
-def ovr_chunked(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
-    """`ovr_one_pass` with the tile's maths in torch operations: any device."""
-    return ovr_one_pass(u, head, targets, TorchTile())
 
 
 class _OnePass(torch.autograd.Function):

@@ -1,31 +1,25 @@
 """The tile's maths as one Triton kernel between the GEMMs, for CUDA.
 
-Plan: the six products stay with cuBLAS; everything between them is one pass that reads loc and scale once and writes
-both gradients once, in the GEMM's dtype. A program owns BM tokens and walks all n words of the tile in steps of BN,
-so a token's loss is summed in one place, in one order: no atomics, the same result every time.
+The six products stay with cuBLAS. The kernel reads loc and scale once and writes both gradients once, in the GEMM's
+dtype. A program owns BM tokens and visits all n words of the tile in steps of BN. So a token's loss is summed in one
+place, in one order: no atomics, the same result every time.
 
     reads   loc, scale [t, n], offset, class weights [n], token weights [t], all fp32; target [t] int64
     writes  d_loc, d_scale [t, n] (fp32 in place, or bf16/fp16)
     adds    per_token [t], prob_sum [t] fp64
 
-Here a select is free, so only one angle is taken, the smaller of pi P and pi (1-P), and one logarithm of each kind.
-atan and log1p are written out as polynomials (least squares at Chebyshev nodes, relative error below 1e-8 before
-rounding): Triton has neither of its own, and the interpreter that checks this kernel on a CPU has no libdevice.
+Here a select is free, so one angle is enough, the smaller of pi P and pi (1-P), and one logarithm of each kind. atan
+and log1p are polynomials (least squares at Chebyshev nodes, relative error below 1e-8 before rounding): Triton has
+neither, and its interpreter, which checks this kernel on a CPU, has no libdevice.
 """
 
 from __future__ import annotations
 
-import os
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
-from cqwen_dist.ops.ovr.one_pass import ovr_one_pass
-from cqwen_dist.ops.ovr.tile import MIN_DENOMINATOR, MIN_SCALE, Tile, TorchTile
+from cqwen_dist.ops.ovr.tile import MIN_DENOMINATOR, MIN_SCALE, Tile
 
 BLOCK_TOKENS, BLOCK_WORDS = 16, 128
 _INV_PI = tl.constexpr(0.3183098861837907)
@@ -172,13 +166,3 @@ class TritonTile:
                 BN=BLOCK_WORDS,
             )
         return d_loc, d_scale
-
-
-def ovr_triton(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
-    """`ovr_one_pass` with the tile's maths in one kernel; fp64 inputs take the torch maths (the kernel is fp32).
-
-    Raises ValueError off CUDA, unless Triton's interpreter was asked for (TRITON_INTERPRET=1).
-    """
-    if not head.weight.is_cuda and not os.environ.get("TRITON_INTERPRET"):
-        raise ValueError(f"impl 'triton' needs CUDA tensors, found {head.weight.device}")
-    return ovr_one_pass(u, head, targets, TorchTile() if head.real == torch.float64 else TritonTile())
