@@ -4,8 +4,8 @@ OUT/config.json, model*.safetensors      the whole model, base included, adapter
 OUT/tokenizer.json, ..., number_policy.json
 OUT/*_causal_qwen.py                     the code, for where this package is not (`checkpoint.portable`)
 OUT/adapter/                             the same adapters in PEFT's own format, unless merged
-OUT/README.md, training.json             the model card, and what it was made from
-OUT/calibration.json                     the intervals' factors, where the run has measured them
+OUT/README.md, training.json             the model card, and what the model was made from
+OUT/calibration.json                     the intervals' factors, if the run has measured them
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
 from cqwen_dist.checkpoint.as_base import HELD, plain_model, plain_tokenizer
@@ -30,7 +30,6 @@ from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.portable import write_code
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
-from cqwen_dist.checkpoint.rounding import cast, change, probe, sixteen_tokens
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said
@@ -43,21 +42,17 @@ from cqwen_dist.model.abduction import loaded_abduction
 from cqwen_dist.model.backbone import base_folder_of, load_base
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, appearing
+from cqwen_dist.run.files import CONFIG, DIGESTS, STATE, appearing, read_object
 
 ABOUT = "training.json"
-EMBEDDING = ("embedding.w_num", "embedding.num_row")  # what trains of it
-ROUNDING = 1e-5  # relative, of fp32 sums taken in another order
+EMBEDDING = ("embedding.w_num", "embedding.num_row")  # the embedding's own trained parameters
+ROUNDING = 1e-5  # relative difference of fp32 sums in another order
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a folder is a saved CausalQwen (as `export` and `save_pretrained` write it)."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == CausalQwenConfig.model_type
+    """Whether a folder is a saved CausalQwen, as `export` and `save_pretrained` write it."""
+    return read_object(path / "config.json").get("model_type") == CausalQwenConfig.model_type
 
 
 def load_trained(
@@ -66,8 +61,8 @@ def load_trained(
     """Model (eval mode) and tokenizer of a run folder, a checkpoint folder or an exported folder.
 
     device: "cpu", "cuda", "cuda:1", ... or "auto": the GPU if there is one; an exported folder is then spread over all
-    that there are, and the CPU where they are too small (accelerate's device_map). max_memory: what "auto" may take of
-    each device, such as {0: "20GB", "cpu": "60GB"}. Raises `UserError` where it is none of these, or is damaged.
+    GPUs, and the CPU if they are too small (accelerate's device_map). max_memory: how much "auto" may use of each
+    device, such as {0: "20GB", "cpu": "60GB"}. Raises `UserError` for any other folder, and for a damaged one.
     """
     path = Path(path)
     if is_exported(path):
@@ -105,18 +100,18 @@ def _load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:
         loaded: Any = CausalQwenForCausalLM.from_pretrained(folder, **options)
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever transformers says of files that are damaged
+    except Exception as error:  # transformers raises many kinds of error for damaged files
         raise UserError("CHECKPOINT", Said(f"{type(error).__name__}: {error}"), whole, str(folder)) from None
     model: CausalQwenForCausalLM = loaded[0]
-    wrong = {"missing_keys": "no {}", "mismatched_keys": "another shape of {}", "unexpected_keys": "{}"}
-    for kind, said in wrong.items():
+    faults = {"missing_keys": "no {}", "mismatched_keys": "another shape of {}", "unexpected_keys": "{}"}
+    for kind, fault in faults.items():
         if odd := sorted(map(str, loaded[1][kind])):
-            raise UserError("CHECKPOINT", Said(said.format(odd[0])), whole, str(folder))
+            raise UserError("CHECKPOINT", Said(fault.format(odd[0])), whole, str(folder))
     return model
 
 
 def _place(device: str) -> str:
-    """A device as torch names it. Raises `UserError` for one that is not there."""
+    """A device as torch names it. Raises `UserError` for a device that this machine does not have."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -129,7 +124,7 @@ def _place(device: str) -> str:
 
 
 def _intervals(folder: Path) -> dict[str, Any] | None:
-    """What a folder's `calibration.json` says, or None. Raises `UserError` where that is broken."""
+    """The content of a folder's `calibration.json`, or None. Raises `UserError` for a broken file."""
     try:
         found = read_intervals(folder)
     except ValueError as error:
@@ -142,8 +137,8 @@ def _intervals(folder: Path) -> dict[str, Any] | None:
 def run_of(path: str | Path) -> tuple[Config, Path]:
     """(config, checkpoint folder) of a run folder or a checkpoint folder. Raises `UserError`.
 
-    The run may have been moved: what it built for itself is looked for where the run lies now. It may also be a
-    stranger's, so its config alone does not let a model run its code here: TRUST in the environment has to agree.
+    The run may have been moved, so run.dir becomes the folder where it is now. It may also be a stranger's, so its
+    config alone does not let a base model run its own code here: TRUST in the environment has to agree.
     """
     run, folder = resolve_checkpoint(path)
     config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"])
@@ -153,7 +148,7 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
 
 
 def assemble(state: TrainState, config: Config, source: object = "") -> CausalQwenForCausalLM:
-    """The model of a whole checkpoint: the run's base model with everything trained put in. source: for errors."""
+    """The model of a whole checkpoint: the run's base model with all trained tensors. source: for errors."""
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
     dtype = dtype_of(config.train.precision)
     shape = CausalQwenConfig(**saved)
@@ -162,7 +157,7 @@ def assemble(state: TrainState, config: Config, source: object = "") -> CausalQw
     network = loaded_abduction(shape.abduction, config.run.dir)
     model = CausalQwenModel(shape, base=base, abduction=network)
     trained = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
-    _put(trained, state.features, source)  # the rest is the base's
+    _put(trained, state.features, source)  # all else is the base's
     heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
     _put(dict(heads.named_parameters()), {**state.heads, **state.rows}, source)
     causal = CausalQwenForCausalLM(shape, model)
@@ -173,7 +168,7 @@ def assemble(state: TrainState, config: Config, source: object = "") -> CausalQw
 
 @torch.no_grad()
 def _put(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, Tensor], source: object) -> None:
-    """Copy by name, where every name, shape and dtype is the parameters'."""
+    """Copy by name. Raises `UserError` unless all names, shapes and dtypes are the parameters'."""
     refuse_strange(tensors, {name: parameter.shape for name, parameter in parameters.items()}, source)
     for name, value in tensors.items():
         parameters[name].copy_(value)
@@ -193,98 +188,89 @@ def export(
 
     merge: fold the adapters into the backbone. dtype: "fp32" or "bf16", of backbone and adapters (default: as they
     are); the heads stay fp32. as_base: a plain model of the base's kind instead (`checkpoint.as_base`), in one dtype;
-    drop_bias: without what that has no place for. shard_size: at most so much in one safetensors file.
+    drop_bias: leave out the bias, for which it has no place. shard_size: the most bytes of one safetensors file.
 
-    The folder appears whole, after it was loaded again and gave what the model gives. Raises `UserError` where `out`
-    exists and is not empty, and for options that are unknown or impossible.
+    The folder appears after it was loaded again and gave the model's own outputs. Raises `UserError` if `out` exists
+    and is not empty, and for options that are unknown or impossible.
     """
     out = Path(out)
-    if out.name in ("", "..") or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise UserError("OUT", str(out), "a folder that does not exist yet, or is empty")
-    if dtype not in (None, *DTYPES):
-        raise UserError("--dtype", dtype, ", ".join(DTYPES))
-    _check_size(shard_size)
+    _check_options(out, dtype, shard_size)
     model, tokenizer = load_trained(path)
     about = _about(Path(path))
     if merge and model.config.lora is not None:
         model.merge_adapters()
         about["adapter"] = "merged"
-    _round(model, dtype, about)
-    plain = plain_model(model, drop_bias) if as_base else None
-    if plain is not None and about["adapter"] is not None:
-        about["adapter"] = "merged"
+    about |= _rounded(model, dtype)
+    plain, bias = plain_model(model, drop_bias) if as_base else (None, None)
+    if bias is not None:
+        about["adapter"] = about["adapter"] and "merged"
+        about["bias"] = size if (size := float(bias.abs().max())) > HELD else None
     with appearing(out, "OUT") as folder:
-        if plain is not None:
-            _write_plain(*plain, model, tokenizer, folder, shard_size, about, out.name)
+        if plain is None:
+            model.save_pretrained(folder, max_shard_size=shard_size)
+            _write_beside_weights(model, tokenizer, folder, about["base"])
         else:
-            _write_whole(model, tokenizer, folder, shard_size, about, out.name)
+            plain.save_pretrained(folder, max_shard_size=shard_size)
+            plain_tokenizer(tokenizer.tokenizer, model.config).save_pretrained(str(folder))
+        card = model_card(out.name, model.config, about, None if plain is None else type(plain).__name__)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        _write_json(folder / ABOUT, {k: about.get(k) for k in ("base", "step", "stages", "figures", "adapter")})
+        if bias is None:
+            _compare(model, folder)
+        else:
+            _compare_plain(model, bias, folder)
     return out
 
 
-def _round(model: CausalQwenForCausalLM, dtype: str | None, about: dict[str, Any]) -> None:
-    """Cast the backbone, unless dtype is None; `about` gets its dtype and what the rounding changes."""
-    before = probe(model)
-    if dtype is not None:
-        cast(model, DTYPES[dtype])
-    about["dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(model.dtype, str(model.dtype))
-    rounding = {name: change(a, b) for (name, a), b in zip(before.items(), probe(model).values(), strict=True)}
-    about["rounding"] = rounding if any(rounding.values()) else None
+def _check_options(out: Path, dtype: str | None, shard_size: str) -> None:
+    if out.name in ("", "..") or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise UserError("OUT", str(out), "a folder that does not exist yet, or is empty")
+    if dtype not in (None, *DTYPES):
+        raise UserError("--dtype", dtype, ", ".join(DTYPES))
+    if re.fullmatch(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)", shard_size) is None:
+        raise UserError("--shard-size", shard_size, "a size such as 500MB or 5GB")
 
 
-def _write_whole(
-    model: CausalQwenForCausalLM,
-    tokenizer: NumericalAwareTokenizer,
-    folder: Path,
-    shard_size: str,
-    about: dict[str, Any],
-    name: str,
+def _write_beside_weights(
+    model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer, folder: Path, base: str | None
 ) -> None:
-    model.save_pretrained(folder, max_shard_size=shard_size)
+    """Tokenizer, code, calibration, and the adapters for `PeftModel.from_pretrained`. base: its public name."""
+    config = model.config
     CausalQwenTokenizer.of(tokenizer).save_pretrained(folder)
-    write_code(folder, adapters=model.config.lora is not None)
-    if model.config.calibration is not None:
-        _write_json(folder / CALIBRATION, model.config.calibration)
-    if model.config.lora is not None:
-        _save_adapter(model, folder / "adapter", about["base"])
-    _finish(folder, model_card(name, model.config, about), about)
+    write_code(folder, adapters=config.lora is not None)
+    if config.calibration is not None:
+        _write_json(folder / CALIBRATION, config.calibration)
+    if config.lora is not None:
+        adapter = folder / "adapter"
+        adapter.mkdir()
+        features = {name: p.detach().contiguous() for name, p in model.model.features.named_parameters()}
+        save_file(to_peft(features), adapter / WEIGHTS)
+        write_config(adapter, config.lora, base)
+
+
+def _compare(model: CausalQwenForCausalLM, folder: Path) -> None:
+    """Load an exported folder again. Raises RuntimeError unless it has the model's weights and outputs."""
     again = _load_exported(folder).eval()
     written, found = model.state_dict(), again.state_dict()
     odd = next((part for part in written if part not in found or not torch.equal(written[part], found[part])), None)
     if odd is not None:
         raise RuntimeError(f"the exported model differs in {odd}: not exported")
-    # Equal weights; what they give may differ in the last bit, as a product does with where its operands lie.
+    # Weights are equal to the bit. Outputs may differ in the last one: products depend on where their operands lie.
     for (part, wanted), given in zip(probe(model).items(), probe(again).values(), strict=True):
         if change(wanted, given) > ROUNDING:
             raise RuntimeError(f"the exported model differs in {part} by {change(wanted, given):.1e}: not exported")
 
 
-def _write_plain(
-    plain: PreTrainedModel,
-    bias: Tensor,
-    model: CausalQwenForCausalLM,
-    tokenizer: NumericalAwareTokenizer,
-    folder: Path,
-    shard_size: str,
-    about: dict[str, Any],
-    name: str,
-) -> None:
-    about["bias"] = float(bias.abs().max()) if float(bias.abs().max()) > HELD else None
-    plain.save_pretrained(folder, max_shard_size=shard_size)
-    plain_tokenizer(tokenizer.tokenizer, model.config).save_pretrained(str(folder))
-    _finish(folder, model_card(name, model.config, about, type(plain).__name__), about)
-    ids = sixteen_tokens(model)[0].clamp(max=plain.config.vocab_size - 1)
+@torch.no_grad()
+def _compare_plain(model: CausalQwenForCausalLM, bias: Tensor, folder: Path) -> None:
+    """Load a plain model again. Raises RuntimeError unless its logits + bias are the model's loc_S."""
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        found = again(input_ids=ids).logits.float() + bias
-        wanted = model(ids, logits_to_keep=ids.shape[1]).logits[..., : plain.config.vocab_size]
+    ids = sixteen_tokens(model)[0].clamp(max=len(bias) - 1)
+    found = again(input_ids=ids).logits.float() + bias
+    wanted = model(ids, logits_to_keep=ids.shape[1]).logits[..., : len(bias)]
     error = change(wanted, found)
     if error > (ROUNDING if again.dtype == torch.float32 else 0.05):
         raise RuntimeError(f"the plain model's logits differ by {error:.1e} of their size: not exported")
-
-
-def _finish(folder: Path, card: str, about: dict[str, Any]) -> None:
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    _write_json(folder / ABOUT, {k: about.get(k) for k in ("base", "step", "stages", "figures", "adapter")})
 
 
 def _write_json(path: Path, data: Any) -> None:
@@ -294,10 +280,7 @@ def _write_json(path: Path, data: Any) -> None:
 def _about(path: Path) -> dict[str, Any]:
     """What a run, or an earlier export, knows of the model, for its card."""
     if is_exported(path):
-        try:
-            return dict(json.loads((path / ABOUT).read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return {"base": None, "adapter": None}
+        return {"base": None, "adapter": None, **read_object(path / ABOUT)}
     config, folder = run_of(path)
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     figures = {k: v for k, v in (state.get("figures") or {}).items() if isinstance(v, (int, float))}
@@ -311,15 +294,47 @@ def _about(path: Path) -> dict[str, Any]:
     }
 
 
-def _check_size(text: str) -> None:
-    if re.fullmatch(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)", text) is None:
-        raise UserError("--shard-size", text, "a size such as 500MB or 5GB")
+# ---- another dtype, and what it changes ----
 
 
-def _save_adapter(model: CausalQwenForCausalLM, folder: Path, base: str | None) -> None:
-    """PEFT's own format, for `PeftModel.from_pretrained` on the base model; base: its public name."""
-    folder.mkdir()
-    tensors = to_peft({name: p.detach().contiguous() for name, p in model.model.features.named_parameters()})
-    save_file(tensors, folder / WEIGHTS)
-    assert model.config.lora is not None
-    write_config(folder, model.config.lora, base)
+def _rounded(model: CausalQwenForCausalLM, dtype: str | None) -> dict[str, Any]:
+    """Cast the backbone unless dtype is None; the card's entries on the dtype and on what the rounding changes."""
+    before = probe(model)
+    if dtype is not None:
+        cast(model, DTYPES[dtype])
+    changes = {name: change(a, b) for (name, a), b in zip(before.items(), probe(model).values(), strict=True)}
+    known = {value: key for key, value in DTYPES.items()}
+    return {
+        "dtype": known.get(model.dtype, str(model.dtype)),
+        "rounding": changes if any(changes.values()) else None,
+    }
+
+
+@torch.no_grad()
+def cast(model: CausalQwenForCausalLM, dtype: torch.dtype) -> None:
+    """Cast the parameters of backbone, adapters and token table. Buffers stay: rotary frequencies must be exact."""
+    kept = {id(model.model.features.embedding.w_num), id(model.model.features.embedding.num_row)}
+    for parameter in model.model.features.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+
+
+def sixteen_tokens(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
+    """Ids and values [1,16]; one of them is a number, 99.9."""
+    ids = torch.arange(16).remainder(model.config.vocab_size).unsqueeze(0)
+    values = torch.zeros(ids.shape, dtype=torch.float64)
+    ids[0, 8], values[0, 8] = model.config.num_token_id, 99.9
+    return ids, values
+
+
+@torch.no_grad()
+def probe(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
+    """The model's outputs on sixteen tokens, on the CPU: U, Y, and loc_S of the last four."""
+    out = model(*sixteen_tokens(model), logits_to_keep=4)
+    return {name: out[name] for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits")}
+
+
+def change(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the largest entry."""
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))

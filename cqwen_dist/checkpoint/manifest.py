@@ -1,11 +1,10 @@
-"""What makes a folder a checkpoint: a manifest that names every file with its size and checksum (no torch).
+"""The manifest that makes a folder a checkpoint: every file with its size and checksum (no torch).
 
-The manifest is written last. A folder without one, or that disagrees with it, is not a checkpoint.
+The manifest is written last. A folder without a manifest, or that disagrees with it, is not a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -13,34 +12,27 @@ from typing import Any
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import CHECKPOINTS, LATEST, MANIFEST, file_record, read_small, sync
+from cqwen_dist.run.files import CHECKPOINTS, LATEST, MANIFEST, file_record, read_object, read_small, sync
 
 FORMAT = 2
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint, or None where it has no readable one."""
-    try:
-        manifest = json.loads(read_small(folder / MANIFEST))
-    except (OSError, ValueError):
-        return None
-    return manifest if _well_formed(manifest) else None
-
-
-def _well_formed(manifest: Any) -> bool:
-    """Whether it has the parts that are read here."""
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not isinstance(manifest.get("step"), int):
-        return False
+    """The manifest of a checkpoint; None if it cannot be read or lacks a part that is used here."""
+    manifest = read_object(folder / MANIFEST)
     files = manifest.get("files")
-    return isinstance(files, dict) and all(
+    if manifest.get("format") != FORMAT or not isinstance(manifest.get("step"), int) or not isinstance(files, dict):
+        return None
+    whole = all(
         isinstance(record, dict) and isinstance(record.get("size"), int) and isinstance(record.get("sha256"), str)
         for record in files.values()
     )
+    return manifest if whole else None
 
 
 def verify(folder: Path, checksums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one line a file; an empty list if it is good."""
+    """The faults of a checkpoint, one line for each file; an empty list if it is good."""
     manifest = read_manifest(folder)
     if manifest is None:
         return [f"{MANIFEST}: missing or not readable"]
@@ -57,48 +49,47 @@ def verify(folder: Path, checksums: bool = True) -> list[str]:
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lives."""
+    """The folder of a step's checkpoint."""
     return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints with a readable manifest, oldest first; copies under other names do not count."""
+    """The checkpoints with a readable manifest, oldest first; copies under other names do not count."""
     found = {folder: read_manifest(folder) for folder in sorted((run_dir / CHECKPOINTS).glob("step-*"))}
     return [folder for folder, known in found.items() if known and folder == checkpoint_folder(run_dir, known["step"])]
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What killed runs left in `checkpoints/`, by names that only this package gives."""
+    """Unfinished folders of killed runs in `checkpoints/`, by names that only this package gives."""
     return [path for path in folder.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(partial|replaced)", path.name)]
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that `latest` names, verified; None without any. Raises `UserError` if it is damaged.
+    """The checkpoint that `latest` names, verified; None if there is none. Raises `UserError` if it is damaged.
 
-    Without a readable `latest` it is the newest whole checkpoint: a kill between a checkpoint and its `latest` loses
-    nothing.
+    Without a readable `latest` it is the newest checkpoint, so a kill before `latest` was written loses nothing.
     """
     return choose_checkpoint(run_dir)[0]
 
 
 def describe(folder: Path) -> str:
-    """A checkpoint in one line: where, step, stage, size, the loss of its evaluation, whether `latest` names it."""
+    """A checkpoint in one line: folder, step, stage, size, the loss of its evaluation, whether `latest` names it."""
     manifest = read_manifest(folder) or {"files": {}}
     size = sum(record["size"] for record in manifest["files"].values())
-    said = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
-    figures = manifest.get("figures") or {}
-    said += [f"{name} {figures[name]:.5g}" for name in ("eval/cls_loss_mean",) if name in figures]
-    pointer = folder.parent.parent / LATEST
+    parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
+    loss, pointer = "eval/cls_loss_mean", folder.parent.parent / LATEST
+    if loss in (figures := manifest.get("figures") or {}):
+        parts.append(f"{loss} {figures[loss]:.5g}")
     if pointer.is_file() and pointer.read_text(encoding="utf-8").strip().endswith(folder.name):
-        said.append("latest")
-    return "  ".join(said)
+        parts.append("latest")
+    return "  ".join(parts)
 
 
 def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None, str]:
     """(the checkpoint to resume from or None, a note for the user or ""); writes nothing.
 
-    resume: what to do where the newest is damaged: `auto` refuses it, naming the file, and offers the one
-    before; `last-good` takes the one before. `never` refuses to go on at all. Raises `UserError`.
+    resume: `auto` refuses a damaged checkpoint, names the file and offers the checkpoint before; `last-good` takes the
+    one before; `never` refuses to resume at all. Raises `UserError`.
     """
     known = list_checkpoints(run_dir)
     try:
@@ -127,7 +118,7 @@ def _good_before(folder: Path) -> Path | None:
 
 
 def damaged(folder: Path, problems: list[str]) -> UserError:
-    """What is wrong with a checkpoint, and the one before it offered."""
+    """The error for a damaged checkpoint; it offers the newest whole one before it."""
     before = _good_before(folder)
     offer = "no other checkpoint is good"
     if before is not None:
@@ -136,17 +127,17 @@ def damaged(folder: Path, problems: list[str]) -> UserError:
 
 
 def put_aside(folder: Path) -> Path:
-    """Rename a checkpoint before it is deleted, so that an interrupted deletion leaves none that looks valid."""
+    """Rename a checkpoint before it is deleted, so an interrupted deletion leaves no folder that looks valid."""
     aside = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(aside, ignore_errors=True)  # a killed run may have left it
     folder.rename(aside)
     return aside
 
 
 def finish_renames(run_dir: Path) -> None:
-    """Finish what a kill interrupted: rename a checkpoint that is whole, delete the rest of one being deleted."""
+    """Finish the renames and deletions that a kill interrupted: a whole checkpoint gets its name back."""
     folder = run_dir / CHECKPOINTS
-    for left in sorted(leftovers(folder)):  # of one step, `.partial` before the `.replaced` that it replaces
+    for left in sorted(leftovers(folder)):  # in each step `.partial` comes first: it replaces `.replaced`
         final = left.with_name(left.stem[1:])
         if not final.exists() and not verify(left):
             left.rename(final)
@@ -157,11 +148,10 @@ def finish_renames(run_dir: Path) -> None:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raises `UserError` where a folder holds pickled tensors: reading a pickle runs code from the file."""
-    names = [str(p.relative_to(folder)) for level in ("*", "*/*") for p in folder.glob(level) if p.suffix in PICKLES]
-    found = sorted(names)
+    """Raises `UserError` if a folder holds pickled tensors: reading a pickle runs code from the file."""
+    found = sorted(p.relative_to(folder) for level in ("*", "*/*") for p in folder.glob(level) if p.suffix in PICKLES)
     if found:
-        allowed = "safetensors: a pickle runs code when it is read, so it is not (convert it where you trust it)"
+        allowed = "safetensors: reading a pickle runs code, so it is not read (convert it where you trust it)"
         raise UserError("checkpoint", Said(f"{found[0]}, a pickle"), allowed, str(folder))
 
 
@@ -171,8 +161,7 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if path.name == LATEST and path.is_file():
         path = path.parent
     if read_manifest(path) is not None:
-        problems = verify(path)
-        if problems:
+        if problems := verify(path):
             raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))
         return path.parent.parent, path
     folder = latest_checkpoint(path)
