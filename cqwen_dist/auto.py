@@ -1,4 +1,4 @@
-"""Importing this makes transformers' Auto classes and its text-generation pipeline know CausalQwen folders.
+"""Importing this registers CausalQwen with transformers' Auto classes and its text-generation pipeline.
 
 import cqwen_dist.auto
 model = AutoModelForCausalLM.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The one container that travels from the collator to the loss, and the letters of every shape comment.
+"""The container that goes from the collator to the loss, and the letters of every shape comment.
 
 B batch, T positions, N label positions (flattened), H hidden, C causal dimension (word part plus number
 dimensions), V vocabulary (V_full), v rows of the vocabulary on this rank. U, S and Y are random variables.
@@ -16,7 +16,7 @@ IGNORE_INDEX = -100
 
 
 def _none(columns: int, kind: str) -> torch.Tensor:
-    import torch  # here, as those that only read IGNORE_INDEX need none
+    import torch  # late, so that IGNORE_INDEX can be imported without torch
 
     return torch.zeros((0, columns), dtype=getattr(torch, kind))
 
@@ -32,12 +32,12 @@ class Batch:
     labels: torch.Tensor  # [B,T] int64; IGNORE_INDEX where nothing is to be predicted
     numeric_labels: torch.Tensor  # [B,T] float64; the value of the label, raw unit, 0 where it is text
     numeric_mask: torch.Tensor  # [B,T] bool; True where the label is <NUM> and its value is to be learnt
-    # [M,2] int64: partial labels, by rising position: an index into the flattened B*T, whose label is IGNORE_INDEX, and
-    # a word w that is next there, or ~w for one that is not
+    # [M,2] int64: partial labels, in order: an index into the flattened B*T, whose label is IGNORE_INDEX, and a word: w
+    # is next there, ~w says that w is not
     partial: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
-    # [M,2] int64: where number labels of type 1, 2, ... are, as indices into the flattened B*T, and the type; others: 0
+    # [M,2] int64: an index into the flattened B*T of a number label, and its type 1, 2, ...; others have type 0
     typed: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
-    # [M,3] float64: where number labels have further values, which one (1, 2, ...), and the value, raw unit
+    # [M,3] float64: an index as above of a number label with further values, which one (1, 2, ...), and it, raw unit
     more: torch.Tensor = field(default_factory=lambda: _none(3, "float64"))
 
     def to(self, device: torch.device | str) -> Batch:
@@ -45,7 +45,7 @@ class Batch:
         return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, from which a GPU copies without waiting."""
+        """The batch in page-locked memory, for asynchronous copies to a GPU."""
         return Batch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
 
     @property
@@ -55,17 +55,17 @@ class Batch:
 
     @property
     def kept(self) -> torch.Tensor:
-        """[N] int64: the label positions, as indices into the flattened [B*T]. Reads the batch: fast on the CPU."""
+        """[N] int64: the label positions, as indices into the flattened [B*T]. On a GPU this waits for the batch."""
         return self.label_mask.flatten().nonzero()[:, 0]
 
     @property
     def learnt(self) -> torch.Tensor:
-        """[N'] int64: `kept` and the positions of partial labels, in order: where training wants features."""
+        """[N'] int64: `kept` and the positions of partial labels, in order: training needs features there."""
         return self.learnt_mask.flatten().nonzero()[:, 0]
 
     @property
     def learnt_mask(self) -> torch.Tensor:
-        """[B,T] bool of `learnt`."""
+        """[B,T] bool: the positions of `learnt`."""
         mask = self.label_mask
         mask.view(-1)[self.partial[:, 0]] = True
         return mask

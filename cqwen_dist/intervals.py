@@ -1,6 +1,6 @@
-"""How wide an interval around a predicted number is: a Cauchy's own quantiles, or those times a measured factor.
+"""The width of an interval around a predicted number: a Cauchy's own quantiles, or those times a measured factor.
 
-A Cauchy fitted to light-tailed errors is too wide at 90 %; held-out numbers say by what factor (`conformal`).
+A Cauchy fitted to light-tailed errors is too wide at 90 %; the factor is measured on held-out numbers (`conformal`).
 A run keeps the factors with its metrics, an exported folder in `calibration.json`:
 {"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n}.
 """
@@ -29,18 +29,18 @@ class Intervals:
     n: int = 0
 
     def half_width(self, level: float) -> float:
-        """In scales: the interval is loc_Y -+ this times scale_Y. Raises ValueError unless 0 < level < 1."""
+        """In scales: the interval is loc_Y -+ half_width * scale_Y. Raises ValueError unless 0 < level < 1."""
         if not 0.0 < level < 1.0:
             raise ValueError(f"level must be between 0 and 1, found {level}")
         return self.factors.get(level, 1.0) * math.tan(math.pi * level / 2)
 
     def to_dict(self) -> dict[str, Any]:
-        """As `calibration.json` holds it."""
+        """The contents of `calibration.json`."""
         return {"levels": {f"{level:g}": f for level, f in self.factors.items()}, "n": self.n}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | None) -> Intervals:
-        """Of `to_dict`'s; none of None. Raises ValueError for anything else, and for levels or factors out of range."""
+        """From `to_dict`'s; None: without factors. Raises ValueError for anything else and for values out of range."""
         if data is None:
             return cls()
         try:
@@ -54,6 +54,6 @@ class Intervals:
 
 
 def read_intervals(folder: Path) -> Intervals:
-    """Those of a folder's `calibration.json`, none where there is no such file. Raises ValueError for a broken one."""
+    """From a folder's `calibration.json`; without factors if there is none. Raises ValueError for a broken file."""
     path = folder / FILE
     return Intervals.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else Intervals()

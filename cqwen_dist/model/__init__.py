@@ -10,7 +10,6 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 
-# transformers' Auto classes know `causal_qwen` from here on
 AutoConfig.register(CausalQwenConfig.model_type, CausalQwenConfig, exist_ok=True)
 AutoModel.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(CausalQwenConfig, CausalQwenForCausalLM, exist_ok=True)

@@ -15,12 +15,11 @@ class ActionNetwork(nn.Module):
         U' ~ Cauchy(loc_U, scale_U + |b_noise|)
         S_k ~ Cauchy(W_cls,k loc + b_cls,k, |W_cls,k| scale)      Y ~ Cauchy(W_reg loc + b_reg, |W_reg| scale)
 
-    A bias shifts a location and never enters a scale (S2 3.4). The thresholds C live here because they, like
-    W_cls and b_cls, are rows of the vocabulary: this module may hold all V of them or a rank's range
-    [vocab_start, vocab_start + rows). word_size: how many of the C dimensions words see (default all; the rest are
-    number dimensions). W_reg is [C]; with values R, where a position has several values (S4 4.7.1), [R, C]; with types
-    T, where a value is of one of T types (S4 4.7.2), [2T, C]: the values of each type, then the types' own scores S_t,
-    P_t = P(S_t > 0). Weights are fp32 masters.
+    A bias shifts a location and never enters a scale (S2 3.4). W_cls, b_cls and the thresholds C are rows of the
+    vocabulary: all V, or a rank's range [vocab_start, vocab_start + rows). word_size: how many of U's dimensions words
+    see (default all; the rest are number dimensions). W_reg is [C]; with R values a position (S4 4.7.1) [R, C]; with T
+    types of numbers (S4 4.7.2) [2T, C]: the values of each type, then the types' own scores S_t, P_t = P(S_t > 0).
+    Weights are fp32 masters.
     """
 
     def __init__(
@@ -53,10 +52,10 @@ class ActionNetwork(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Xavier for both weights (S3 4 step 4); the classifier's is overwritten by the base's head."""
+        """Xavier for both weights (S3 4 step 4); `inherit_head` overwrites the classifier's."""
         for row in self.reg_weight.view(-1, 1, self.reg_weight.shape[-1]):
             nn.init.xavier_uniform_(row)
-        with torch.random.fork_rng(devices=[]):  # what is drawn later must not depend on how many rows are here
+        with torch.random.fork_rng(devices=[]):  # later draws must not depend on the number of rows here
             nn.init.normal_(self.cls_weight, std=self.cls_weight.shape[1] ** -0.5)
 
     @property
@@ -69,25 +68,25 @@ class ActionNetwork(nn.Module):
         return Cauchy(u.loc, u.scale + self.b_noise.abs())
 
     def word_part(self, u: Cauchy) -> Cauchy:
-        """What words see of U or U' [..., C]: all but the number dimensions, [..., word_size].
+        """U or U' [..., C] without the number dimensions, [..., word_size]: the part that words see.
 
-        W_cls is zero on number dimensions and stays so: their scale is of order 1 where the words' is 1e-5 to 1e-3,
-        so one optimizer step on them would multiply every word's scale_S.
+        Words must not see number dimensions: their scale is of order 1, the words' is 1e-5 to 1e-3, so one optimizer
+        step of W_cls on them would multiply every word's scale_S.
         """
         return Cauchy(u.loc[..., : self.word_size], u.scale[..., : self.word_size])
 
     def word_head(self, used_rows: int | None = None) -> WordHead:
-        """The rows of words that are here: W_cls, b_cls, C. used_rows: words from here on are left out."""
+        """This module's rows of words: W_cls, b_cls, C. used_rows: words from here on are left out."""
         return WordHead(self.cls_weight, self.cls_bias, self.threshold, self.vocab_start, self.vocab_size, used_rows)
 
     def row_norms(self) -> Tensor:
-        """||W_cls,k||_1 of each word here, [rows]: scale_S,k where every dimension of U' has scale 1."""
+        """||W_cls,k||_1 of each word of this module, [rows]: scale_S,k where every dimension of U' has scale 1."""
         return self.cls_weight.abs().sum(1)
 
     def value(self, u_prime: Cauchy) -> Cauchy:
         """Y of U' [..., C]: Cauchy [...] in fp32, in the unit of the targets (`CausalQwenConfig.target`).
 
-        Of several values the first; of several types the value of the likeliest (`number_type`).
+        With several values it is the first; with several types the value of the likeliest (`number_type`).
         """
         if self.reg_weight.ndim == 1:
             return u_prime.affine(self.reg_weight, self.reg_bias)
@@ -97,7 +96,7 @@ class ActionNetwork(nn.Module):
         return Cauchy(laws.loc.gather(-1, kind)[..., 0], laws.scale.gather(-1, kind)[..., 0])
 
     def values(self, u_prime: Cauchy) -> Cauchy:
-        """All R values, or the value of each of T types: [..., R], each exact by itself; they share U': dependent."""
+        """All R values, or the value of each of T types: [..., R]. Each is exact by itself; together they depend."""
         return u_prime.affine(self.reg_weight[: self.types], self.reg_bias[: self.types])
 
     def type_scores(self, u_prime: Cauchy) -> Cauchy:
@@ -105,12 +104,12 @@ class ActionNetwork(nn.Module):
         return u_prime.affine(self.reg_weight[self.types :], self.reg_bias[self.types :])
 
     def number_type(self, u_prime: Cauchy) -> Tensor:
-        """The likeliest type [...] int64, by the decision strength, which orders types as P_t does."""
+        """The likeliest type [...] int64, by the decision strength, which has the order of P_t."""
         scores = self.type_scores(u_prime)
         return (scores.loc / scores.scale.clamp(min=1e-30)).argmax(-1)  # an individual without noise has scale 0
 
     def scores(self, u_prime: Cauchy) -> Cauchy:
-        """S of U' [..., C]: Cauchy [..., rows], materialised: for one position, small models and tests."""
+        """S of U' [..., C]: Cauchy [..., rows], materialised, so for one position, small models and tests."""
         return self.word_part(u_prime).affine(self.cls_weight, self.cls_bias)
 
     def forward(self, loc_U: Tensor, scale_U: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -138,7 +138,7 @@ def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def tokenizer_rows(name_or_path: str) -> int | None:
-    """Rows that the tokenizer of a model's folder uses, as `data.tokenizer` counts them; None without a tokenizer."""
+    """The rows that a model's tokenizer uses, as `data.tokenizer` counts them; None without a tokenizer."""
     tokenizer = tokenizer_beside(name_or_path)
     return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
@@ -146,7 +146,7 @@ def tokenizer_rows(name_or_path: str) -> int | None:
 def tokenizer_beside(name_or_path: str) -> Any:
     """transformers' tokenizer of a model's folder or hub name; None where it has none."""
     folder = Path(name_or_path).expanduser()
-    # From a folder without these files transformers builds an empty tokenizer.
+    # transformers builds an empty tokenizer from a folder without these files.
     if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
     try:
@@ -199,8 +199,8 @@ def say_added(config: Any, rows: int) -> None:
     config.vocab_size = rows
 
 
-def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A randomly initialised base from a transformers config given in the file. Raises `UserError`."""
+def build_base(architecture: dict[str, Any], seed: int) -> PreTrainedModel:
+    """A randomly initialised fp32 base from `model.architecture`, a transformers config. Raises `UserError`."""
     check_model_type(architecture.get("model_type"), "model.architecture.model_type")
     kind = str(architecture["model_type"])
     known = set(AutoConfig.for_model(kind).to_dict())
@@ -211,7 +211,7 @@ def build_base(architecture: dict[str, Any], seed: int, dtype: torch.dtype = tor
         config = AutoConfig.for_model(**architecture)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError("model.architecture", architecture, f"a config that builds ({reason})") from None

@@ -71,15 +71,15 @@ class CausalQwenModel(nn.Module):
         w_num_scale: float = 1.0,
         abduction: Callable[..., Abduction] | None = None,
     ) -> None:
-        """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), or a config: then
-        `base` gives the transformer, or a new one is built. vocab_start, rows: this range of the vocabulary's rows
-        alone. w_num_scale: a factor on w_num's start. abduction: the class that the config names, where it is known.
-        Raises `UserError` for a base that does not load, and as `loaded_abduction`.
+        """qwen_model_path: a base model's folder or hub name (S2 5; the start is preset `seed`), with no further
+        argument than causal_hidden_size; or a config. Then `base` gives the transformer, or a new one is built.
+        vocab_start, rows: this range of the vocabulary's rows alone. w_num_scale: a factor on w_num's start. abduction:
+        the class that the config names, where it is known. Raises `UserError` for a base that does not load, and as
+        `loaded_abduction`.
         """
         super().__init__()
         if isinstance(qwen_model_path, str):
-            shares = {"vocab_start": vocab_start, "rows": rows, "w_num_scale": w_num_scale, "abduction": abduction}
-            return self._of_base(qwen_model_path, causal_hidden_size, **shares)
+            return self._of_base(qwen_model_path, causal_hidden_size)
         config = qwen_model_path
         if base is None:
             base = AutoModelForCausalLM.from_config(
@@ -114,13 +114,13 @@ class CausalQwenModel(nn.Module):
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))
 
-    def _of_base(self, name: str, causal_hidden_size: int | None, **options: Any) -> None:
+    def _of_base(self, name: str, causal_hidden_size: int | None) -> None:
         """The constructor for a base model's name."""
         used = tokenizer_rows(name)
         base = load_base(name, torch.float32, rows_for=rows_with_number_for(used, used))
         head = base.get_output_embeddings()
         config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)
-        CausalQwenModel.__init__(self, config, base=base, **options)
+        CausalQwenModel.__init__(self, config, base=base)
         inherit_head(self, head.weight.detach(), head.bias)
         apply_preset(self, "seed")
 

@@ -1,4 +1,4 @@
-"""The config of a CausalQwen: what `config.json` in the weights' folder holds."""
+"""The config of a CausalQwen, `config.json` in the weights' folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.base.pop("_name_or_path", None)  # a path of the machine that it was trained on
         self.vocab_size = base_config.vocab_size
         self.hidden_size = base_config.hidden_size
-        for name in OF_BASE:  # where libraries look for them
+        for name in OF_BASE:  # libraries look for them here
             setattr(self, name, getattr(base_config, name, None))
         self.num_token_id = self.vocab_size - 1 if num_token_id is None else num_token_id
         self.used_rows = self.num_token_id + 1 if used_rows is None else used_rows
@@ -70,7 +70,7 @@ class CausalQwenConfig(PretrainedConfig):
 
     @property
     def custom_pipelines(self) -> dict[str, Any]:
-        """What transformers' `pipeline` reads of a folder's own code. `cqwen_dist.auto` registers the package's."""
+        """transformers' `pipeline` reads this for a folder's own code; `cqwen_dist.auto` registers the package's."""
         if __name__.startswith("cqwen_dist."):
             return {}
         impl = "modeling_causal_qwen.CausalQwenTextGeneration"
@@ -78,7 +78,7 @@ class CausalQwenConfig(PretrainedConfig):
 
     @property
     def added_rows(self) -> int:
-        """How many of the last rows are not the base's own: it had none to spare for <NUM>."""
+        """How many rows were added to the base's own, as it had none to spare for <NUM>."""
         return int(self.base.get("added_rows", 0))
 
     @property

@@ -18,9 +18,8 @@ def phi(values: Tensor) -> Tensor:
 class NumericalAwareEmbedding(nn.Module):
     """e_i = embed(x_i) + phi(v_i) w_num at every position, no branch (S0 1.3).
 
-    phi(0) = 0, so text positions are exactly the token embedding. The table itself stays frozen (it may be tied to
-    the base's output head); `<NUM>` has a row of its own to train, kept as the difference `num_row` from its
-    inherited one.
+    phi(0) = 0, so text positions are exactly the token embedding. The table stays frozen (it may be tied to the base's
+    output head). `<NUM>`'s row is trained as the difference `num_row` from its inherited row.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class NumericalAwareEmbedding(nn.Module):
 
     @contextmanager
     def using(self, w_num: Tensor, num_row: Tensor) -> Iterator[None]:
-        """Inside, these [H] stand for the parameters (what they were at the start, for instance)."""
+        """Inside, these [H] replace the parameters (by their values at the start, for instance)."""
         self._instead = (w_num, num_row)
         try:
             yield
@@ -50,7 +49,7 @@ class NumericalAwareEmbedding(nn.Module):
     def forward(self, input_ids: Tensor | None, numeric_values: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """input_ids [B,T] int64, numeric_values [B,T] (0 at text) -> [B,T,H] in the table's dtype.
 
-        inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added, but not `num_row`: where <NUM> is, is not known.
+        inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added, but not `num_row`, as <NUM>'s places are unknown.
         """
         base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead

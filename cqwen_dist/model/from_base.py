@@ -1,4 +1,4 @@
-"""A base model turned causal, with the start of its heads: what `CausalQwenForCausalLM.from_base` does."""
+"""A base model turned causal, with the start of its heads: the work of `CausalQwenForCausalLM.from_base`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def turned_causal(
     texts: Iterable[str] | None,
     **options: Any,
 ) -> tuple[CausalQwenModel, PreTrainedModel]:
-    """The model, and the base that it holds; arguments and errors are those of `CausalQwenForCausalLM.from_base`."""
+    """The model, and the base inside it; arguments and errors as `CausalQwenForCausalLM.from_base`."""
     start = _start_of(start, texts, calibration_batches)
     used = tokenizer_rows(name_or_path)
     if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
@@ -54,7 +54,7 @@ def turned_causal(
 
 
 def _start_of(start: str | None, texts: Any, batches: Any) -> str:
-    """How `from_base` starts, by what it is given. Raises `UserError`."""
+    """The start of `from_base`, by its arguments. Raises `UserError`."""
     given = texts is not None or batches is not None
     start = start or ("calibrated" if given else "seed")
     if start == "calibrated" and not given:

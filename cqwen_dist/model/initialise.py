@@ -1,8 +1,8 @@
-"""The start: the base's knowledge moved in, and the scales set, by preset or from data (seeds S3 section 4, S1).
+"""The start of the heads: rows and scales, by preset or from data (seeds S3 section 4, S1).
 
 At every start loc_S = W_Qwen z: softmax(loc_S) is the base's own distribution on text without numbers. The starts
-differ in (C, gamma), the threshold and the total scale of U'. With the seeds' constants argmax P is not argmax loc_S
-and the loss begins in the thousands; the calibrated start (`model.calibration`) chooses the two from data.
+differ in (C, gamma), the threshold and the total scale of U'. The presets have the seeds' constants; the calibrated
+start (`model.calibration`) chooses the two from data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRESET_THRESHOLD = {"seed": 0.0, "seed-100": 100.0, "calibrated": 0.0}
 
 
 class Heads(Protocol):
-    """What a start sets: a `CausalQwenModel` without its backbone."""
+    """The part of a `CausalQwenModel` that a start sets."""
 
     config: CausalQwenConfig
     abduction: AbductionNetwork
@@ -45,19 +45,21 @@ def inherit_head(
     num_bias_init: float = 0.0,
     reg_gain: float = 1.0,
 ) -> float:
-    """W_cls from the base's output head [V,H] (cloned: the base may tie it to the embeddings), W_loc to match.
+    """Copy the base's output head [V,H] into W_cls, and set W_loc to match; start W_reg.
 
     Word part C_w = H: W_loc = I, W_cls = W. C_w > H: zero-padded, loc_S unchanged. C_w < H: the top C_w right singular
     directions of W. Number dimensions: none in W_cls, zero in W_loc, 1/m in W_reg: words see nothing of them.
-    weight: a tensor, or the part of a safetensors file that is read by what is cut out of it. bias: the base head's,
-    or None (Qwen has none): b_cls. num_row_init: <NUM>'s row inherited, the mean row, or small and random. reg_gain:
-    of the words' part of W_reg, which is new (S1 5 has 0.1). Returns
-    the relative error of the logits (Frobenius; 0 unless C_w < H).
+    weight: a tensor, or a slice object of a safetensors file. bias: the base head's, or None (Qwen has none): b_cls.
+    num_row_init: "mean": <NUM>'s row is the mean row; "small": it is small and random; else it is inherited.
+    num_bias_init: added to its bias. reg_gain: a factor on the words' part of W_reg's Xavier start (S1 5 has 0.1).
+    Returns the relative error of the logits (Frobenius; 0 unless C_w < H).
     """
     config, action, abduction = heads.config, heads.action, heads.abduction
     words, hidden, numbers = config.causal_size, config.hidden_size, config.number_dims
     rows = slice(action.vocab_start, action.vocab_start + action.rows)
     shared = min(words, hidden)
+
+    # W_cls and W_loc
     action.cls_weight.zero_()
     abduction.loc_net.weight[shared:].zero_()
     error = 0.0
@@ -71,21 +73,25 @@ def inherit_head(
         action.cls_weight[:, :words] = (whole[rows] @ top).to(action.cls_weight)
         abduction.loc_net.weight[:words] = top.T.to(abduction.loc_net.weight)
         error = math.sqrt(float(values[: hidden - words].clamp(min=0).sum() / values.sum().clamp(min=1e-300)))
+    if bias is not None:
+        action.cls_bias.copy_(bias[rows])
+
+    # W_reg
     if numbers:
         for row in action.reg_weight.view(-1, action.reg_weight.shape[-1]):
             torch.nn.init.xavier_uniform_(row[:words].unsqueeze(0))
         action.reg_weight[..., words:] = 1.0 / numbers
     action.reg_weight[..., :words] *= reg_gain
-    if bias is not None:
-        action.cls_bias.copy_(bias[rows])
+
+    # <NUM>'s row, on the rank that holds it
     row = config.num_token_id - action.vocab_start
     if 0 <= row < action.rows:
         if num_row_init == "mean":
             mean = weight[:].float().mean(0)
             action.cls_weight[row, :shared] = mean if words >= hidden else (mean.double() @ top).to(action.cls_weight)
         elif num_row_init == "small":
-            # not zero: |W| 0 would make scale_S 0 there, P 0 or 1 and the loss's gradient infinite
-            with torch.random.fork_rng(devices=[]):  # only its owner draws
+            # a row of zeros would make scale_S 0, P 0 or 1 and the loss's gradient infinite
+            with torch.random.fork_rng(devices=[]):  # only this rank draws
                 torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight[:].float().std()))
         action.cls_bias[row] += num_bias_init
     return error
@@ -93,10 +99,10 @@ def inherit_head(
 
 @torch.no_grad()
 def inherit_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals: Sequence[int]) -> float:
-    """<NUM>'s row at the input: the mean of the rows of the tokens that the base spells numerals with.
+    """Make <NUM>'s row at the input the mean of the rows of the tokens that the base spells numerals with.
 
     table [V,H]: the base's token table, a tensor or a file's slice. `num_row` becomes the difference of that mean from
-    the table's own row of <NUM>. Returns the mean norm of the tokens' rows, the measure for a value's embedding.
+    the table's own row of <NUM>. Returns the mean norm of the tokens' rows.
     """
     num = embedding.num_token_id
     assert num is not None
@@ -108,10 +114,10 @@ def inherit_numeral_row(embedding: NumericalAwareEmbedding, table: Any, numerals
 
 @torch.no_grad()
 def set_scales(heads: Heads, gamma: float, b_noise: float | None) -> float:
-    """Give U' the total scale gamma on word dimensions; returns what it is then.
+    """Give U' the total scale gamma on word dimensions; returns the total that is set.
 
-    Half of each total is |b_noise| and half scale_U; with b_noise given, that is the noise of the words and scale_U
-    the rest of gamma (at least half of it: then the total is more than gamma).
+    Half of it is |b_noise| and half scale_U. With b_noise given, scale_U is the rest of gamma, but at least half of
+    gamma: the total may then be larger.
     """
     noise = gamma / 2 if b_noise is None else b_noise
     return _set_parts(heads, max(gamma - noise, gamma / 2), noise)
@@ -119,7 +125,7 @@ def set_scales(heads: Heads, gamma: float, b_noise: float | None) -> float:
 
 @torch.no_grad()
 def _set_parts(heads: Heads, scale: float, noise: float) -> float:
-    """scale_U and |b_noise| on word dimensions; returns their sum."""
+    """Set scale_U and |b_noise| on word dimensions; returns their sum."""
     words = heads.config.causal_size
     heads.config.scale_floor = heads.abduction.scale_floor = min(1e-6, (scale + noise) * 1e-3)
     heads.abduction.set_scale(scale, 0, words)
@@ -129,7 +135,7 @@ def _set_parts(heads: Heads, scale: float, noise: float) -> float:
 
 @torch.no_grad()
 def set_number_scale(heads: Heads, scale: float) -> None:
-    """Give U' this total scale on number dimensions, half of it noise: scale_Y, where words have no part in it."""
+    """Give U' this total scale on number dimensions, half of it noise. It is scale_Y where W_reg sees no words."""
     if dims := heads.config.number_dims:
         heads.abduction.set_scale(scale / 2, -dims)
         heads.action.b_noise[-dims:] = scale / 2
@@ -137,11 +143,10 @@ def set_number_scale(heads: Heads, scale: float) -> None:
 
 @torch.no_grad()
 def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale: float) -> None:
-    """Y = coefficients . z + intercept with this Cauchy scale, in the target's unit, before the first step.
+    """Make Y = coefficients . z + intercept with this Cauchy scale, in the target's unit.
 
-    coefficients: [H], read by U's number dimensions, which then tell the number alone (W_reg's words' part begins at
-    0); without such dimensions [C_w], W_reg itself, and the scale is what |W_reg| makes of the words'. Several
-    values, or the values of several types, start alike.
+    coefficients: with number dimensions [H], their rows of W_loc, and W_reg's words' part is 0; else [C_w], W_reg
+    itself, and the scale is left to the words' scales. Several values, or the values of several types, start alike.
     """
     action, words = heads.action, heads.config.causal_size
     action.reg_bias.fill_(intercept)
@@ -150,15 +155,15 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
         action.reg_weight[..., :words] = 0.0
         action.reg_weight[..., words:] = 1.0 / heads.config.number_dims
         set_number_scale(heads, scale)
-    elif bool(coefficients.any()):  # zeros would make scale_Y 0 and the loss infinite: then W_reg stays as drawn
+    elif bool(coefficients.any()):  # else W_reg stays as drawn: zeros would make scale_Y 0 and the loss infinite
         action.reg_weight.copy_(coefficients.expand_as(action.reg_weight))
     if action.types is not None:
-        action.reg_bias[action.types :] = 0.0  # of the types' own scores
+        action.reg_bias[action.types :] = 0.0  # the types' own scores
 
 
 @torch.no_grad()
 def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) -> None:
-    """The seeds' constants: scale_U = softplus(1), C = 0 or 100 (`calibrated`: the same, until it is run)."""
+    """Set the seeds' constants: scale_U = softplus(1), C = 0 or 100 (`calibrated`: 0, until it is run)."""
     _set_parts(heads, SEED_GAMMA, SEED_NOISE if b_noise_init is None else b_noise_init)
     set_number_scale(heads, 1.0)
     heads.action.threshold.fill_(PRESET_THRESHOLD[start])
@@ -168,10 +173,7 @@ def apply_preset(heads: Heads, start: str, b_noise_init: float | None = None) ->
 def override_start(
     heads: Heads, threshold: float | Tensor | None, gamma: float | None, b_noise: float | None = None
 ) -> None:
-    """Another C, one or each word's [rows], and another total scale of U' on word dimensions, where given.
-
-    b_noise: the noise's part of that scale (`set_scales`).
-    """
+    """Set C, one number or [rows], and the scales of the words (`set_scales`), where they are given."""
     if threshold is not None:
         heads.action.threshold.copy_(torch.as_tensor(threshold))
     if gamma is not None:

@@ -1,4 +1,4 @@
-"""PEFT's adapters on the backbone: injected once, before training begins, with B = 0 (the base unchanged)."""
+"""PEFT's adapters on the backbone: injected once, before training begins, with B = 0, so the base is unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTER = "default"
 
 
 def peft_config(config: LoraConfig) -> PeftLoraConfig:
-    """PEFT's own config of ours."""
+    """Our config as PEFT's."""
     return PeftLoraConfig(
         r=config.r,
         lora_alpha=config.alpha,
@@ -30,7 +30,7 @@ def peft_config(config: LoraConfig) -> PeftLoraConfig:
 def inject_lora(transformer: nn.Module, config: LoraConfig) -> None:
     """Add adapters in place. Raises `UserError` where no module has one of the names, or DoRA's weights are not whole.
 
-    The model stays exact: B = 0, and DoRA's magnitude is the norm that it divides by, computed alike.
+    The model's outputs stay the same to the bit: B = 0, and DoRA's magnitude equals the norm that it divides by.
     """
     if config.dora and any(hasattr(p, "ds_id") for p in transformer.parameters()):
         raise UserError("model.lora.dora", True, "false where ZeRO-3 partitions the base: its norms need whole weights")
@@ -60,10 +60,10 @@ def is_magnitude(name: str) -> bool:
 
 @contextmanager
 def adapters_disabled(transformer: nn.Module) -> Iterator[None]:
-    """The base as it was: inside, every adapter is bypassed."""
+    """Inside, every adapter is bypassed: the base's own outputs."""
     layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
     for layer in layers:
-        layer._disable_adapters = True  # the property behind PEFT's own switch, which also toggles requires_grad
+        layer._disable_adapters = True  # PEFT's own switch, enable_adapters, also toggles requires_grad
     try:
         yield
     finally:

@@ -129,9 +129,7 @@ class CausalQwenLoss(nn.Module):
             numeric_values = numeric_values.unsqueeze(-1).expand_as(loc_Y)
         nll = self.reg_loss(loc_Y, scale_Y, numeric_values)
         if nll.ndim == 3:
-            flat = [None if t is None else t.flatten(0, 1) for t in (nll, p_type, types)]
-            assert flat[0] is not None
-            nll = number_nll(flat[0], self.value_weights, flat[1], flat[2]).view(labels.shape)
+            nll = number_nll(nll, self.value_weights, p_type, types)
         gated = gate_of(self.gate)(num_mask, p_num, self.alpha) * nll * cls_mask
         cls_mean = (cls_loss * cls_mask).sum() / cls_mask.sum().clamp(min=1)
         reg_effective = gated.sum() / (cls_mask if counts_text(self.gate) else num_mask).sum().clamp(min=1)

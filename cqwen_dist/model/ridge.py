@@ -12,29 +12,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Tried, in units of the mean over x's dimensions of their squares summed over the tokens.
+# Candidates, in units of the mean over x's dimensions of their squares summed over the tokens.
 RIDGES = torch.logspace(-5, 2, 15, dtype=torch.float64)
-# Of `robust_ridge`, in units of half the targets' interquartile range. On GSM8K's numbers behind SmolLM2 (484 to fit,
-# 387 of other texts): median error 10.2 with these, 13.6 without weights, 10.4 without a limit; always the median 13.
+# For `robust_ridge`, in units of half the targets' interquartile range. On GSM8K's numbers and SmolLM2 (484 to fit, 387
+# of other texts) the median error is 10.2; 13.6 without weights, 10.4 without a limit, 13 always predicting the median.
 LIMIT = 3.0
 LEAST_SCALE = 0.1
 FOLDS = 8
-SHARES = (1.0, 0.75, 0.5, 0.25)  # of the way from the median
+SHARES = (1.0, 0.75, 0.5, 0.25)  # shrinkage: how far from the median a prediction goes
 
 
 class RobustFit(NamedTuple):
-    """y ~ x @ coefficients + intercept, residuals of Cauchy scale `scale`; left_out [n]: y by the other folds."""
+    """y ~ x @ coefficients + intercept."""
 
-    coefficients: Tensor
+    coefficients: Tensor  # [p]
     intercept: float
-    scale: float
-    left_out: Tensor
+    scale: float  # Cauchy scale of the residuals
+    left_out: Tensor  # [n] each y as the other folds predict it
 
 
 def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tuple[Tensor, float]:
     """The ridge regression of y [n] on x [n,p] of least leave-one-out error: (coefficients [p], share of variance).
 
-    As scikit-learn's RidgeCV(RIDGES in units of x's mean square sum). Zeros where nothing can be predicted.
+    As scikit-learn's RidgeCV. Zeros where nothing can be predicted.
     """
     nothing = torch.zeros_like(x[:1]).sum(0), 0.0
     if len(y) < 3:
@@ -59,49 +59,52 @@ def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tupl
 
 
 def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit:
-    """A ridge regression of y [n] on x [n,p] for residuals that are Cauchy: outliers hardly change it.
+    """A ridge regression of y [n] on x [n,p] for Cauchy residuals: outliers hardly change it.
 
-    Targets t are taken around the median, in units of half the interquartile range; they are clamped to `LIMIT` and
-    weighted by 1/(1 + t^2). Ridge and a further shrinkage to the median are chosen by the Cauchy loss on folds left
-    out, among those whose median error is at most that of predicting the median. Where none has a smaller loss than
-    the median, the median is the answer: coefficients 0. folds [n] int64 in [0, FOLDS): dependent points, such as
-    numbers of one text, share one (default: consecutive eighths).
+    Targets t are distances from the median, in units of half the interquartile range. They are clamped to `LIMIT` and
+    weighted by 1/(1 + t^2). The ridge and a further shrinkage to the median are chosen by the Cauchy loss on folds left
+    out, among those whose median error is at most that of predicting the median. If none has a smaller loss, the
+    median is the answer, with coefficients 0. folds [n] int64 in [0, FOLDS): dependent points, such as numbers of one
+    text, share a fold (default: consecutive eighths).
     """
     n, p = x.shape
     zeros = torch.zeros(p, dtype=torch.float64, device=x.device)
     x, y = x.double(), y.double()
     if n == 0:
         return RobustFit(zeros, 0.0, 1.0, y)
+
+    # Targets t, and the answer without a regression
     low, middle, high = y.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device=y.device)).tolist()
     unit = (high - low) / 2 or float((y - middle).abs().mean()) or 1.0
     t = (y - middle) / unit
     at_median = RobustFit(zeros, middle, _scale(t) * unit, torch.full_like(y, middle))
     if n < 2 * FOLDS or not bool(x.isfinite().all()):
         return at_median
-    held, weights = t.clamp(-LIMIT, LIMIT), 1 / (1 + t.square())
-    held_out = t.new_zeros(len(RIDGES), n)  # predictions by the other folds
     if folds is None:
         folds = torch.arange(n, device=x.device) * FOLDS // n
     if bool((folds == folds[0]).all()):
         return at_median
+
+    # Predictions by the other folds, for every ridge
+    clamped, weights = t.clamp(-LIMIT, LIMIT), 1 / (1 + t.square())
+    held_out = t.new_zeros(len(RIDGES), n)
     for fold in folds.unique():
         rest, fold = folds != fold, folds == fold
-        for i, (coefficients, intercept) in enumerate(_weighted(x[rest], held[rest], weights[rest], RIDGES)):
+        for i, (coefficients, intercept) in enumerate(_weighted(x[rest], clamped[rest], weights[rest], RIDGES)):
             held_out[i, fold] = x[fold] @ coefficients + intercept
+
+    # The best shrinkage and ridge, fitted to all points
     shares = torch.tensor(SHARES, dtype=torch.float64, device=x.device)
-    losses = (t - shares[:, None, None] * held_out).square().log1p().mean(-1)  # [shares, ridges]
-    errors = (t - shares[:, None, None] * held_out).abs().median(-1).values
+    residuals = t - shares[:, None, None] * held_out  # [shares, ridges, n]
+    losses, errors = residuals.square().log1p().mean(-1), residuals.abs().median(-1).values
     losses[errors > t.abs().median()] = math.inf
     if not float(losses.min()) < float(t.square().log1p().mean()):
         return at_median
     share, ridge = divmod(int(losses.argmin()), len(RIDGES))
-    shrunk = SHARES[share]
-    left_out = shrunk * held_out[ridge]
-    ((coefficients, intercept),) = _weighted(x, held, weights, RIDGES[ridge : ridge + 1])
-    factor = shrunk * unit
-    return RobustFit(
-        coefficients * factor, middle + intercept * factor, _scale(t - left_out) * unit, middle + unit * left_out
-    )
+    left_out, factor = SHARES[share] * held_out[ridge], SHARES[share] * unit
+    ((coefficients, intercept),) = _weighted(x, clamped, weights, RIDGES[ridge : ridge + 1])
+    scale = _scale(t - left_out) * unit
+    return RobustFit(coefficients * factor, middle + intercept * factor, scale, middle + unit * left_out)
 
 
 def _weighted(x: Tensor, t: Tensor, weights: Tensor, ridges: Tensor) -> list[tuple[Tensor, float]]:

@@ -1,9 +1,9 @@
 """The Cauchy law in stable closed form.
 
 With ``gap = c - loc`` every probability is an angle: P(X > c) = atan2(scale, gap)/pi and P(X < c) =
-atan2(scale, -gap)/pi. Nothing is divided, so both stay right as scale -> 0, and the logarithm of the one that is
-near 1 is taken through the other by log1p. The seed's form (S0 5.1), 1/2 + atan((loc - c)/scale)/pi, is the same
-number and loses it in fp32 once |c - loc| is some 1e5 scales.
+atan2(scale, -gap)/pi. There is no quotient, so both stay right as scale -> 0. The logarithm of the one near 1 is the
+log1p of the other. The seed's form (S0 5.1), 1/2 + atan((loc - c)/scale)/pi, is equal, but loses precision in fp32 once
+|c - loc| is about 1e5 scales.
 
 At scale = 0 the law is a point mass and P(X > c) is 0, 1/2 or 1.
 """
@@ -37,7 +37,7 @@ def log_prob_above(scale: Tensor, gap: Tensor) -> Tensor:
     """
     rare = gap > 0
     tail = prob_above(scale, torch.where(rare, gap, -gap))  # the smaller of P and 1-P, in [0, 1/2]
-    # Each branch sees a harmless 1/2 where it is not taken, so that its gradient there is 0 and not 0 * inf.
+    # A branch gets 1/2 where it is not taken, so that its gradient there is 0 and not 0 * inf.
     log_small = torch.log(torch.where(rare, tail, 0.5))
     log_large = torch.log1p(-torch.where(rare, 0.5, tail))
     return torch.where(rare, log_small, log_large)
@@ -81,11 +81,16 @@ class Cauchy(NamedTuple):
         """P(X < c); c broadcasts."""
         return prob_above(self.scale, self.loc - c)
 
+    def pdf(self, x: Tensor | float) -> Tensor:
+        """Density at x: scale / (pi (scale^2 + (x - loc)^2)), without squaring (no overflow); x broadcasts."""
+        radius = torch.hypot(self.scale, x - self.loc)
+        return self.scale / radius / radius / math.pi
+
     def nll(self, x: Tensor | float) -> Tensor:
         """-log density at x: log(pi scale) + log(1 + ((x - loc)/scale)^2) (S0 5.2), in nats; x broadcasts.
 
-        Computed as log(pi) - log(scale) + 2 log hypot(scale, x - loc): no square, no quotient, so values as far
-        out as fp32 reaches stay finite, with their gradients.
+        Computed as log(pi) - log(scale) + 2 log hypot(scale, x - loc), without a square or a quotient: finite, with
+        finite gradients, for every finite x.
         """
         return math.log(math.pi) - self.scale.log() + 2.0 * torch.hypot(self.scale, x - self.loc).log()
 
@@ -132,9 +137,9 @@ class Cauchy(NamedTuple):
         log(((g1+g2)^2 + (m1-m2)^2)/(4 g1 g2)), written as log1p(((g1-g2)^2 + (m1-m2)^2)/(4 g1 g2)) so that
         close laws keep their relative precision. Both scales > 0.
 
-        unit (> 0, broadcasts): measure the shift in it, log1p((g1-g2)^2/(4 g1 g2) + (m1-m2)^2/(4 unit^2)). This is
-        the exact KL of the two laws with both scales multiplied by one factor, the one that makes their geometric
-        mean the unit: for laws so narrow that any shift at all is thousands of scales.
+        unit (> 0, broadcasts): the shift is measured in it, log1p((g1-g2)^2/(4 g1 g2) + (m1-m2)^2/(4 unit^2)). This is
+        the exact KL after both scales are multiplied by one factor that makes their geometric mean the unit. It is for
+        laws so narrow that any shift is thousands of scales.
         """
         spread = self.scale - other.scale
         shift = self.loc - other.loc

@@ -1,7 +1,7 @@
 """Matrix products of bf16 whose sums are not rounded to bf16.
 
-A logit near 15 has steps of 1/16 in bf16, and the scales it is measured with are 1e-3 and less: rounded, P of the best
-word is off by half and more.
+A logit near 15 has steps of 1/16 in bf16, and its scale is 1e-3 or less: rounding it would change P of the best word by
+half and more.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of `train.precision`, fp32 or bf16: of the backbone and of the products."""
+    """The dtype of the backbone and of the products, by `train.precision`: fp32 or bf16."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b^T in fp32 (fp64 for fp64), for a [N, C] and b [n, C] of one dtype; differentiable.
 
-    A GPU multiplies bf16 as it is where no gradient is wanted, else both are widened first.
+    Both are widened to fp32 first, except on a GPU where no gradient is needed.
     """
     real = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != real and not torch.is_grad_enabled():
@@ -54,9 +54,9 @@ def mm_into(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 
 @cache
 def _wide_products() -> tuple[bool, bool]:
-    """Whether this torch keeps a bf16 product in fp32 on CUDA: written; added to an fp32 matrix. Tried once.
+    """Whether this torch can, on CUDA, write a bf16 product as fp32, and add it to an fp32 matrix. Tried once.
 
-    torch before 2.8 has neither; some later ones want the matrix added to in bf16 too.
+    torch before 2.8 can do neither; some later versions need the matrix in bf16 too.
     """
     a = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros(16, 16, device="cuda")

@@ -16,7 +16,7 @@ Gate = Callable[[Tensor, Tensor, float], Tensor]
 def number_nll(
     nll: Tensor, value_weights: Tensor | None = None, p_type: Tensor | None = None, types: Tensor | None = None
 ) -> Tensor:
-    """One NLL a position, [N].
+    """One NLL a position, [N] (or [B,T] of [B,T,...]).
 
     nll [N]: returned as it is.
     nll [N,R] of several values, such as the low and the high end of a price: sum_i w_i NLL_i (S4 4.7.1). value_weights
@@ -29,7 +29,7 @@ def number_nll(
     """
     if nll.ndim == 1 and value_weights is None and types is None:
         return nll
-    if nll.ndim != 2 or (value_weights is None) == (types is None) or (types is None) != (p_type is None):
+    if nll.ndim < 2 or (value_weights is None) == (types is None) or (types is None) != (p_type is None):
         raise ValueError("several values [N,R] need either value_weights, or p_type and types; a single one neither")
     if value_weights is not None:
         return (nll * value_weights).sum(-1)

@@ -1,8 +1,8 @@
-"""The collectives of the package, each with one name: all that calls `torch.distributed`'s operations.
+"""The collectives of the package: only these functions call `torch.distributed`'s operations.
 
-No gradients here: see `mappings`. A collective that fails, because another rank died or does not answer within the
-group's timeout, raises `CollectiveError` with the operation, the group and its ranks. (NCCL reports a timeout from
-its watchdog, which ends the process and names the group by the same description.)
+They have no gradients (see `mappings`). If another rank dies or does not answer within the group's timeout, they raise
+`CollectiveError` with the operation, the group and its ranks. (NCCL reports a timeout from its watchdog, which ends the
+process and names the group by the same description.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CollectiveError(RuntimeError):
 
 
 class Stopped(BaseException):
-    """Some rank was told to stop (`parallel.stop`). No failure: nothing but `train` may catch it."""
+    """Some rank was told to stop (`parallel.stop`). It is no failure, and only `train` may catch it."""
 
 
 def is_communication(error: BaseException) -> bool:
@@ -40,7 +40,7 @@ def is_communication(error: BaseException) -> bool:
 
 @contextmanager
 def naming(operation: str, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Give a failed communication inside the name of its operation and group (default: the world)."""
+    """Turn a failed communication inside into a `CollectiveError` with its operation and group (default: the world)."""
     try:
         yield
     except CollectiveError:

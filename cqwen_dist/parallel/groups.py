@@ -66,7 +66,7 @@ ALONE = Groups(None, None, None)
 def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Groups:
     """Build the groups; collective over the world (every rank calls it with the same size).
 
-    timeout_s: of their collectives (torch does not inherit the world's; None: its default).
+    timeout_s: of their collectives, which do not inherit the world's (None: torch's default).
     Raises `UserError` if the size does not divide the number of ranks.
     """
     world = dist.get_world_size()
@@ -82,10 +82,7 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Group
 
 
 def side_group(timeout_s: float | None = None) -> ProcessGroup:
-    """A second group of the whole world, over gloo, for the saving thread: a group serves one thread at a time.
-
-    Collective over the world.
-    """
+    """A second, gloo group of the world for the saving thread: a group serves one thread. Collective over the world."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     return dist.new_group(backend="gloo", timeout=timeout, group_desc="saving")
 
@@ -96,7 +93,7 @@ def limit_wait(group: ProcessGroup, seconds: float) -> None:
 
 
 def _mine(name: str, memberships: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
-    """Create every group (all ranks must take part) and return this rank's; errors name it."""
+    """Create all groups, as every rank must, and return this rank's. Errors name it."""
     mine = None
     for ranks in memberships:
         group = dist.new_group(ranks, timeout=timeout, group_desc=name)

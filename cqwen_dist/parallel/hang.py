@@ -1,10 +1,10 @@
 """A watchdog against hangs: a rank that makes no progress writes its stacks and exits.
 
 A collective's timeout ends the ranks that wait, but not the one they wait for, and does not show where that one hangs.
-So every rank reports its progress to a clock. After nearly the timeout without progress, the stacks of all threads go
-to `stacks/rank-N.txt` in the run's folder and the rank exits with code 1. The ranks proceed in step, so all of them do
-this before the collective's own timeout ends any. The clock is `faulthandler`'s C thread: it also fires during a call
-that never returns or that holds Python's lock.
+So every rank reports its progress to a clock. After 0.9 timeouts without progress, it writes the stacks of all threads
+to `stacks/rank-N.txt` in the run's folder and exits with code 1. The ranks proceed in step, so all do this before the
+collective's timeout ends any. The clock is `faulthandler`'s C thread: it also fires during a call that never returns or
+that holds Python's lock.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class HangWatch:
                 finally:
                     faulthandler.cancel_dump_traceback_later()
                     self._seconds = 0.0
-        finally:  # also after a signal to stop
+        finally:  # also where a signal stops the run
             if not path.stat().st_size:
                 path.unlink()
 
     def alive(self) -> None:
-        """Report progress: the clock starts again. Cheap: it is reset at most a hundred times per timeout."""
+        """Report progress: the clock starts again. It is cheap, with at most a hundred resets per timeout."""
         now = time.monotonic()
         if self._seconds and now - self._last > 0.01 * self._seconds:
             self._last = now

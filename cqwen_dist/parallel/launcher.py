@@ -1,8 +1,8 @@
 """What a launcher and its ranks share: a port, the signals that mean "stop", and their end (no torch).
 
-When the launcher ends, in whatever way, its ranks stop in order. A rank's parent is DeepSpeed's launcher, whose parent
-is DeepSpeed's runner, whose parent is `cqwen launch`. The kernel signals the rank when its parent ends; a thread of the
-rank watches `cqwen launch`.
+When the launcher ends, for any reason, its ranks stop in order. A rank's parent is DeepSpeed's launcher; its parent is
+DeepSpeed's runner; its parent is `cqwen launch`. The kernel signals the rank when its parent ends; a thread of the
+rank waits for the end of `cqwen launch`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 
 LAUNCHER = "CQWEN_LAUNCHER"  # the process number of `cqwen launch`, for the ranks on its machine
-LAST_S = 600.0  # for the last checkpoint; then the process is killed
+LAST_S = 600.0  # seconds for the last checkpoint; then the process is killed
 _PR_SET_PDEATHSIG = 1
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # "stop in order"
 

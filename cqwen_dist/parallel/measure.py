@@ -1,4 +1,4 @@
-"""What the ranks measure together before they train: the network between them, and whether their clocks agree."""
+"""Measurements of all ranks together: the network between them, and how far their clocks differ."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from cqwen_dist.parallel.collectives import barrier, gather_objects, sum_over
 
+ALL_REDUCES, CLOCK_READINGS = 5, 10
 
-def all_reduce_seconds(sizes: Sequence[int], device: torch.device, rounds: int = 5) -> dict[int, float]:
-    """Seconds of one all-reduce over the world by message size in bytes: the median round of the slowest rank.
 
-    Collective. On one rank: nothing to measure.
-    """
-    if dist.get_world_size() == 1:
-        return {}
+def all_reduce_seconds(sizes: Sequence[int], device: torch.device) -> dict[int, float]:
+    """Message size in bytes -> seconds of one all-reduce over the world, the slowest rank's median. Collective."""
     found = {}
     for size in sizes:
         values = torch.zeros(max(1, size // 4), device=device)
         times = []
-        for _ in range(rounds + 1):
+        for _ in range(ALL_REDUCES + 1):
             barrier()
             began = time.perf_counter()
             sum_over(values)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
-        found[size] = max(gather_objects(sorted(times[1:])[rounds // 2]))  # the first one connects
+        found[size] = max(gather_objects(sorted(times[1:])[ALL_REDUCES // 2]))  # the first round connects
     return found
 
 
@@ -38,13 +34,13 @@ def bus_bandwidth(size: int, seconds: float, world: int) -> float:
     return 2 * (world - 1) / world * size / seconds
 
 
-def clock_spread(rounds: int = 10) -> float:
-    """Seconds by which the ranks' clocks differ at most, read right after a barrier; the best of several rounds.
+def clock_spread() -> float:
+    """Seconds by which the ranks' clocks differ at most, read right after a barrier; the least of several rounds.
 
-    Collective. An upper bound: what the barrier itself takes is in it.
+    An upper bound, as it contains the barrier's own time. Collective.
     """
     best = float("inf")
-    for _ in range(rounds):
+    for _ in range(CLOCK_READINGS):
         barrier()
         clocks = gather_objects(time.time())
         best = min(best, max(clocks) - min(clocks))

@@ -25,10 +25,7 @@ from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.parallel.stop import StopFlag
 
 # (rank, world size, local rank): the first launcher whose names are all set counts.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
+_LAUNCHERS = (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one rank that writes shared files and speaks on the console."""
+        """Whether this is the one rank that writes shared files and prints."""
         return self.rank == 0
 
 
@@ -59,30 +56,27 @@ def find_ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def launched(env: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process; then the launcher makes the exit code from all ranks'."""
+    """Whether a launcher started this process. Then the launcher makes the exit code, from those of all ranks."""
     return any(all(name in env for name in names) for names in _LAUNCHERS)
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU where there is none (or where DS_ACCELERATOR=cpu says so).
+    """This rank's GPU, or the CPU where there is none (or with DS_ACCELERATOR=cpu).
 
-    SLURM may show each of its tasks one GPU alone, so there the number wraps. Raises `UserError` for more ranks than
-    GPUs under another launcher: NCCL lets no two ranks share one.
+    Under SLURM a task may see one GPU alone, so there the number wraps. Raises `UserError` for more ranks than GPUs
+    under another launcher: NCCL lets no two ranks share one.
     """
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if local_rank >= found and "LOCAL_RANK" in os.environ:
-        raise UserError(
-            "--ranks",
-            f"a rank {local_rank + 1} on a machine with {found} GPU",
-            f"at most {found}, or DS_ACCELERATOR=cpu",
-        )
+        ranks = f"a rank {local_rank + 1} on a machine with {found} GPU"
+        raise UserError("--ranks", ranks, f"at most {found}, or DS_ACCELERATOR=cpu")
     return torch.device("cuda", local_rank % found)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch; with one seed on every rank replicated parameters start equal."""
+    """Seed Python, numpy and torch. One seed on all ranks makes replicated parameters start equal."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -90,19 +84,18 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False) -> Iterator[Runtime]:
-    """Bring the process group up, yield the `Runtime`, take it down again; a group that is up already is used.
+    """Bring the process group up, yield the `Runtime`, take the group down; a group that is up already is used.
 
-    gloo on CPU, nccl on GPUs. A single process without a launcher gets a group of one, so that there is one
-    path through the code. The group is always destroyed: without that, gloo may abort after a success.
-    stop: the flag that the process's signals set, where they do. alone: a group of one under a launcher too.
+    gloo on CPU, nccl on GPUs. A single process gets a group of one, so that all runs take the same path. The group is
+    always destroyed: otherwise gloo may abort after a success. stop: the flag that signals set, where one is
+    installed. alone: a group of one, even under a launcher.
     """
     rank, world, local_rank = find_ranks(os.environ)
     device = pick_device(local_rank)
     if dist.is_initialized():
         if alone and dist.get_world_size() > 1:
-            raise UserError(
-                "ranks", f"a process group of {dist.get_world_size()} that is up", "it after that has ended"
-            )
+            found = f"a process group of {dist.get_world_size()} that is up"
+            raise UserError("ranks", found, "it after that has ended")
         yield Runtime(dist.get_rank(), dist.get_world_size(), local_rank, device, timeout_s, stop or StopFlag())
         return
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # unset, `import deepspeed` prints to stdout
@@ -126,16 +119,16 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
             dist.destroy_process_group()
 
 
-_stores: list[Any] = []  # the launcher's, once it has been met
+_stores: list[Any] = []  # the launcher's store, once this process has connected to it
 _groups = count()
 
 
 @contextmanager
 def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -> Iterator[Any]:
-    """The store in which the ranks find each other, and what DeepSpeed reads in the environment.
+    """The store in which the ranks find each other, and the environment variables that DeepSpeed reads.
 
-    Under a launcher it is one for the life of the process, with names of its own for each group: torchrun's own store
-    keeps the addresses of the last one.
+    Under a launcher the process keeps one store, with a prefix for each group: torchrun's store still holds the
+    addresses of the last group.
     """
     own = "MASTER_ADDR" not in os.environ
     if own:

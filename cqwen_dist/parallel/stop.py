@@ -1,10 +1,10 @@
-"""Stopping in order: SIGTERM, SIGUSR1, SIGINT and SIGHUP set a flag here, and all ranks act on it together.
+"""Stopping in order: SIGTERM, SIGUSR1, SIGINT and SIGHUP set a flag, and all ranks act on it together.
 
-A handler that acted at once would find the ranks in different places, some of them inside a collective. So it only
-sets a flag, which is read where all ranks pass:
+A handler that acts at once would stop the ranks in different places, some inside a collective. So the handler sets a
+flag, which all ranks read in the same places:
 
     before an optimizer step   with the exchange of token counts; no rank takes that step (`training.step`)
-    before a forward elsewhere `StopFlag.agreed`, one small all-reduce (evaluation, calibration, a cache being built)
+    before a forward elsewhere `StopFlag.agreed`, one small all-reduce (evaluation, calibration, building a cache)
     where a rank works alone   `StopFlag.interruptible`: the signal ends it at once (setting up, waiting for data)
 """
 
@@ -37,7 +37,7 @@ class StopFlag:
         imports waits for this handler instead of ending them.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield self  # Python handles signals in the main thread alone
+            yield self  # Python handles signals only in the main thread
             return
         before = {number: signal.signal(number, self._handle) for number in taken()}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -60,7 +60,7 @@ class StopFlag:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a signal raises `Stopped` at once, on this rank alone; so does one that came before."""
+        """Inside, a signal raises `Stopped` at once, on this rank alone; an earlier signal does so on entering."""
         if self.reason is not None:
             raise Stopped(self.reason)
         self._interrupt = True
@@ -70,10 +70,10 @@ class StopFlag:
             self._interrupt = False
 
     def agreed(self, device: torch.device) -> None:
-        """Raise `Stopped` on all ranks where any was told to. Collective over the world."""
+        """Raise `Stopped` on all ranks if any of them was told to stop. Collective over the world."""
         self.act_on(bool(sum_over(torch.tensor([self.reason is not None], device=device, dtype=torch.int32)).item()))
 
     def act_on(self, anyone: bool) -> None:
-        """Raise `Stopped` where the ranks have found that any of them was told to."""
+        """Raise `Stopped` if anyone: any rank was told to stop."""
         if anyone:
             raise Stopped(self.reason or "another rank was told to stop")

@@ -1,4 +1,4 @@
-"""A process's collectives counted, in bytes and time. For benchmarks and tests."""
+"""Counts the collectives of a process, in bytes and time, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
 
 
 class Traffic:
-    """Counts while `on`. Costs a mark before and after each collective, and nothing is waited for."""
+    """Counts while `on`. It takes a timestamp before and after each collective, and waits for nothing."""
 
     def __init__(self, now: Callable[[], Any]) -> None:
         """now: a timestamp in the caller's own unit, such as a CUDA event."""

@@ -1,4 +1,4 @@
-"""What the functions of this package take and give: a slice of the word head, the tokens' targets, the sums.
+"""Arguments and results of this package's functions: a slice of the word head, the tokens' targets, the sums.
 
 Letters: N tokens, C causal dimensions that words see, v words of the slice. U' of the tokens is a `Cauchy` [N, C].
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.products import product
 
-CHUNK_BYTES = 8 << 20  # of one fp32 [N, n], a few of which are alive at once, and of |W|'s [n, C]
+CHUNK_BYTES = 8 << 20  # of one fp32 [N, n] and of |W|'s [n, C]; a few of them are alive at once
 
 
 def chunk_rows(tokens: int, c: int) -> int:
@@ -28,8 +28,8 @@ class WordHead(NamedTuple):
     bias: Tensor | None  # [v] b
     threshold: Tensor  # [] or [v] C
     start: int = 0  # the slice's first word
-    vocab_size: int | None = None  # words of the whole vocabulary, where it is known
-    used_rows: int | None = None  # words of the whole vocabulary from here on are reserved and left out; None: none is
+    vocab_size: int | None = None  # words of the whole vocabulary, where known
+    used_rows: int | None = None  # words of the whole vocabulary from here on are reserved and left out
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, threshold: Tensor | float, *place: int | None) -> WordHead:
@@ -41,18 +41,18 @@ class WordHead(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many of the slice's rows are in use; they come first."""
+        """How many of the slice's rows are in use; they are the first."""
         v = self.weight.shape[0]
         return v if self.used_rows is None else max(0, min(v, self.used_rows - self.start))
 
     @property
     def limit(self) -> int | None:
-        """How many words of the whole vocabulary are in use, where that is known."""
+        """How many words of the whole vocabulary are in use, where known."""
         return min((x for x in (self.vocab_size, self.used_rows) if x is not None), default=None)
 
     @property
     def words(self) -> int:
-        """`limit`, or else the slice's own words: what a mean over the vocabulary divides by."""
+        """The denominator of a mean over the vocabulary: `limit`, or else the slice's own words."""
         return len(self.weight) if self.limit is None else self.limit
 
     @property
@@ -91,7 +91,7 @@ class WordHead(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What the loss asks of the tokens. Constants: no gradient."""
+    """The tokens' part of the loss. All are constants without gradient."""
 
     row: Tensor  # [N] int64: the label's row in the slice, -1 for none
     token_weights: Tensor  # [N]: factor of each token in the loss, 0 for one that takes no part

@@ -1,6 +1,6 @@
 """The OvR loss as its formula reads: the specification and the oracle.
 
-Materialises [N, v] several times and leaves every gradient to autograd. For tests and for small shapes.
+It materialises [N, v] several times and leaves the gradients to autograd, so it is for tests and small shapes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
 
 
 def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0.0) -> Tensor:
-    """BCE of single words [M], 0 of those outside the slice's rows in use (S4 3.3.1: only what is labelled is trained).
+    """BCE of single words [M], 0 for those outside the slice's rows in use (S4 3.3.1: only labelled words are trained).
 
-    u: U' of each label's token [M, C]; words [M] int64, in the whole vocabulary: w where w holds, ~w where not.
+    u: U' of each label's token [M, C]; words [M] int64 in the whole vocabulary: w where w is true, ~w where it is not.
     Differentiable in U', weight, bias and threshold; fp32 (fp64 for fp64).
     """
     row = torch.where(words < 0, ~words, words) - head.start
     here = (row >= 0) & (row < head.rows)
     if not len(head.weight):
-        return (u.loc.sum(1) + u.scale.sum(1)).to(head.real) * 0.0  # connected, as on the ranks that hold words
+        return (u.loc.sum(1) + u.scale.sum(1)).to(head.real) * 0.0  # in the graph, as on the ranks that hold words
     own, u = head.take(row.clamp(0, len(head.weight) - 1)), u.to(head.real)
     loc, scale = (u.loc * own.weight).sum(1), (u.scale * own.weight.abs()).sum(1)
     loc = loc if own.bias is None else loc + own.bias
@@ -51,14 +51,14 @@ def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0
 
 
 def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, slope_limit: float) -> Tensor:
-    """-log P where is_label, -log(1 - P) elsewhere; the slope cut as `linear_ovr` says."""
+    """-log P where is_label, -log(1 - P) elsewhere; slope_limit as in `linear_ovr`."""
     if slope_limit and gap.requires_grad:
         gap = _limited(gap, scale, is_label, slope_limit)
     return -log_prob_above(scale, torch.where(is_label, gap, -gap))
 
 
 def _limited(gap: Tensor, scale: Tensor, is_label: Tensor, limit: float) -> Tensor:
-    """The same gaps [N, rows]; what flows back through them is cut so that no |dBCE/dgap| exceeds the limit."""
+    """The same gaps [N, rows], with a gradient that is cut so that no |dBCE/dgap| exceeds the limit."""
     at = gap.detach().requires_grad_()
     with torch.enable_grad():
         bce = -log_prob_above(scale.detach(), torch.where(is_label, at, -at))

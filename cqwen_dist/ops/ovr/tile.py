@@ -1,8 +1,8 @@
 """One tile [t tokens x n words] of the OvR loss: from (loc_S, scale_S) to the loss of each token and the gradients.
 
 Every entry is -log of an angle. For a word that is not the label it is -log(1 - P), P = atan2(s, d)/pi, with
-d = C - loc_S and s = scale_S. For the label it is -log P: the same function at -d. So d is negated at the labels
-before, dloss/dloc after, and the maths between knows no labels.
+d = C - loc_S and s = scale_S. For the label it is -log P: the same function at -d. So d is negated at the labels first,
+dloss/dloc last, and the maths between treats all entries alike.
 
 The stable form takes log(1 - P) from P where P < 1/2 and from 1 - P elsewhere. Instead of choosing (masks and
 selects cost more here than arithmetic) it is split into two factors, one of which is always exactly neutral:
@@ -16,8 +16,8 @@ logarithm 0, not a rounding error times V). Gradients in closed form, q = s^2 + 
 
     dloss/dloc = s / (pi q (1-P))        dloss/dscale = d / (pi q (1-P))
 
-Where a score is within s of its threshold, dloss/dloc is about 1/s: with s = 1e-3 a single word of a single token
-outweighs all others of a step. `slope_limit` cuts it, as softmax's gradient is at most 1.
+Where a score is within s of its threshold, dloss/dloc is about 1/s: with s = 1e-3 one word of one token outweighs all
+others of a step. `slope_limit` cuts it (softmax's gradient is at most 1).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-MIN_SCALE = 1.2e-38  # stands for scale 0, where atan2(0, 0) = 0. A P of exactly 0 has -log P of 87 to 92, not inf
+MIN_SCALE = 1.2e-38  # replaces scale 0, where atan2(0, 0) = 0. So a P of 0 has -log P of 87 to 92, not inf
 MIN_DENOMINATOR = 1e-30  # keeps gradients finite where q (1-P) vanishes
 
 
 class Tile(NamedTuple):
-    """One tile's place and what it adds to. t tokens, n words; fp32 (fp64) but for ``low``."""
+    """Inputs, buffers and sums of one tile of t tokens and n words; fp32 (fp64), ``low`` excepted."""
 
-    loc: Tensor  # [t, n] in: x W^T without bias; spent
-    scale: Tensor  # [t, n] in: g |W|^T; spent
-    work: list[Tensor]  # the maths' own [t, n] buffers, as many as it asks for
-    low: list[Tensor]  # two [t, n] in the GEMM's dtype for the gradients, or none where that is fp32
+    loc: Tensor  # [t, n] in: x W^T without bias; overwritten
+    scale: Tensor  # [t, n] in: g |W|^T; overwritten
+    work: list[Tensor]  # `TileMaths.buffers` [t, n] of the maths' own
+    low: list[Tensor]  # two [t, n] in the GEMM's dtype for the gradients; empty where that is fp32
     offset: Tensor  # [n] in: C - b
     target: Tensor  # [t] in: the label's column in this tile, or anything outside [0, n)
     token_weights: Tensor  # [t] in: factor of the gradients (not of per_token)
@@ -49,16 +49,16 @@ class Tile(NamedTuple):
 
 
 class TileMaths(Protocol):
-    """How a tile is computed. Returns dloss/dloc and dloss/dscale, token and class weights in them, [t, n], in buffers
-    of the tile; for with_grad=False the two are undefined."""
+    """Computes a tile. Returns dloss/dloc and dloss/dscale [t, n] with token and class weights, in buffers of the tile;
+    with with_grad=False the two are undefined."""
 
-    buffers: int  # work buffers wanted
+    buffers: int  # how many work buffers it needs
 
     def __call__(self, tile: Tile, with_grad: bool) -> tuple[Tensor, Tensor]: ...
 
 
 class TorchTile:
-    """`TileMaths` in torch operations, in place, about 20 passes over buffers that sit in cache."""
+    """`TileMaths` in torch operations, in place: about 20 passes over buffers that stay in cache."""
 
     buffers = 3
 
