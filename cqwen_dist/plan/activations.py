@@ -1,4 +1,4 @@
-"""What autograd keeps of the backbone, and what forward and backward hold beside it; docs/planner.md derives each term.
+"""What autograd keeps of the backbone, and what forward and backward hold in addition; docs/planner.md derives it.
 
 All in bytes of one micro-batch on one rank. Letters: `plan.sizes`.
 """
@@ -8,18 +8,20 @@ from __future__ import annotations
 from cqwen_dist.plan.sizes import FP32, Sizes
 
 INT64, BOOL = 8, 1
+# Which tensor a linear map reads: the output of the first or the second norm, or the activated product. o_proj reads
+# attention's output, which is kept anyway.
+_READS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
 
 
 def masked(s: Sizes) -> bool:
-    """Whether attention has a mask: packed documents, a window it looks through; plain causal attention needs none."""
+    """Whether attention has a mask: packed documents, a limited window. Plain causal attention needs none."""
     return s.config.data.pack or (s.base.window is not None and s.length >= s.base.window)
 
 
 def layer_saved(s: Sizes) -> int:
     """Kept of one layer between forward and backward, with trainable or frozen adapters."""
-    a, w, n = s.base, s.width, s.tokens
+    a, w = s.base, s.width
     h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
-    trained = "lora" in s.trainable
     compiled = s.config.model.compile_layers
     # both norms: their input in fp32 (compiled: as it came), and 1 / rms
     each = 2 * ((w if compiled else FP32) * h + FP32)
@@ -34,33 +36,29 @@ def layer_saved(s: Sizes) -> int:
     if a.model_type == "qwen3":
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
     each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code makes again
-    return n * (each + _adapters_saved(s, trained))
+    return s.tokens * (each + _adapters_saved(s))
 
 
-def _adapters_saved(s: Sizes, trained: bool) -> int:
+def _adapters_saved(s: Sizes) -> int:
     """Bytes a token that the adapters of a layer add: inputs of A while it learns, its output, dropout's mask.
 
     ZeRO-3's linear map keeps its input whether its weight learns or not, in place of the gathered weight.
     """
     lora, w = s.config.model.lora, s.width
     mask = (BOOL if s.kind == "cuda" else w) if lora.dropout else 0
-    total = 0
-    inputs = {1, 2, 3} if s.zero == 3 else set()
-    trained = trained or s.zero == 3
+    learns = "lora" in s.trainable or s.zero == 3
+    total, inputs = 0, {1, 2, 3} if s.zero == 3 else set()
     for name in s.adapters:
         rows, columns, _ = s.base.linears[name]
         total += rows * mask
         if lora.dora:  # the product that the magnitude scales, and the base's own
             total += w * 2 * columns
-        if not trained:
-            continue
-        total += w * lora.r
-        if lora.dropout:
-            total += w * rows  # each adapter drops for itself
-        elif name == "o_proj":
-            pass  # attention keeps its output anyway
-        else:
-            inputs.add({"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}[name])
+        if learns:
+            total += w * lora.r
+            if lora.dropout:
+                total += w * rows  # each adapter drops for itself
+            elif name in _READS:
+                inputs.add(_READS[name])
     widths = {1: s.base.hidden, 2: s.base.hidden, 3: s.base.intermediate}
     return total + w * sum(widths[place] for place in inputs)
 
@@ -75,12 +73,12 @@ def saved(s: Sizes) -> int:
 
 
 def batch(s: Sizes) -> int:
-    """The micro-batch itself: ids, positions, labels, the kept positions; values; masks."""
+    """The micro-batch itself: ids, positions, labels, the label positions; values; masks."""
     return s.tokens * (4 * INT64 + 2 * 8 + 2 * BOOL)
 
 
 def layer_backward(s: Sizes) -> int:
-    """Beside what is kept, at most, while the last layer is differentiated (gradients of its widest part)."""
+    """Held in addition, at most, while the last layer is differentiated: gradients of its widest part."""
     a, w, n = s.base, s.width, s.tokens
     wide = 2 if "down_proj" in s.adapters and "lora" in s.trainable else 3
     recomputed = layer_saved(s) if s.checkpointing else 0

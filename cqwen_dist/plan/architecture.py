@@ -1,4 +1,4 @@
-"""The sizes of a base model and how many parameters they make, without building it.
+"""The sizes of a base model and its number of parameters, without building it.
 
 H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers, V vocabulary.
 """
@@ -42,7 +42,7 @@ class Architecture:
     tied: bool
     attention_bias: bool
     mlp_bias: bool
-    window: int | None  # how far attention looks back, where that is limited
+    window: int | None  # how far attention looks back; None: not limited
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Architecture:
@@ -52,7 +52,7 @@ class Architecture:
         defaults = DEFAULTS[str(kind)]
         size = {key: _size(found, key, default) for key, default in defaults.items() if key != "num_key_value_heads"}
         heads = size["num_attention_heads"]
-        # null stands for "as many as there are heads", as a key that is left out does to a Llama
+        # null means as many as heads; so does a missing key for a Llama
         as_heads = "num_key_value_heads" in found or kind == "llama"
         kv_heads = _size(found, "num_key_value_heads", heads if as_heads else defaults["num_key_value_heads"])
         return cls(
@@ -123,15 +123,17 @@ def _size(found: dict[str, Any], key: str, default: int) -> int:
 
 
 def read_architecture(config: Config) -> dict[str, Any]:
-    """The transformers config of the run's base model: from the file, config.json in the model's folder, or by its name
-    where that is a public one's; with the rows that its vocabulary gets for <NUM>. Raises `UserError`."""
+    """The transformers config of the run's base model, its vocabulary with the rows for <NUM>. Raises `UserError`.
+
+    It comes from model.architecture, from config.json in the model's folder, or from a public model's name.
+    """
     if config.model.architecture is not None:
         return config.model.architecture
     found = _read(config)
     number, rows = config.model.num_token_id, Architecture.of(found).vocab
     used = _rows_in_use(Path(config.tokenizer_source).expanduser() / "tokenizer.json")
     if used is None and found["model_type"] in ("llama", "mistral"):
-        used = rows  # as the public ones' do
+        used = rows  # public Llamas and Mistrals use every row
     if used is None:
         return found
     return {**found, "vocab_size": rows_with_number(rows, used, used if number is None else number)}

@@ -30,10 +30,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cqwen_dist.plan.sizes import MAX_LIVE, PERSISTENT_BELOW, Sizes
+from cqwen_dist.plan.sizes import FP32, MAX_LIVE, PERSISTENT_BELOW, Sizes, ceil_div
 
-FP32, INT64 = 4, 8
+INT64 = 8
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
+GroupName = Literal["world", "vocabulary", "replica"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Message:
     """One collective of one rank: `bytes` of its whole buffer (gathered, or before it is scattered)."""
 
     operation: Operation
-    group: Literal["world", "vocabulary", "replica"]
+    group: GroupName
     ranks: int
     bytes: int
 
@@ -77,7 +78,7 @@ def head_messages(
     replicas = world // group
     found: list[Message] = []
 
-    def send(operation: Operation, name: Literal["world", "vocabulary", "replica"], ranks: int, size: int) -> None:
+    def send(operation: Operation, name: GroupName, ranks: int, size: int) -> None:
         if ranks > 1:
             found.append(Message(operation, name, ranks, size))
 
@@ -101,7 +102,7 @@ def head_messages(
 
 def stage_head_messages(s: Sizes, group: int) -> list[Message]:
     """Of one step of a stage with vocabulary groups of `group` ranks, every position of every micro-batch kept."""
-    rows = -(-s.base.vocab // group)
+    rows = ceil_div(s.base.vocab, group)
     return head_messages(
         [[s.tokens] * group] * s.accumulation,
         world=s.world,
@@ -128,11 +129,10 @@ def feature_messages(s: Sizes) -> list[Message]:
         found.extend([Message(operation, "world", s.world, size)] * (times if size else 0))
 
     if s.zero == 3:
-        gathered = _gathered(s) * s.width
-        send("all-gather", gathered, s.accumulation)
+        send("all-gather", _gathered(s) * s.width, s.accumulation)
         send("all-gather", _persistent(s) * s.width)
         if s.graph:
-            send("reduce-scatter", _even(s.trained_features, s.world) * s.width, s.accumulation)
+            send("reduce-scatter", ceil_div(s.trained_features, s.world) * s.world * s.width, s.accumulation)
             send("all-reduce", 2 * FP32, len(s.engine_parameters))
         return found
     send("all-reduce", s.trained_features * s.width, s.accumulation if s.zero == 2 else 1)
@@ -140,47 +140,50 @@ def feature_messages(s: Sizes) -> list[Message]:
         send("all-reduce", 1)
     send("all-reduce", FP32, len(s.engine_parameters))
     for count in s.engine_parameters.values():
-        send("all-gather", _even(count, 2 * s.world) * s.width)
+        send("all-gather", ceil_div(count, 2 * s.world) * 2 * s.world * s.width)
     return found
 
 
 def _gathered(s: Sizes) -> int:
-    """Numbers that ZeRO-3 gathers in a micro-batch: the ends once; layers once where all may stay, else for forward and
-    for backward (and for what checkpointing runs again)."""
+    """Numbers that ZeRO-3 gathers in a micro-batch. The ends: once. Layers: once where all of them may stay gathered,
+    else for forward, for backward, and for what checkpointing computes again."""
     a = s.base
-    below = s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
-    window = min(
-        s.zero_setting("stage3_max_live_parameters", MAX_LIVE), s.zero_setting("stage3_max_reuse_distance", MAX_LIVE)
-    )
-    linear = [rows * columns for rows, columns, _ in a.linears.values()]
-    small = a.layer_parameters - sum(linear)  # biases and norms
-    frozen = sum(size for size in linear if size >= below) + (small if not below else 0)
-    rank = s.config.model.lora.r
-    adapters = sum(
-        sum(rank * side for side in a.linears[name][:2] if rank * side >= below or not below) for name in s.adapters
-    )
-    ends = (a.embedding_parameters if a.embedding_parameters >= below else 0) + (3 * a.hidden if not below else 0)
+    frozen, adapters, ends = _by_persistence(s, persistent=False)
+    window = min(s.zero_setting(f"stage3_max_{key}", MAX_LIVE) for key in ("live_parameters", "reuse_distance"))
     again = s.graph and s.checkpointing
     if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
         return ends + a.layers * (frozen * (1 + again) + adapters)
     passes = 1 + s.graph + again
-    numbers = 2 * a.hidden * s.graph * (not below)  # w_num and <NUM>'s row, for backward
+    numbers = 2 * a.hidden * s.graph * (not _persistent_below(s))  # w_num and <NUM>'s row, for backward
     return ends + numbers + a.layers * passes * (frozen + adapters)
 
 
 def _persistent(s: Sizes) -> int:
     """Numbers of the small parameters, which ZeRO-3 keeps whole and gathers again after each step."""
-    a = s.base
-    below = s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
-    if not below or not s.graph:
+    if not s.graph:
         return 0
+    frozen, adapters, ends = _by_persistence(s, persistent=True)
+    return s.base.layers * (frozen + adapters) + ends
+
+
+def _persistent_below(s: Sizes) -> int:
+    return s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
+
+
+def _by_persistence(s: Sizes, persistent: bool) -> tuple[int, int, int]:
+    """Numbers in parameters that ZeRO-3 keeps whole, or partitions: frozen and adapters of a layer, and the ends.
+
+    Biases and norms count as smaller than any threshold but 0.
+    """
+    a, below = s.base, _persistent_below(s)
+
+    def among(sizes: list[int], small: int = 0) -> int:
+        return sum(size for size in sizes if (size < below) == persistent) + small * ((below > 0) == persistent)
+
     linear = [rows * columns for rows, columns, _ in a.linears.values()]
-    frozen = sum(size for size in linear if size < below) + a.layer_parameters - sum(linear)
-    rank = s.config.model.lora.r
-    adapters = sum(sum(rank * side for side in a.linears[name][:2] if rank * side < below) for name in s.adapters)
-    ends = (a.embedding_parameters if a.embedding_parameters < below else 0) + 3 * a.hidden
-    return a.layers * (frozen + adapters) + ends
-
-
-def _even(count: int, parts: int) -> int:
-    return -(-count // parts) * parts
+    adapters = [s.config.model.lora.r * side for name in s.adapters for side in a.linears[name][:2]]
+    return (
+        among(linear, a.layer_parameters - sum(linear)),
+        among(adapters),
+        among([a.embedding_parameters], 3 * a.hidden),
+    )

@@ -1,8 +1,8 @@
-"""What `cqwen plan` does with its options: the plan, the search, the scaling, the file that is written."""
+"""`cqwen plan`: the plan, and by its options the search, the scaling and the written config."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ COUNTED_BYTES = 2**30  # a file of texts larger than this is not counted through
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with what was asked for beside it."""
+    """A plan with what else was asked for."""
 
     plan: Plan
     choices: list[FittingLayout] | None
@@ -36,7 +36,7 @@ class Planned:
         if self.choices is not None:
             document["choices"] = [choice.to_dict() for choice in self.choices]
         if self.points is not None:
-            document["scaling"] = [point.to_dict() for point in self.points]
+            document["scaling"] = [asdict(point) for point in self.points]
         if self.written is not None:
             document["written"] = str(self.written)
         return document
@@ -89,7 +89,7 @@ def run(
 
 
 def write_config(path: Path, config: Config, planned: Plan, command: str) -> None:
-    """The config as resolved, headed by what the plan says of it. Raises `UserError` where there is a file."""
+    """The config as resolved, with the plan's summary as comments above. Raises `UserError` where there is a file."""
     head = "".join(f"# {line}\n" for line in head_lines(planned, command))
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -101,8 +101,8 @@ def write_config(path: Path, config: Config, planned: Plan, command: str) -> Non
 
 
 def count_sequences(config: Config) -> int | None:
-    """Texts in an epoch, from the lines of data.train where the files are here and no text is packed or cut away;
-    None where that cannot be told cheaply."""
+    """Texts in an epoch: the lines of data.train. None where texts are packed or files are not here, large, or not of
+    one text a line."""
     data = config.data
     if data.pack:
         return None

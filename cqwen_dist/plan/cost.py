@@ -1,4 +1,4 @@
-"""How long a step takes, by part: a roofline over stated (or measured) rates, and what the schedule comes to.
+"""How long a step takes, by part: a roofline over stated (or measured) rates; and how long the schedule takes.
 
 Products take operations / (peak x efficiency). Everything between them is bound by memory: bytes / (bandwidth x
 memory efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` for each. Communication
@@ -17,9 +17,9 @@ from cqwen_dist.plan.machine import Machine
 from cqwen_dist.plan.memory import FASTEST
 from cqwen_dist.plan.sizes import FP32, Sizes
 
-# Measured beside an H200 (docs/planner.md): s to start a kernel from transformers' and PEFT's Python; what a trained
-# tensor costs DeepSpeed in a step. Kernels of a layer's forward, of an adapter there, of a layer that is compiled;
-# backward takes twice as long to start, compiled once. What compiling leaves of the elementwise passes.
+# Measured on an H200 (docs/planner.md). LAUNCH: s to start a kernel from transformers' and PEFT's Python. TENSOR: s a
+# trained tensor costs DeepSpeed in a step. Kernels of a layer's forward, of an adapter in it, of a compiled layer;
+# backward takes twice as long to start (compiled: as long). COMPILED_PASSES: share of elementwise passes left.
 LAUNCH, TENSOR = 16e-6, 20e-6
 KERNELS, ADAPTER_KERNELS, COMPILED_KERNELS = 60, 6, 60
 COMPILED_PASSES = 0.4
@@ -46,7 +46,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StageCost:
-    """A stage: its step, its length, what it comes to."""
+    """A stage: its step, its length, its total."""
 
     stage: str
     time: StepTime
@@ -56,7 +56,7 @@ class StageCost:
     mfu: float
     bytes_sent: int  # by a rank, a step
     collectives: int
-    bound: str  # by what
+    bound: str  # the part that takes longest
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,42 +86,39 @@ class StageCost:
         }
 
 
-def stage_cost(s: Sizes, m: Machine, ranks_per_node: int, sequences: int | None = None) -> StageCost:
-    """Of one stage. sequences: in an epoch of the data, where that is known."""
-    each = flops(s)
-    micro = micro_batch_times(s, m)
-    messages = step_messages(s)
+def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
+    """Of one stage."""
+    each, messages = flops(s), step_messages(s)
+    forward, backward, heads, exposed = (s.accumulation * seconds for seconds in micro_batch_times(s, m))
     communication = sum(message_time(message, s, m, ranks_per_node) for message in messages)
-    if s.zero == 3:  # gathered while layers compute: only what is longer than they are is waited for
+    if s.zero == 3:  # ZeRO-3 gathers while layers compute: a step waits only for what takes longer than they do
         gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
-        behind = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
-        communication -= min(behind, s.accumulation * (micro["backbone_forward"] + micro["backbone_backward"]))
+        overlapped = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
+        communication -= min(overlapped, forward + backward)
     time = StepTime(
-        backbone_forward=s.accumulation * micro["backbone_forward"],
-        backbone_backward=s.accumulation * micro["backbone_backward"],
-        heads=s.accumulation * micro["heads"],
+        backbone_forward=forward,
+        backbone_backward=backward,
+        heads=heads,
         communication=communication * m.factor("communication"),
         optimizer=optimizer_time(s, m),
-        exposed_launches=s.accumulation * micro["exposed_launches"],
+        exposed_launches=exposed,
     )
     parts = asdict(time)
-    bound = max(parts, key=lambda name: parts[name])
-    used = each.useful * s.step_tokens / s.world
     return StageCost(
         stage=s.stage.name,
         time=time,
         tokens=s.step_tokens,
-        steps=steps_of(s, sequences),
+        steps=s.steps,
         flops_per_token=each,
-        mfu=used / (time.seconds * m.peak(s.width)),
+        mfu=each.useful * s.step_tokens / s.world / (time.seconds * m.peak(s.width)),
         bytes_sent=bytes_sent(messages),
         collectives=len(messages),
-        bound=bound.replace("_", " "),
+        bound=max(parts, key=lambda name: parts[name]).replace("_", " "),
     )
 
 
-def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
-    """Seconds of one micro-batch on one rank: forward, backward, heads, and what launching adds."""
+def micro_batch_times(s: Sizes, m: Machine) -> tuple[float, float, float, float]:
+    """Seconds of one micro-batch on one rank: forward, backward, heads, and what starting kernels adds."""
     each, n = flops(s), s.tokens
     rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
     compiled = s.config.model.compile_layers
@@ -133,17 +130,13 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     words = s.base.vocab * PASSES[impl] + 15 * s.causal * FP32
     heads = n * ((each.word_head + each.abduction) / (m.peak(s.width) * m.head_efficiency) + words / memory)
     exposed = 0.0
-    if s.kind == "cuda":
+    if s.kind == "cuda" and not m.calibrated:
         layer = COMPILED_KERNELS if compiled else KERNELS + ADAPTER_KERNELS * len(s.adapters)
         start = LAUNCH * s.base.layers * layer
         exposed += max(0.0, start - forward) * (not s.cached)
         exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
-    return {
-        "backbone_forward": forward * m.factor("backbone_forward"),
-        "backbone_backward": backward * m.factor("backbone_backward"),
-        "heads": heads * m.factor("heads"),
-        "exposed_launches": 0.0 if m.calibrated else exposed,
-    }
+    forward, backward = forward * m.factor("backbone_forward"), backward * m.factor("backbone_backward")
+    return forward, backward, heads * m.factor("heads"), exposed
 
 
 def layer_bytes(s: Sizes) -> float:
@@ -161,34 +154,19 @@ def layer_bytes(s: Sizes) -> float:
 
 
 def optimizer_time(s: Sizes, m: Machine) -> float:
-    """AdamW of the heads and of this rank's share of the features, the norm and the clip among it."""
+    """AdamW of the heads and of this rank's share of the features, with the norm and the clip."""
     heads = sum(s.row_tensors(s.trainable)) + s.whole_head(s.trainable)
     features = s.trained_features * s.graph / s.over(1)
     tensors = 2 * s.base.layers * len(s.adapters) * s.graph * TENSOR * (s.kind == "cuda")
-    if s.config.parallel.offload == "optimizer":
-        host = features * (ADAMW + 2 * s.width) / m.host
-        return (ADAMW * heads / (m.memory * m.memory_efficiency) + tensors) * m.factor("optimizer") + host
-    return (ADAMW * (heads + features) / (m.memory * m.memory_efficiency) + tensors) * m.factor("optimizer")
+    offloaded = s.config.parallel.offload == "optimizer"
+    here = ADAMW * (heads if offloaded else heads + features) / (m.memory * m.memory_efficiency)
+    host = features * (ADAMW + 2 * s.width) / m.host if offloaded else 0.0
+    return (here + tensors) * m.factor("optimizer") + host
 
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:
     """Of one collective: a ring over the slowest link that its group crosses."""
-    crosses = {
-        "world": s.world > ranks_per_node,
-        "vocabulary": s.group > ranks_per_node,
-        "replica": s.world > ranks_per_node,
-    }[message.group]
+    crosses = (s.group if message.group == "vocabulary" else s.world) > ranks_per_node
     rate, latency = (m.between, m.latency_between) if crosses else (m.inside, m.latency_inside)
     rounds = (2 if message.operation == "all-reduce" else 1) * max(1, (message.ranks - 1).bit_length())
     return message.wire_bytes / rate + latency * rounds
-
-
-def steps_of(s: Sizes, sequences: int | None) -> int | None:
-    """Optimizer steps of a stage (at most, where it ends by itself); None where the data's size is not known."""
-    if s.stage.steps is not None:
-        return s.stage.steps
-    if s.stage.until is not None:
-        return s.stage.until.max_steps
-    if sequences is None:
-        return None
-    return max(1, round((s.stage.epochs or 0.0) * -(-sequences // s.batch[0])))

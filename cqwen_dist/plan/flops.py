@@ -1,9 +1,9 @@
 """Floating-point operations a token, by part: a product of [N, a] and [a, b] is 2 N a b.
 
 The one count of them: a plan takes `Work` from a config (`of_stage`), a run from its model (`telemetry.perf`).
-"Useful" operations are those that the mathematics asks for: causal attention looks at half of [T, T], and what is
-computed again (gradient checkpointing; the scores, in attention's backward) stands beside them. MFU divides useful
-operations by the hardware's peak.
+Useful operations are those of the formulas: causal attention looks at half of [T, T]. What is computed again (gradient
+checkpointing; the scores, in attention's backward) is counted separately. MFU is useful operations over the
+hardware's peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cqwen_dist.plan.sizes import Sizes
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one token: useful ones by part, and beside them those that are done a second time."""
+    """Of one token: useful ones by part, and those done a second time."""
 
     backbone_forward: float
     backbone_backward: float
@@ -91,7 +91,7 @@ def of_stage(s: Sizes) -> Work:
     lora = s.config.model.lora
     return Work(
         matrices=s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values()),
-        adapters=s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_awake else 0,
+        adapters=s.base.lora_parameters(lora.r, lora.target_modules) if "lora" in s.ever_trainable else 0,
         layers=s.base.layers,
         attention=s.base.heads * s.base.head_dim,
         hidden=s.base.hidden,

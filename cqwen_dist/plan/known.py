@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-# hub name: kind, V, H, I, L, A, K, tied, context
+_KEYS = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "tie_word_embeddings", "max_position_embeddings"),
+)
+# hub name: `_KEYS`
 _SIZES: dict[str, tuple[str, int, int, int, int, int, int, bool, int]] = {
     "Qwen/Qwen2.5-0.5B": ("qwen2", 151_936, 896, 4_864, 24, 14, 2, True, 32_768),
     "Qwen/Qwen2.5-1.5B": ("qwen2", 151_936, 1_536, 8_960, 28, 12, 2, True, 32_768),
@@ -34,16 +38,5 @@ def known_architecture(name: str) -> dict[str, Any] | None:
     found = _SIZES.get(name) or _SIZES.get(name.removesuffix("-Instruct"))
     if found is None:
         return None
-    kind, vocab, hidden, intermediate, layers, heads, kv_heads, tied, context = found
-    return {
-        "model_type": kind,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": tied,
-        **({"sliding_window": None} if kind == "mistral" else {}),
-    }
+    window = {"sliding_window": None} if found[0] == "mistral" else {}
+    return {**dict(zip(_KEYS, found, strict=True)), **window}

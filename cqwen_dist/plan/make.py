@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ BESIDE = ("process", "CUDA context", "communication buffers", "fragmentation")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank needs, against what it has."""
+    """What a rank needs and what it has."""
 
     nodes: int
     gpus_per_node: int
@@ -31,8 +32,8 @@ class Plan:
     trainable_parameters: int
     head_bytes_sent: int  # by a rank for the heads in an optimizer step
     head_bytes_sent_unsharded: int  # the same with the whole head on every rank
-    stage: str  # in which most is needed
-    moment: str  # and when in its step
+    stage: str  # with the largest need
+    moment: str  # the phase of its step with the largest need
     parts: tuple[Part, ...]
     advice: str
     checkpoint_bytes: int  # of one checkpoint on disk
@@ -43,8 +44,8 @@ class Plan:
 
     @property
     def tensor_gib(self) -> float:
-        """What torch's allocator will have given out at the most: no context, buffers of libraries, fragmentation."""
-        return sum(part.bytes for part in self.parts if part.place == "device" and part.name not in BESIDE) / GIB
+        """Most that torch's allocator gives out: without context, libraries' buffers, fragmentation."""
+        return tensor_bytes(part for part in self.parts if part.name not in BESIDE) / GIB
 
     @property
     def hours(self) -> float | None:
@@ -65,7 +66,7 @@ class Plan:
     @property
     def device_gib(self) -> float:
         """All parts on the device of one rank."""
-        return sum(part.bytes for part in self.parts if part.place == "device") / GIB
+        return tensor_bytes(self.parts) / GIB
 
     @property
     def host_gib(self) -> float:
@@ -83,10 +84,8 @@ class Plan:
         need = f"{self.device_gib:.2f} GiB of {self.gpu_memory_gib:g} GiB a rank"
         if self.fits:
             return f"fits: {need}"
-        largest = max((part for part in self.parts if part.place == "device"), key=lambda part: part.bytes)
-        return (
-            f"does not fit: {need}; the largest part is {largest.name} ({largest.bytes / GIB:.2f} GiB). {self.advice}"
-        )
+        part = largest(self.parts)
+        return f"does not fit: {need}; the largest part is {part.name} ({part.bytes / GIB:.2f} GiB). {self.advice}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -107,16 +106,20 @@ class Plan:
 
 
 def worst(sizes: list[Sizes]) -> tuple[Sizes, Phase, tuple[Part, ...]]:
-    """(stage, moment, all parts held then) where a rank's tensors are most."""
+    """(stage, phase, all parts held then) where a rank's tensors take most."""
     found = []
     for s in sizes:
         always = tuple(part for part in memory.kept(s) if part.bytes)
-        for phase in memory.phases(s):
-            found.append((s, phase, always + phase.parts))
+        found += [(s, phase, always + phase.parts) for phase in memory.phases(s)]
     return max(found, key=lambda item: tensor_bytes(item[2]))
 
 
-def tensor_bytes(parts: tuple[Part, ...]) -> int:
+def largest(parts: Iterable[Part]) -> Part:
+    """The largest part on the device."""
+    return max((part for part in parts if part.place == "device"), key=lambda part: part.bytes)
+
+
+def tensor_bytes(parts: Iterable[Part]) -> int:
     """Of the parts on the device."""
     return sum(part.bytes for part in parts if part.place == "device")
 
@@ -164,7 +167,7 @@ def plan(
         parts=parts,
         advice=_advice(s, parts),
         checkpoint_bytes=checkpoint_bytes(sizes[-1]),
-        stages=tuple(stage_cost(one, machine, ranks_per_node, sequences) for one in sizes),
+        stages=tuple(stage_cost(each, machine, ranks_per_node) for each in sizes),
         machine=machine,
         global_batch_size=config.train.global_batch_size,
         sequence_length=config.data.sequence_length,
@@ -173,19 +176,15 @@ def plan(
 
 def _trained(s: Sizes) -> int:
     """Numbers that any stage trains, over all ranks."""
-    rows = sum(s.row_tensors(s.ever_awake)) // s.rows * s.base.vocab
-    features = sum(
-        count
-        for name, count in s.engine_parameters.items()
-        if ("lora" if name == "LoRA" else "embedding") in s.ever_awake
-    )
-    return rows + features + s.whole_head(s.ever_awake)
+    rows = sum(s.row_tensors(s.ever_trainable)) // s.rows * s.base.vocab
+    embedding = 0 if "embedding" in s.ever_trainable else s.engine_parameters["embedding of numbers"]
+    return rows + s.trained_features - embedding + s.whole_head(s.ever_trainable)
 
 
 def checkpoint_bytes(s: Sizes) -> int:
-    """Of one checkpoint of the last stage: adapters and embedding with two moments, all heads, moments of those that
-    have trained; fp32. The frozen backbone is not in it."""
-    groups, v, c, h = s.ever_awake, s.base.vocab, s.causal, s.base.hidden
+    """Of one checkpoint of the last stage, fp32: adapters and embedding with two moments, all heads, and moments of the
+    heads that have trained. The frozen backbone is not in it."""
+    groups, v, c, h = s.ever_trainable, s.base.vocab, s.causal, s.base.hidden
     scalar = s.config.train.thresholds == "scalar"
     heads = 2 * (c * h + c) + (c + 1) + c + v * s.words + v + (1 if scalar else v)
     moments = s.whole_head(groups) + sum(s.row_tensors(groups)) // s.rows * v
@@ -198,13 +197,13 @@ def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
     beside = sum(part.bytes for part in parts if part.name in BESIDE)
     if 2 * beside > tensor_bytes(parts):
         return "Most of it is not the model: only more memory helps."
-    largest = max((part for part in parts if part.place == "device"), key=lambda part: part.bytes).name
-    if largest in ("activations", "features and U", "one layer's backward", "gradients of U"):
+    name = largest(parts).name
+    if name in ("activations", "features and U", "one layer's backward", "gradients of U"):
         checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "
         return f"Try {checkpoint}a smaller train.micro_batch_size or data.sequence_length."
-    if largest == "loss tiles":
+    if name == "loss tiles":
         return "Try loss.impl auto." if config.loss.impl == "reference" else "Try a larger parallel.vocab_group_size."
-    if largest in ("W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
+    if name in ("W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
         return "Try a larger parallel.vocab_group_size."
     if config.train.precision == "fp32":
         return "Try train.precision bf16."

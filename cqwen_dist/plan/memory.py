@@ -1,7 +1,7 @@
-"""How many bytes each rank needs, part by part, at the points of a step where it may need most.
+"""How many bytes each rank needs, part by part, in the phases of a step that may need most.
 
-What a rank holds all the time (weights, masters, Adam's moments) is an exact count; so is what autograd keeps and
-what the fused loss allocates. docs/planner.md derives every term. Letters: `plan.sizes`.
+Exact counts: what a rank always holds (weights, masters, Adam's moments), what autograd keeps, what the fused loss
+allocates. docs/planner.md derives every term. Letters: `plan.sizes`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cqwen_dist.plan import activations
-from cqwen_dist.plan.sizes import FP32, MAX_LIVE, Sizes
+from cqwen_dist.plan.sizes import FP32, MAX_LIVE, Sizes, ceil_div
 
 GIB, MIB = 2**30, 2**20
 ADAM_MOMENTS = 2 * FP32
 # The fused loss's tiles (`ops.ovr.one_pass`; a test holds the two equal): bytes of a [t, n] and of an [n, C] buffer,
-# most tokens; [t, n] buffers beside loc and scale, by implementation.
+# most tokens; by implementation, the [t, n] buffers in addition to loc and scale.
 TILE_BYTES = {"cpu": 2 * MIB, "cuda": 128 * MIB}
 BLOCK_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
 TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 WORK_BUFFERS = {"chunked": 3, "triton": 0}
 FASTEST = {"cpu": "chunked", "cuda": "triton"}
 REFERENCE_TENSORS = 9
-# A look at the accuracy (`training.step`, `ops.ovr.head`): tokens, bytes of an [N, n] chunk, such chunks alive at once.
+# Computing the accuracy (`training.step`, `ops.ovr.head`): bytes of an [N, n] chunk, chunks alive at once.
 CHUNK_BYTES, CHUNKS = 8 * MIB, 11
-# [N, C] tensors in fp32 of KL(U || U at the start), those that its backward needs included.
+# fp32 tensors [N, C] of KL(U || U at the start), with those that its backward needs.
 KL_TENSORS = 8
-# Beside tensors. GPU: the context with its loaded kernels, NCCL's buffers for a communicator, the maths libraries'
-# workspaces (these in torch's allocator), and what the allocator cannot use. CPU: the process with its libraries.
+# Memory outside tensors. GPU: the context with its loaded kernels, NCCL's buffers of one communicator, the maths
+# libraries' workspaces (in torch's allocator), and what the allocator cannot use. CPU: the process with its libraries.
 CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
 NF4_BYTES = 0.5 + 4 / 64  # 4 bits, an fp32 scale for every 64
 FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
@@ -46,9 +46,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Phase:
-    """A point in time of a stage's step: what is held then in addition to what is always held."""
+    """A phase of a step: what is held then in addition to what is always held."""
 
-    stage: str
     name: str
     parts: tuple[Part, ...]
 
@@ -66,16 +65,20 @@ def kept(s: Sizes) -> Iterator[Part]:
 
 
 def phases(s: Sizes) -> list[Phase]:
-    """The points of a step that may need most."""
-    found = [("the loss", _loss(s)), ("backward of the heads", _heads_backward(s)), ("optimizer step", _step(s))]
-    found.append(("a look at the accuracy", _accuracy(s)))
+    """The phases of a step that may need most."""
+    found = [
+        ("the loss", _loss(s)),
+        ("backward of the heads", _heads_backward(s)),
+        ("optimizer step", _step(s)),
+        ("a look at the accuracy", _accuracy(s)),
+    ]
     if s.config.loss.constraint.mode == "monitor":
         found.append(("a look at the constraint", _heads_backward(s, looking=True)))
     if s.graph:
         found.append(("backward of the last layer", _backbone_backward(s)))
-    else:  # also where z is cached: the cache is made by it
+    else:  # also where z is cached: this forward pass makes the cache
         found.append(("forward", _forward(s)))
-    return [Phase(s.stage.name, name, tuple(part for part in parts if part.bytes)) for name, parts in found]
+    return [Phase(name, tuple(part for part in parts if part.bytes)) for name, parts in found]
 
 
 def beside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
@@ -102,8 +105,8 @@ def _frozen(s: Sizes) -> Iterator[Part]:
         packed = round(linear * NF4_BYTES)
         yield Part("backbone (frozen)", packed + (a.backbone_parameters - linear) * s.width, "4 bits and their scales")
     else:
-        yield Part("backbone (frozen)", _share(a.backbone_parameters * s.width, over), how)
-    yield Part("token embedding (frozen)", _share(a.embedding_parameters * s.width, over), f"V H, {how}")
+        yield Part("backbone (frozen)", ceil_div(a.backbone_parameters * s.width, over), how)
+    yield Part("token embedding (frozen)", ceil_div(a.embedding_parameters * s.width, over), f"V H, {how}")
     if s.zero == 3:
         live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
         gathered = min(live + a.layer_parameters, a.backbone_parameters + a.embedding_parameters) if over > 1 else 0
@@ -116,20 +119,20 @@ def _engine(s: Sizes) -> Iterator[Part]:
     for name, count in s.engine_parameters.items():
         group = "lora" if name == "LoRA" else "embedding"
         trained = ADAM_MOMENTS if group in reached else 0
-        whole = count if s.zero < 3 or s.over(3) == 1 else _share(count, s.over(3))
+        whole = count if s.zero < 3 or s.over(3) == 1 else ceil_div(count, s.over(3))
         yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
         if s.zero == 3:  # one flat buffer of gradients for good
-            yield Part(f"{name}: gradients", _share(count, s.world) * s.width + count * s.width, "ZeRO-3's buffers")
+            yield Part(f"{name}: gradients", ceil_div(count, s.world) * s.width + count * s.width, "ZeRO-3's buffers")
         yield Part(
             f"{name}: optimizer",
-            _share(count * (FP32 + trained), s.over(1)),
+            ceil_div(count * (FP32 + trained), s.over(1)),
             f"{count:,} x ({FP32} master + {trained} moments)" + (f" / {s.over(1)}" if s.over(1) > 1 else ""),
             "host" if s.config.parallel.offload == "optimizer" else "device",
         )
 
 
 def _heads(s: Sizes) -> Iterator[Part]:
-    """The heads lie outside the engine, in fp32, with an AdamW of their own: small ones whole, rows over the group."""
+    """The heads are outside the engine, in fp32, with their own AdamW: small ones whole, rows over the group."""
     reached = reached_groups(s)
     c, h, v, words = s.causal, s.base.hidden, s.rows, s.words
     for name, count in (("abduction", 2 * (c * h + c)), ("regression", s.regressions * (c + 1)), ("noise", c)):
@@ -157,7 +160,7 @@ def reached_groups(s: Sizes) -> frozenset[str]:
     return frozenset(found)
 
 
-# ---------------------------------------------------------------------------------- moments of a step
+# ---------------------------------------------------------------------------------- phases of a step
 
 
 def _activations(s: Sizes) -> Part:
@@ -168,16 +171,16 @@ def _activations(s: Sizes) -> Part:
 
 
 def _head_gradients(s: Sizes) -> int:
-    """Gradients of the heads' parameters once a micro-batch is through."""
+    """Bytes of the gradients of the heads' parameters after a micro-batch."""
     return FP32 * (sum(s.row_tensors(s.trainable)) + s.whole_head(s.trainable))
 
 
 def _feature_gradients(s: Sizes) -> int:
-    """DeepSpeed's bucket and the averaged share, where the stage differentiates features."""
+    """Bytes of DeepSpeed's bucket and the averaged share, where gradients run through the backbone."""
     if not s.graph or s.zero == 3:
         return 0
     own = FP32 if s.zero == 2 and s.width == 2 else s.width
-    averaged = s.trained_features if s.zero == 1 else _share(s.trained_features, s.world)
+    averaged = s.trained_features if s.zero == 1 else ceil_div(s.trained_features, s.world)
     return s.trained_features * s.width + averaged * own
 
 
@@ -188,7 +191,7 @@ def _standing(s: Sizes) -> Iterator[Part]:
 
 
 def _features_and_u(s: Sizes, forward: bool) -> int:
-    """z, U, U' and what their backward needs; `forward`: while the loss is computed, U's own scale is still there."""
+    """Bytes of z, U, U' and what their backward needs. forward: while the loss is computed, with U's own scale."""
     n, c, w = s.tokens, s.causal, s.width
     differentiated = s.graph or "abduction" in s.trainable
     tensors = 2 + differentiated + forward  # loc, scale with noise; before softplus; scale
@@ -239,7 +242,7 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
     yield Part("features and U", _features_and_u(s, False), "what their backward needs")
     yield Part("gradients", _head_gradients(s), "rows, abduction, regression")
     wide = 2 * s.group * n * s.words * s.width + 3 * n * c * FP32 + (2 * n * c * s.width if s.width < FP32 else 0)
-    if looking:  # after the loss, before any gradient is passed on
+    if looking:  # after the loss, before any gradient moves on
         wide = 2 * s.group * n * s.words * s.width
     yield Part("gradients of U", wide, "as they came, as they are added up, through softplus")
     if looking or s.config.loss.constraint.mode in ("hinge", "dual"):
@@ -247,22 +250,20 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
 
 
 def _accuracy(s: Sizes) -> Iterator[Part]:
-    """Of a micro-batch's tokens, when its gradients are made."""
+    """The accuracy of a micro-batch's tokens, computed when its gradients exist."""
     n = s.tokens * s.group
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
     yield Part("gradients", _head_gradients(s) + _feature_gradients(s), "of the step")
-    held = (
-        s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4 + words * s.words * FP32 * (1 + (s.width < FP32))
-    )
+    held = s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4
+    held += words * s.words * FP32 * (1 + (s.width < FP32))
     yield Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
 
 
 def _backbone_backward(s: Sizes) -> Iterator[Part]:
     yield _activations(s)
     yield from _standing(s)
-    yield Part(
-        "gradients", _head_gradients(s) + _feature_gradients(s), "heads in fp32; features in DeepSpeed's buffers"
-    )
+    gradients = _head_gradients(s) + _feature_gradients(s)
+    yield Part("gradients", gradients, "heads in fp32; features in DeepSpeed's buffers")
     yield Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
 
 
@@ -273,11 +274,6 @@ def _forward(s: Sizes) -> Iterator[Part]:
 
 def _step(s: Sizes) -> Iterator[Part]:
     flat = FP32 * s.whole_head(s.trainable) if s.world > 1 else 0
-    features = 0 if not s.graph else s.trained_features * s.width + _share(s.trained_features * FP32, s.over(1))
-    yield Part(
-        "gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece"
-    )
-
-
-def _share(size: int, ranks: int) -> int:
-    return -(-size // ranks)
+    features = 0 if not s.graph else s.trained_features * s.width + ceil_div(s.trained_features * FP32, s.over(1))
+    gradients = _head_gradients(s) + features + flat
+    yield Part("gradients", gradients, "all of them, and those that are summed, in one piece")

@@ -1,4 +1,4 @@
-"""Which layout to take: every combination that fits, by tokens/s, and why the best are the best.
+"""Which layout to take: every combination that fits, by tokens/s, and the reasons for the best.
 
 Tried: micro-batch (powers of two up to a rank's share), ZeRO stage, vocabulary group (1 and every divisor of the ranks
 up to a node's, and the config's own), gradient checkpointing, offload. What a run *means* (its global batch, its
@@ -13,11 +13,12 @@ from itertools import product
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.plan.machine import Machine
 from cqwen_dist.plan.make import Plan, plan
+from cqwen_dist.plan.sizes import ceil_div
 
 SIMPLER_WITHIN = 0.01  # a plainer layout is taken before one that is faster by less
 MAX_GROUP = 64
+MOST = 5  # layouts found
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits, what it comes to, and what speaks for it."""
+    """A layout that fits, its plan, and the reasons for it."""
 
     layout: Layout
     plan: Plan
@@ -69,28 +70,14 @@ class FittingLayout:
         }
 
 
-def search(
-    config: Config,
-    *,
-    nodes: int,
-    gpus_per_node: int,
-    gpu_memory_gib: float,
-    architecture: dict[str, Any],
-    machine: Machine | None = None,
-    sequences: int | None = None,
-    most: int = 5,
-) -> list[FittingLayout]:
-    """The best layouts that fit, the best first; none where nothing fits. Raises `UserError` as `plan` does."""
-    options: dict[str, Any] = {
-        "nodes": nodes,
-        "gpus_per_node": gpus_per_node,
-        "gpu_memory_gib": gpu_memory_gib,
-        "architecture": architecture,
-        "machine": machine,
-        "sequences": sequences,
-    }
+def search(config: Config, **options: Any) -> list[FittingLayout]:
+    """The best layouts that fit, at most MOST, the best first; none where nothing fits.
+
+    options: those of `plan`. Raises `UserError` as `plan` does.
+    """
+    ranks_per_node = max(1, options["gpus_per_node"])
     found: list[tuple[Layout, Plan]] = []
-    for layout in layouts(config, nodes * max(1, gpus_per_node), max(1, gpus_per_node)):
+    for layout in layouts(config, options["nodes"] * ranks_per_node, ranks_per_node):
         try:
             planned = plan(with_layout(config, layout), **options)
         except UserError as error:
@@ -99,13 +86,13 @@ def search(
             raise
         if planned.fits:
             found.append((layout, planned))
-    return _best(found, most)
+    return _best(found)
 
 
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
     """Every combination worth a look."""
     batch, own = config.train.global_batch_size, config.train.micro_batch_size
-    share = -(-batch // world)
+    share = ceil_div(batch, world)
     sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
     groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
     adapters = config.trains("lora")
@@ -116,7 +103,7 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
         (False, True) if adapters or config.trains("embedding") else (False,),
         ("none", "optimizer") if adapters else ("none",),
     )
-    return (Layout(*combination) for combination in combinations)
+    return (Layout(*each) for each in combinations)
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
@@ -136,8 +123,8 @@ def with_layout(config: Config, layout: Layout) -> Config:
     )
 
 
-def _best(found: list[tuple[Layout, Plan]], most: int) -> list[FittingLayout]:
-    """One layout of each plainness, by tokens/s; what is within 1 % counts as equal.
+def _best(found: list[tuple[Layout, Plan]]) -> list[FittingLayout]:
+    """One layout of each plainness, by tokens/s; a difference within SIMPLER_WITHIN counts as none.
 
     Of equal micro-batches the one that needs least memory; of equal layouts the plainest.
     """
@@ -146,22 +133,22 @@ def _best(found: list[tuple[Layout, Plan]], most: int) -> list[FittingLayout]:
         kinds.setdefault(item[0].plainness, []).append(item)
     picked = [min(_near(kind), key=lambda item: item[1].device_gib) for kind in kinds.values()]
     near = sorted(_near(picked), key=lambda item: item[0].plainness)
-    rest = [item for item in sorted(picked, key=_slowness) if item not in near]
-    return [FittingLayout(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:most]]
+    rest = sorted((item for item in picked if item not in near), key=_tokens_per_s, reverse=True)
+    return [FittingLayout(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:MOST]]
 
 
 def _near(found: list[tuple[Layout, Plan]]) -> list[tuple[Layout, Plan]]:
-    """Those that are as fast as the fastest, but for SIMPLER_WITHIN."""
-    top = max((planned.slowest.tokens_per_s for _, planned in found), default=0.0)
-    return [item for item in found if item[1].slowest.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
+    """Those within SIMPLER_WITHIN of the fastest."""
+    top = max(map(_tokens_per_s, found), default=0.0)
+    return [item for item in found if _tokens_per_s(item) >= top * (1 - SIMPLER_WITHIN)]
 
 
-def _slowness(item: tuple[Layout, Plan]) -> float:
-    return -item[1].slowest.tokens_per_s
+def _tokens_per_s(item: tuple[Layout, Plan]) -> float:
+    return item[1].slowest.tokens_per_s
 
 
 def _why(layout: Layout, planned: Plan) -> str:
-    """What bounds it, and what each of its choices does."""
+    """The part that takes longest, and what each choice of the layout does."""
     parts = [f"bound by {planned.slowest.bound}"]
     if layout.vocab_group_size > 1:
         spared = planned.head_bytes_sent_unsharded - planned.head_bytes_sent

@@ -11,7 +11,7 @@ from rich.text import Text
 from cqwen_dist.plan.cost import StageCost
 from cqwen_dist.plan.make import Plan
 from cqwen_dist.plan.memory import GIB, MIB
-from cqwen_dist.plan.scaling import Point
+from cqwen_dist.plan.scaling import NODE, Point
 from cqwen_dist.plan.search import SIMPLER_WITHIN, FittingLayout
 
 
@@ -50,7 +50,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _size(count: float) -> str:
-    """Bytes as people say them."""
+    """Bytes in a readable unit."""
     for unit, each in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if abs(count) >= each:
             return f"{count / each:,.2f} {unit}"
@@ -97,7 +97,7 @@ def _total(plan: Plan) -> str:
 
 
 def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:
-    """A row a layout, narrow enough for 80 columns; below, what speaks for each, and the first as overrides.
+    """A row a layout, narrow enough for 80 columns; below, the reasons for each, and the first as overrides.
 
     gain: tokens/s against the config's own layout.
     """
@@ -136,9 +136,8 @@ def render_scaling(points: Sequence[Point]) -> Table:
     for ranks in dict.fromkeys(p.ranks for p in points):
         cells = []
         for zero, group in layouts:
-            point = by.get((ranks, zero, min(group, ranks)))
-            missing = point is None or (group > 8 and ranks < group)
-            cells.append("" if missing or point is None else _point(point))
+            missing = group > NODE and ranks < group  # `scaling` skips these
+            cells.append("" if missing else _point(by[ranks, zero, min(group, ranks)]))
         table.add_row(f"{ranks:,}", *cells)
     return table
 
@@ -148,7 +147,7 @@ def _point(point: Point) -> str:
 
 
 def head_lines(plan: Plan, command: str) -> list[str]:
-    """What a config file says of itself: the command, memory, time. A test makes them again and compares."""
+    """The head of a config file: the command, memory, time. A test makes them again and compares."""
     lines = [command, f"{plan.reason} ({plan.stage}: {plan.moment})"]
     for stage in plan.stages:
         lines.append(

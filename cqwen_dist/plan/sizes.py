@@ -7,8 +7,6 @@ B sequences of T tokens in a micro-batch, N = B T; w bytes of a backbone number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from cqwen_dist.config import Config, Stage, refuse_ranks
@@ -20,68 +18,64 @@ Kind = Literal["cuda", "cpu"]
 MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """A stage of a config on the rank that has most to do."""
+    """A stage of a config on the rank with the most work. sequences_in_data: of an epoch; None: not known."""
 
-    config: Config
-    base: Architecture
-    world: int
-    kind: Kind
-    stage: Stage
-    sequences_in_data: int | None = None  # of an epoch, where that is known
+    def __init__(
+        self,
+        config: Config,
+        base: Architecture,
+        world: int,
+        kind: Kind,
+        stage: Stage,
+        sequences_in_data: int | None = None,
+    ) -> None:
+        self.config, self.base, self.world, self.kind, self.stage = config, base, world, kind, stage
+        self.sequences_in_data = sequences_in_data
+        # the batch
+        self.global_batch, micro_batch = config.batch_sizes(stage)
+        share = ceil_div(self.global_batch, world)  # sequences of a step on this rank
+        self.accumulation = ceil_div(share, micro_batch)  # micro-batches a step
+        self.length = stage.sequence_length or config.data.sequence_length  # T
+        self.tokens = min(micro_batch, share) * self.length  # N
+        self.step_tokens = self.global_batch * self.length  # of all ranks in an optimizer step
+        # what trains; the engine is never rebuilt, so what a group that trained in any stage holds stays
+        self.trainable = stage.groups
+        self.ever_trainable = frozenset[str]().union(*(each.groups for each in config.stages))
+        self.graph = bool(self.trainable & {"embedding", "lora"})  # whether gradients run through the backbone
+        self.checkpointing = config.model.gradient_checkpointing
+        # the backbone, the heads, the layout
+        self.width = 2 if config.train.precision == "bf16" else FP32  # w
+        self.words = config.model.causal_size or base.hidden  # C_w
+        self.causal = self.words + config.number_dims  # C
+        self.zero = config.parallel.zero_stage
+        self.group = config.parallel.vocab_group_size  # g
+        self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
+        # rows of W_reg: one for each value of a number, or for each type its value and its score
+        types = config.data.types
+        self.regressions = 2 * len(types) if types else 1 + len(config.data.more_values)
+        # linear maps with an adapter; trained numbers in DeepSpeed's engine by part, always the embedding's two vectors
+        lora, self.adapters = config.model.lora, frozenset[str]()
+        self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
+        if "lora" in self.ever_trainable:
+            self.adapters = frozenset(base.linears if lora.target_modules == "all-linear" else lora.target_modules)
+            self.engine_parameters["LoRA"] = base.lora_parameters(lora.r, lora.target_modules, lora.dora)
+            if lora.dora:
+                self.engine_parameters["LoRA"] += base.layers * sum(base.linears[name][1] for name in self.adapters)
+        self.trained_features = sum(self.engine_parameters.values())
 
-    @cached_property
-    def batch(self) -> tuple[int, int]:
-        """(global, micro) batch size of the stage."""
-        return self.config.batch_sizes(self.stage)
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the stage (at most, with `until`); None where that depends on data of unknown size."""
+        if self.stage.steps is not None:
+            return self.stage.steps
+        if self.stage.until is not None:
+            return self.stage.until.max_steps
+        if self.sequences_in_data is None or self.stage.epochs is None:
+            return None
+        return max(1, round(self.stage.epochs * ceil_div(self.sequences_in_data, self.global_batch)))
 
-    @cached_property
-    def share(self) -> int:
-        """Sequences of a step on the rank that has most."""
-        return -(-self.batch[0] // self.world)
-
-    @cached_property
-    def sequences(self) -> int:
-        """B."""
-        return min(self.batch[1], self.share)
-
-    @cached_property
-    def accumulation(self) -> int:
-        """Micro-batches a step."""
-        return -(-self.share // self.batch[1])
-
-    @cached_property
-    def length(self) -> int:
-        """T."""
-        return self.stage.sequence_length or self.config.data.sequence_length
-
-    @cached_property
-    def tokens(self) -> int:
-        """N."""
-        return self.sequences * self.length
-
-    @cached_property
-    def step_tokens(self) -> int:
-        """Tokens of all ranks in an optimizer step."""
-        return self.batch[0] * self.length
-
-    @cached_property
-    def trainable(self) -> frozenset[str]:
-        """The groups that train in this stage."""
-        return self.stage.groups
-
-    @cached_property
-    def ever_awake(self) -> frozenset[str]:
-        """The groups that any stage trains: no engine is rebuilt, so what they hold stays."""
-        return frozenset[str]().union(*(stage.groups for stage in self.config.stages))
-
-    @cached_property
-    def graph(self) -> bool:
-        """Whether gradients run through the backbone."""
-        return bool(self.trainable & {"embedding", "lora"})
-
-    @cached_property
+    @property
     def cached(self) -> bool:
         """Whether z comes from the feature cache: nothing before it trains, and the stage is longer than one pass.
 
@@ -94,56 +88,7 @@ class Sizes:
             return True
         if self.stage.epochs is not None:
             return self.stage.epochs > 1
-        steps = self.stage.steps or (self.stage.until.max_steps if self.stage.until else 0)
-        return self.sequences_in_data is not None and steps * self.batch[0] > self.sequences_in_data
-
-    @cached_property
-    def checkpointing(self) -> bool:
-        """Whether activations are recomputed."""
-        return self.config.model.gradient_checkpointing
-
-    @cached_property
-    def width(self) -> int:
-        """w."""
-        return 2 if self.config.train.precision == "bf16" else FP32
-
-    @cached_property
-    def words(self) -> int:
-        """C_w, the dimensions of U that words see."""
-        return self.config.model.causal_size or self.base.hidden
-
-    @cached_property
-    def causal(self) -> int:
-        """C."""
-        return self.words + self.config.number_dims
-
-    @cached_property
-    def group(self) -> int:
-        """g."""
-        return self.config.parallel.vocab_group_size
-
-    @cached_property
-    def rows(self) -> int:
-        """v, of the rank that has most."""
-        return -(-self.base.vocab // self.group)
-
-    @cached_property
-    def zero(self) -> int:
-        """ZeRO stage of the engine."""
-        return self.config.parallel.zero_stage
-
-    @cached_property
-    def adapters(self) -> frozenset[str]:
-        """Names of the linear maps that have an adapter (none unless a stage trains `lora`)."""
-        if "lora" not in self.ever_awake:
-            return frozenset()
-        targets = self.config.model.lora.target_modules
-        return frozenset(self.base.linears if targets == "all-linear" else targets)
-
-    @cached_property
-    def per_word(self) -> bool:
-        """Whether C is one number a word, and learns."""
-        return self.config.train.thresholds == "per-word"
+        return self.sequences_in_data is not None and (self.steps or 0) * self.global_batch > self.sequences_in_data
 
     def row_tensors(self, groups: frozenset[str]) -> list[int]:
         """Trained numbers of this rank's rows, a tensor each, where `groups` are trainable."""
@@ -152,15 +97,9 @@ class Sizes:
             found.append(self.rows * self.words)
             if train.train_class_bias:
                 found.append(self.rows)
-        if "thresholds" in groups and self.per_word:
+        if "thresholds" in groups and train.thresholds == "per-word":
             found.append(self.rows)
         return found
-
-    @property
-    def regressions(self) -> int:
-        """Rows of W_reg: of the values of a number, or of each type its value and its score."""
-        data = self.config.data
-        return 2 * len(data.types) if data.types else 1 + len(data.more_values)
 
     def whole_head(self, groups: frozenset[str]) -> int:
         """Trained numbers of the heads that every rank holds whole, where `groups` are trainable."""
@@ -168,22 +107,6 @@ class Sizes:
         scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
         sizes = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1), "noise": c}
         return sum(size for name, size in sizes.items() if name in groups) + scalar
-
-    @cached_property
-    def engine_parameters(self) -> dict[str, int]:
-        """Trained parameters that DeepSpeed's engine holds, by part; the embedding's two vectors always are."""
-        found = {"embedding of numbers": 2 * self.base.hidden}
-        if "lora" in self.ever_awake:
-            lora = self.config.model.lora
-            found["LoRA"] = self.base.lora_parameters(lora.r, lora.target_modules, lora.dora)
-            if lora.dora:
-                found["LoRA"] += self.base.layers * sum(self.base.linears[name][1] for name in self.adapters)
-        return found
-
-    @cached_property
-    def trained_features(self) -> int:
-        """All of them."""
-        return sum(self.engine_parameters.values())
 
     def over(self, stage: int) -> int:
         """Over how many ranks ZeRO spreads what it shards from `stage` on."""
@@ -202,3 +125,8 @@ def stage_sizes(
     """One for every stage. Raises `UserError` where the ranks and the vocabulary groups do not fit."""
     refuse_ranks(config.parallel.vocab_group_size, world)
     return [Sizes(config, base, world, kind, stage, sequences) for stage in config.stages]
+
+
+def ceil_div(count: int, parts: int) -> int:
+    """The largest of `parts` even shares of a count."""
+    return -(-count // parts)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import Architecture, plan
-from cqwen_dist.plan.cost import stage_cost, steps_of
+from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.known import known_architecture
 from cqwen_dist.plan.machine import MACHINES, machine
@@ -100,11 +100,11 @@ def test_time_goes_where_it_must():
 
 
 def test_hours_follow_the_schedule():
-    s = sizes(config(stages=[{**ALL, "steps": None, "epochs": 2.0}]))[0]
-    assert (steps_of(s, None), steps_of(s, 6400)) == (None, 200)
-    unknown = plan(s.config, **options(s.config))
-    assert (unknown.hours, unknown.gpu_hours) == (None, None)
-    known = plan(s.config, **options(s.config), sequences=6400)
+    settings = config(stages=[{**ALL, "steps": None, "epochs": 2.0}])
+    unknown = plan(settings, **options(settings))
+    assert (unknown.stages[0].steps, unknown.hours, unknown.gpu_hours) == (None, None, None)
+    known = plan(settings, **options(settings), sequences=6400)
+    assert known.stages[0].steps == 200
     assert known.hours is not None
     assert known.gpu_hours == pytest.approx(8 * known.hours)
 
