@@ -60,8 +60,6 @@ class Sizes:
         if "lora" in self.ever_trainable:
             self.adapters = frozenset(base.linears if lora.target_modules == "all-linear" else lora.target_modules)
             self.engine_parameters["LoRA"] = base.lora_parameters(lora.r, lora.target_modules, lora.dora)
-            if lora.dora:
-                self.engine_parameters["LoRA"] += base.layers * sum(base.linears[name][1] for name in self.adapters)
         self.trained_features = sum(self.engine_parameters.values())
 
     @property

@@ -103,12 +103,15 @@ def test_adapters_are_counted_as_peft_makes_them():
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoConfig, AutoModel
 
-    for targets in (["q_proj", "down_proj"], "all-linear"):
+    for targets, dora in ((["q_proj", "down_proj"], False), ("all-linear", False), ("all-linear", True)):
         with torch.device("meta"):
             model = AutoModel.from_config(AutoConfig.for_model(**SMALL))
-            inject_adapter_in_model(LoraConfig(r=4, target_modules=targets), model)
+            inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, use_dora=dora), model)
         made = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-        assert Architecture.of(SMALL).lora_parameters(4, targets) == made
+        assert Architecture.of(SMALL).lora_parameters(4, targets, dora) == made
+        lora = {"r": 4, "target_modules": targets, "dora": dora}
+        one = stage_sizes(config(model={"lora": lora}), Architecture.of(SMALL), world=1, kind="cpu")[0]
+        assert one.engine_parameters["LoRA"] == made
 
 
 def test_the_real_qwen_sizes_are_known():
