@@ -97,7 +97,8 @@ def calibrate(
     # Features, and the logits of the base's own rows
     search = start.positions(batches, "features", max_tokens)
     fit = search if fit_batches is None else start.positions(fit_batches, "features to fit rows to")
-    logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups, progress, used_rows)
+    progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
+    logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups, used_rows)
     if not logits.tokens:
         raise ValueError("no labelled positions to calibrate on")
     base_best = logits.best_logit()

@@ -8,7 +8,7 @@ memory, for about a thousand tokens a rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,13 +52,7 @@ class StartLogits:
     """loc_S [n, rows] of this rank's rows for the n tokens of its vocabulary group, kept while the start is chosen."""
 
     def __init__(
-        self,
-        action: ActionNetwork,
-        loc: Tensor,
-        labels: Tensor,
-        groups: Groups,
-        progress: Callable[[str, int, int], None],
-        used_rows: int | None,
+        self, action: ActionNetwork, loc: Tensor, labels: Tensor, groups: Groups, used_rows: int | None
     ) -> None:
         """loc [N,C_w] loc_U, labels [N]: this rank's tokens. used_rows: the loss leaves out words from here on."""
         self.action, self.groups, self.start = action, groups, action.vocab_start
@@ -68,7 +62,6 @@ class StartLogits:
         self.tokens = sum(exchange_counts(len(loc), groups.world, loc.device))
         self.in_loss = action.word_head(used_rows).rows
         self.logits = loc.new_empty(len(self.loc), action.rows)
-        progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
         for at in range(0, action.rows, step := max(1024, chunk_rows(*self.loc.shape))):
             rows = slice(at, at + step)
             self.logits[:, rows] = product(self.loc, action.cls_weight[rows]) + action.cls_bias[rows]
@@ -97,12 +90,12 @@ class StartLogits:
         gap = threshold - self.logits[rows_at, label_at]
         scale = gamma * norms[label_at]
         loss += (log_prob_above(scale, -gap) - log_prob_above(scale, gap)).double().sum()
-        best = self._best((self.logits - threshold) / norms.clamp(min=1e-30))
+        _, best = self._largest((self.logits - threshold) / norms.clamp(min=1e-30))
         return self._total(loss) / max(self.tokens, 1), best, prob_sum
 
     def best_logit(self) -> Tensor:
         """argmax loc_S [n], of all rows."""
-        return self._best(self.logits)
+        return self._largest(self.logits)[1]
 
     def p_of(self, word: int, threshold: float, gamma: float) -> Tensor:
         """P of one word [n]."""
@@ -156,12 +149,8 @@ class StartLogits:
         here = (self.labels >= self.start) & (self.labels < self.start + rows)
         return here.nonzero()[:, 0], self.labels[here] - self.start
 
-    def _best(self, scores: Tensor) -> Tensor:
-        """The word [n] of the largest score; the first of equals."""
-        return self._largest(scores)[1]
-
     def _largest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(largest score, its word) [n] over the rows of the group; scores: of this rank's first rows."""
+        """(largest score, its word; the first of equals) [n] over the group's rows; scores: of this rank's rows."""
         value, word = scores.new_full((len(scores),), -math.inf), self.labels.new_zeros(len(scores))
         if scores.shape[1]:
             value, word = scores.max(1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cqwen_dist.parallel.collectives import all_gather_into, reduce_scatter_into, sum_over
+from cqwen_dist.parallel.collectives import all_gather_into, gather_rows, reduce_scatter_into, sum_over
 
 Mapping = Callable[[Tensor, list[int], ProcessGroup], Tensor]
 
@@ -96,9 +96,8 @@ def sum_partials(partial: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def exchange_counts(count: int, group: ProcessGroup | None, device: torch.device) -> list[int]:
-    """How many tokens each rank of the group holds; one small all-gather and one host synchronisation."""
+    """How many tokens each rank of the group holds, by one small all-gather; the host waits for it."""
     if group is None or group.size() == 1:
         return [count]
-    counts = torch.empty(group.size(), dtype=torch.int64, device=device)
-    all_gather_into(counts, torch.tensor([count], device=device), group)
-    return [int(n) for n in counts.tolist()]
+    counts: list[int] = gather_rows(torch.tensor(count, device=device), group).tolist()
+    return counts

@@ -21,10 +21,6 @@ from cqwen_dist.parallel.vocab_parallel import vocab_range
 POINTS = [(0.0, 1.4), (6.0, 1e-2), (12.0, 1e-3), (-3.0, 0.3)]
 
 
-def nothing_said(what: str, done: int, of: int) -> None:
-    pass
-
-
 def model_of(vocab_start: int = 0, rows: int | None = None) -> CausalQwenModel:
     base = tiny_base()
     torch.manual_seed(3)
@@ -48,7 +44,7 @@ def tokens(n: int = 70, seed: int = 0, noise: float = 3.0) -> tuple[Tensor, Tens
 
 
 def search(model: CausalQwenModel, loc: Tensor, labels: Tensor, used_rows: int | None = None) -> StartLogits:
-    return StartLogits(model.action, loc, labels, ALONE, nothing_said, used_rows)
+    return StartLogits(model.action, loc, labels, ALONE, used_rows)
 
 
 def norms_of(model: CausalQwenModel) -> Tensor:
@@ -200,7 +196,7 @@ def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, 
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = model_of(start, stop - start)
     own = slice(counts[0]) if dist.get_rank() == 0 else slice(counts[0], None)
-    seen = StartLogits(model.action, loc[own], labels[own], groups, nothing_said, used)
+    seen = StartLogits(model.action, loc[own], labels[own], groups, used)
     histogram = seen.histogram()
     loss, best, prob_sum = seen.at(*AT)
     return {

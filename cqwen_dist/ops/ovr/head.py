@@ -91,7 +91,7 @@ class WordHead(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The tokens' part of the loss. All are constants without gradient."""
+    """The tokens' part of the loss: constants without gradient; weights in fp32 (fp64 for fp64)."""
 
     row: Tensor  # [N] int64: the label's row in the slice, -1 for none
     token_weights: Tensor  # [N]: factor of each token in the loss, 0 for one that takes no part

@@ -89,12 +89,10 @@ class _Visit:
     def __init__(self, u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileMaths) -> None:
         self.u, self.head, self.targets, self.need, self.maths = u, head, targets, need, maths
         self.real = real = head.real
-        self.gemm = gemm = u.loc.dtype if head.weight.is_cuda else real
+        gemm = u.loc.dtype if head.weight.is_cuda else real
 
         # Inputs, in the dtype they are used in. Bias and threshold act as one offset C - b.
         self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
-        self.token_weights = targets.token_weights.to(real)
-        self.class_weights = None if targets.class_weights is None else targets.class_weights.to(real)
         self.offset = head.threshold.detach().to(real).expand(len(head.weight))
         if head.bias is not None:
             self.offset = self.offset - head.bias.detach().to(real)
@@ -113,9 +111,8 @@ class _Visit:
         self.tiles = _Flat(2 + maths.buffers, t * n, self.x, real)
         self.low = _Flat(2 if gemm != real and any(need) else 0, t * n, self.x, gemm)
         self.blocks = _Flat(2 if head.weight.dtype != gemm else 1, n * c, self.x, gemm)
-        self.block_sums = _Flat(
-            2 if need.weight and head.weight.dtype != real else int(need.weight), n * c, self.x, real
-        )
+        sums = (2 if head.weight.dtype != real else 1) if need.weight else 0
+        self.block_sums = _Flat(sums, n * c, self.x, real)
 
     def open_block(self, words: slice) -> _Block:
         """W and |W| of a block of words in the GEMMs' dtype, and where its gradient is summed."""
@@ -142,8 +139,8 @@ class _Visit:
             self.low.view(*shape),
             self.offset[words],
             self.targets.row[some] - words.start,
-            self.token_weights[some],
-            None if self.class_weights is None else self.class_weights[words],
+            self.targets.token_weights[some],
+            None if self.targets.class_weights is None else self.targets.class_weights[words],
             self.per_token[some],
             None if self.prob_sum is None else self.prob_sum[some],
             self.targets.slope_limit,

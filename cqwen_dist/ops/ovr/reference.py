@@ -26,10 +26,10 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
     is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
     bce = _bce(gap, scale, is_label, targets.slope_limit)
     if targets.class_weights is not None:
-        bce = bce * targets.class_weights[:rows].to(real)
+        bce = bce * targets.class_weights[:rows]
     per_token = bce.sum(1)
     weights = targets.token_weights
-    loss = (weights.to(real) * torch.where(weights != 0, per_token, 0.0)).sum()
+    loss = (weights * torch.where(weights != 0, per_token, 0.0)).sum()
     prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
     return OvrOutput(loss, per_token.detach(), prob_sum)
 
