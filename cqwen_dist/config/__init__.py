@@ -8,9 +8,15 @@ from cqwen_dist.config.errors import UserError
 if TYPE_CHECKING:
     from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainConfig
     from cqwen_dist.config.data import DataConfig, NumberPolicy, source_files
-    from cqwen_dist.config.ranks import refuse_ranks
     from cqwen_dist.config.reading import changed_keys, given_config, json_schema, load_config
-    from cqwen_dist.config.schema import Config, FeatureCacheConfig, ParallelConfig, RunConfig, TrainConfig
+    from cqwen_dist.config.schema import (
+        Config,
+        FeatureCacheConfig,
+        ParallelConfig,
+        RunConfig,
+        TrainConfig,
+        refuse_ranks,
+    )
     from cqwen_dist.config.training import (
         GROUPS,
         HEADS,
@@ -53,7 +59,7 @@ __all__ = [
     "rises",
     "source_files",
 ]
-_HOMES = ("reading", "schema", "training", "data", "base_model", "ranks")
+_HOMES = ("reading", "schema", "training", "data", "base_model")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The sections of the config about the base model: which one it is, how it is turned causal, how it is pretrained."""
+"""The config's sections about the base model: which one, how it is turned causal, how it is pretrained."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from cqwen_dist.config.bases import check_model_type
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import (
-    Above0,
-    Count,
-    NonNegative,
-    Positive,
-    Real,
-    Section,
-    refused,
-)
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Real, Section, refused
 from cqwen_dist.config.training import LINEARS, LoraConfig
 
 TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
@@ -47,7 +39,7 @@ class ModelConfig(Section):
     )
     tokenizer: str | None = Field(
         None,
-        description="Tokenizer folder or hub name; default: beside the model; `train`: one built from the data.",
+        description="Tokenizer folder or hub name; default: the model's own; `train`: one built from the data.",
     )
     pretrain: PretrainConfig | None = Field(None, description="Pretrain a built base model first; null: do not.")
     num_token_id: Count | None = Field(
@@ -61,8 +53,8 @@ class ModelConfig(Section):
     )
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = Field(
         "linear",
-        description="The network from features to U; two_layer bends, and starts as the linear one; or a class of "
-        "your own as package.module:Name (docs/training.md).",
+        description="The network from features to U; two_layer is nonlinear and starts as the linear one; or a class "
+        "of your own as package.module:Name (docs/training.md).",
     )
     threshold_init: Real | str | None = Field(
         None,
@@ -74,7 +66,7 @@ class ModelConfig(Section):
     )
     level_logits: bool = Field(
         True,
-        description="Let calibration take one vector from all rows of W_cls, which softmax does not feel, so that P "
+        description="Let calibration subtract one vector from every row of W_cls, which changes no softmax, so that P "
         "ranks words as the base does; false: W_cls stays the base's head to the bit.",
     )
     reg_gain: Above0 = Field(
@@ -95,15 +87,16 @@ class ModelConfig(Section):
     )
     num_row_init: Literal["digits", "inherit", "mean", "small"] | None = Field(
         None,
-        description="Start of <NUM>'s rows. digits: the mean of the digits' at the input, at the output one fitted to "
-        "where the base would write a numeral; else the output's: the reserved row, the mean row, or a small random "
-        "one. Default: digits when start is calibrated and the base never saw <NUM>, else inherit.",
+        description="Start of <NUM>'s rows. digits: at the input the mean of the digits' rows, at the output a row "
+        "fitted to where the base would write a numeral; inherit, mean, small: the output's is the reserved row, the "
+        "mean row, or a small random one. Default: digits when start is calibrated and the base never saw <NUM>, else "
+        "inherit.",
     )
     num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
     start_numbers: Count = Field(
         0,
-        description="Numbers that the calibrated start of the regression is fitted to, about; default: those of 4,096 "
-        "tokens, of which a table with long rows has few.",
+        description="About how many numbers the calibrated start of the regression is fitted to; default: those of "
+        "4,096 tokens, which are few in a table with long rows.",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
     compile_layers: bool = Field(

@@ -1,4 +1,4 @@
-"""Which models can be a base, and why others cannot (docs/bases.md); and where a vocabulary has a row for <NUM>."""
+"""Which models can be a base, and why others cannot (docs/bases.md); the row for <NUM> in a vocabulary."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from cqwen_dist.config.errors import Said, UserError
 
-# What a base model's `model_type` may be (Qwen2.5 is qwen2, SmolLM2 llama).
+# The `model_type` of a base model (Qwen2.5 is qwen2, SmolLM2 llama).
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
-BLOCK = 64  # rows are added up to a multiple of it
+BLOCK = 64  # rows are added up to the next multiple
 
 _OTHER = "its blocks are not a Llama's"
 _WHY = {
-    "moe": "it has experts, and adapters and plan know one map a place",
-    "mixtral": "it has experts, and adapters and plan know one map a place",
-    "gemma": "it scales embeddings inside its transformer, and the later ones bend their logits",
-    "phi3": "q, k and v are one map",
-    "gpt": "positions are learnt, and its maps have other names",
-    "vl": "its text model lies inside another",
-    "llama4": "it has experts, and its text model lies inside another",
-    "mistral3": "its text model lies inside another",
+    "moe": "it has experts; adapters and planner expect one linear map in each place",
+    "mixtral": "it has experts; adapters and planner expect one linear map in each place",
+    "gemma": "it scales embeddings inside its transformer, and later versions cap their logits",
+    "phi3": "q, k and v are one linear map",
+    "gpt": "positions are learnt, and its linear maps have other names",
+    "vl": "its text model is part of a larger one",
+    "llama4": "it has experts, and its text model is part of a larger one",
+    "mistral3": "its text model is part of a larger one",
     "qwen3_5": "part of its attention is recurrent",
     "qwen3_next": "part of its attention is recurrent, and it has experts",
     "mamba": "it has no attention",
@@ -41,7 +41,7 @@ def _allowed() -> str:
 
 
 def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:
-    """The tokens that a tokenizer spells numerals with: all of digits, a space before them or not. Ascending.
+    """The ids of tokens made of digits, with or without a space before them, ascending.
 
     Ten in Qwen and SmolLM2, which cut numerals into digits; every group of up to three digits in Llama 3.
     """
@@ -50,9 +50,9 @@ def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:
 
 
 def rows_with_number(vocab_size: int, used: int, num_token_id: int) -> int:
-    """Rows of a vocabulary in which <NUM> has one: as many as there are, more where words use every one of them.
+    """Rows of a vocabulary with a row for <NUM>: `vocab_size`, or a block more where words use all rows.
 
-    used: rows that the tokenizer uses. Raises `UserError` where the two do not fit.
+    used: rows that the tokenizer uses. Raises `UserError` where <NUM> or the tokenizer does not fit.
     """
     rows = vocab_size
     if used == vocab_size <= num_token_id:

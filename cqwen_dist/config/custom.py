@@ -1,4 +1,4 @@
-"""Classes of the user's own, named in a config by their import path, `package.module:Name`."""
+"""Classes of the user, named in a config by their import path, `package.module:Name`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 
 def import_path(value: str) -> str:
-    """Check the form alone. Raises ValueError, as a validator of the schema does."""
+    """Checks the form only. Raises ValueError, as a validator of the schema does."""
     if _PATH.fullmatch(value) is None:
         raise ValueError(FORM)
     return value
 
 
 def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
-    """What an import path names. Raises `UserError` by key where it is not to be had.
+    """The class that an import path names. Raises `UserError` by key where it cannot be imported.
 
-    outside: a folder of which no module is imported, whatever sys.path says: a checkpoint's or an export's own.
+    outside: a folder, such as a checkpoint or an export, from which no module is imported, whatever sys.path says.
     """
     form = _PATH.fullmatch(path)
     if form is None:
@@ -44,11 +44,11 @@ def find_custom(key: str, path: str, outside: str | Path = "") -> Any:
         return getattr(module, form[2])
     except UserError:
         raise
-    except Exception as error:  # whatever the user's module does as it is imported
+    except Exception as error:  # the import runs the user's code, which may raise anything
         raise unusable(key, path, error, f"{FORM}, installed or below a folder in PYTHONPATH") from error
 
 
 def unusable(key: str, path: str, error: object, allowed: str) -> UserError:
-    """The error for a class that is there and does not do: in one line, what it or the check of it said."""
+    """The error for a class that exists and does not work, with its own error, or that of a check, in one line."""
     kind = f"{type(error).__name__}: " if isinstance(error, Exception) else ""
     return UserError(key, Said(f"{path}: {kind}{' '.join(str(error).split())}"), allowed)

@@ -1,4 +1,4 @@
-"""The `data` section: where texts come from, what of them is learnt, how they are cut into samples."""
+"""The `data` section: where texts come from, which parts are learnt, how they are cut into samples."""
 
 from __future__ import annotations
 
@@ -15,19 +15,10 @@ from cqwen_dist.config.fields import Above0, Count, Positive, Section, Share, re
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
 OTHER = "other"  # the type of numbers that are in no field of number_types
-# Keys of `data` that hold for watched texts too.
-_OF_ALL_TEXTS = (
-    "sequence_length",
-    "numbers",
-    "calculator_marks",
-    "max_text_mib",
-    "on_bad_line",
-    "on_nonfinite",
-    "sample_by",
-)
+# Keys of `data` that watched texts share.
+_OF_ALL = ("sequence_length", "numbers", "calculator_marks", "max_text_mib", "on_bad_line", "on_nonfinite", "sample_by")
 
-
-# What `data.recipe` sets where the config does not. `cqwen init` writes the same keys.
+# Keys that `data.recipe` sets where the config does not. `cqwen init` writes the same keys.
 QUESTION_AND_ANSWER = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("input", "output"))
 RECIPES: dict[str, dict[str, str]] = {
     "chat": {"messages_field": "messages"},
@@ -84,7 +75,7 @@ class NumberPolicy(Section):
 
 
 class WatchedTexts(Section):
-    """Texts of another kind that a run is not trained on."""
+    """Texts of another kind, not trained on."""
 
     source: str = Field(min_length=1, description="A source as in data.train; small: it is read into memory.")
     text_field: str = Field("text", min_length=1, description="The field (column) that holds the text.")
@@ -197,9 +188,9 @@ class DataConfig(Section):
     numbers: NumberPolicy = Field(NumberPolicy(), description="Which numerals become <NUM>.")
 
     def of_watched(self, name: str) -> DataConfig:
-        """How the texts of `watch[name]` are read: numbers and lengths as those of the run, whole, in order."""
+        """The config that reads `watch[name]`: numbers and lengths as in the run, whole texts, in order."""
         own = self.watch[name]
-        kept = {key: getattr(self, key) for key in _OF_ALL_TEXTS}
+        kept = {key: getattr(self, key) for key in _OF_ALL}
         return DataConfig(train=own.source, text_field=own.text_field, text_template=own.text_template, **kept)
 
     @model_validator(mode="before")
@@ -259,12 +250,12 @@ class DataConfig(Section):
 
     @property
     def types(self) -> list[str] | None:
-        """The names of the types of number; None where there is one alone."""
+        """The names of the types of number; None without number_types."""
         return [OTHER, *self.number_types] if self.number_types else None
 
 
 def _names(key: str, template: str | None) -> list[str]:
-    """The fields of a template that each occur once. Raises what a validator raises for one that names no fields."""
+    """The fields that occur once in a template. Raises as a validator does for a template without named fields."""
     if template is None:
         return []
     try:

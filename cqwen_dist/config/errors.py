@@ -1,4 +1,4 @@
-"""The one error that is the user's to mend."""
+"""The errors that the user can mend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Said(str):
-    """A `found` that is already words, not a value to be quoted."""
+    """A `found` made of words, shown without quotes."""
 
 
 class UserError(Exception):
@@ -25,7 +25,7 @@ class UserError(Exception):
 
 
 class DiskError(UserError):
-    """A disk that a run cannot go on with. away: its file system is not there, and may come back (exit 74)."""
+    """A disk that a run cannot continue on. away: its file system is unreachable and may come back (exit 74)."""
 
     def __init__(self, key: str, found: object, allowed: str, where: str = "", away: bool = False) -> None:
         super().__init__(key, found, allowed, where)

@@ -1,4 +1,4 @@
-"""What sections of the schema are made of: types with their bounds, the section itself, and how one refuses."""
+"""The building blocks of the schema: types with bounds, the section, the error of a validator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WordId = Annotated[int, BeforeValidator(no_bool), Field(ge=0)]
 
 
 def refused(key: str, found: object, allowed: str) -> PydanticCustomError:
-    """What a validator raises: `key` is relative to its section; reading.py makes it a `UserError`."""
+    """The error that a validator raises: `key` is relative to its section; reading.py makes it a `UserError`."""
     return PydanticCustomError("refused", "{allowed}", {"key": key, "found": found, "allowed": allowed})
 
 

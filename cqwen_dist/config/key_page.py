@@ -1,4 +1,4 @@
-"""Every config key as Markdown, out of the JSON Schema: `cqwen config schema --markdown`, a page of the site."""
+"""Every config key as Markdown, from the JSON Schema: `cqwen config schema --markdown`, a page of the site."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _types(key: dict[str, Any]) -> list[str]:
 
 
 def _allowed(key: dict[str, Any]) -> str:
-    """What a value may be, in a few words; null, which stands for the default, is left out."""
+    """The allowed values in a few words; null, which means the default, is left out."""
     if "anyOf" in key:
         return " or ".join(dict.fromkeys(_allowed(part) for part in key["anyOf"] if part.get("type") != "null"))
     if "enum" in key or "const" in key:
@@ -67,7 +67,7 @@ def _code(value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """A description in a table: `<NUM>` is no tag, but for what stands in backticks."""
+    """A description in a table cell: escaped, so that <NUM> is no tag, except for code in backticks."""
     parts = text.replace("|", "\\|").replace("\n", " ").split("`")
     return "`".join(part if i % 2 else part.replace("<", "&lt;").replace("*", "\\*") for i, part in enumerate(parts))
 

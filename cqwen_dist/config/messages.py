@@ -1,4 +1,4 @@
-"""From pydantic's list of errors to the one line a user needs: the key, what was found, what is allowed."""
+"""From pydantic's list of errors to one line for the user: the key, the value found, the values allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cqwen_dist.config.schema import Config, Section
 
 Path = tuple[str, ...]
 
-# pydantic's error types, in the words of someone who writes YAML
+# pydantic's error types in terms of YAML
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -27,11 +27,11 @@ _WORDS = {
 
 
 def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
-    """(path, found, allowed) of the error that helps most; `tree` is what was validated."""
+    """(path, found, allowed) of the most helpful error; `tree` is what was validated."""
     errors = [(_path(item["loc"], tree), item) for item in error.errors(include_url=False)]
     # A misspelled key is also a missing one: name the misspelling.
     errors.sort(key=lambda pair: pair[1]["type"] not in ("extra_forbidden", "invalid_key"))
-    # The members of a union fail one by one: the deepest is the one that was meant.
+    # Each member of a union fails: the deepest error belongs to the member that was meant.
     top = errors[0][0]
     path = max((p for p, _ in errors if p[: len(top)] == top), key=len)
     same = [item for p, item in errors if p == path]
@@ -88,7 +88,7 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def _path(loc: tuple[int | str, ...], tree: Any) -> Path:
-    """pydantic's location without the names of union members that it puts between."""
+    """pydantic's location without the names of union members in it."""
     path: list[str] = []
     for part in loc:
         if isinstance(tree, dict):
@@ -123,7 +123,7 @@ def _section_words(annotation: Any) -> str:
 
 
 def _instead(path: Path) -> str:
-    """What could stand in place of an unknown key."""
+    """The keys allowed in place of an unknown one, with the likely one first."""
     section = section_of(annotation_at(path[:-1]))
     names = list(section.model_fields) if section else []
     close = difflib.get_close_matches(path[-1], names, n=1)

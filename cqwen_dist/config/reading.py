@@ -1,9 +1,6 @@
 """From a YAML file and dotted overrides to a checked `Config`, or to one `UserError` line.
 
-Reading imports no torch, touches no network and changes nothing in the world.
-
-Editors complete the keys: `cqwen config schema > cqwen.schema.json`, and as the first line of the config
-`# yaml-language-server: $schema=cqwen.schema.json` (the path is relative to the config).
+Reading imports no torch, uses no network and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from cqwen_dist.config.messages import annotation_at, explain, members_of, secti
 from cqwen_dist.config.schema import Config, Section
 from cqwen_dist.config.tiers import with_tiers
 
-# What may differ between the command that began a run and the one that goes on with it.
+# Keys that may differ between the command that began a run and one that continues it.
 RESUMABLE = (
     "run.",
     "parallel.",
@@ -41,7 +38,7 @@ RESUMABLE = (
     "data.cache_dir",
     "data.workers",
     "data.prefetch",
-    # Where they lie; their contents are compared (`checkpoint.identity`).
+    # Paths: their contents are compared instead (`checkpoint.identity`).
     "data.train",
     "data.eval",
     "model.name_or_path",
@@ -64,7 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def given_config(given: Config | Mapping[str, Any] | str | Path, overrides: Mapping[str, Any]) -> Config:
-    """A config out of Python: a file's path, a `Config`, or a dict of plain values and sections such as `Stage`.
+    """A config given in Python: a file's path, a `Config`, or a dict of plain values and sections such as `Stage`.
 
     overrides: by dotted key. Raises `UserError`.
     """
@@ -128,10 +125,10 @@ def _read(path: Path) -> str:
 
 
 def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> tuple[str, ...]:
-    """Apply one dotted `key=value` to the tree in place; returns the path. given: the value, where it is not text."""
+    """Apply one dotted `key=value` to the tree in place; returns the path. given: the value, if not text."""
     key, equals, raw = text.partition("=")
     path = tuple(key.strip().split("."))
-    if not equals or not all(path) or not _printable(text):
+    if not equals or not all(path) or not yaml_text.is_text(text):
         raise UserError("override", text, "key=value, for instance stages.0.steps=3")
     at: Any = tree
     for depth, part in enumerate(path):
@@ -172,7 +169,7 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
 
 
 def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
-    """What an override finds where the file has nothing: the schema's own list, or an empty section."""
+    """The value that an override changes where the file has none: the schema's list, or an empty section."""
     section = section_of(annotation_at(path[:-1]))
     if section is None or path[-1] not in section.model_fields:
         return {}
@@ -185,14 +182,6 @@ def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
 def _where(text: str) -> str:
     text = text.removesuffix("=")
     return f"override {text}" if len(text) <= 80 else f"override {text[:77]}..."
-
-
-def _printable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def json_schema(basic_only: bool = False) -> str:

@@ -10,17 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from cqwen_dist.config import yaml_text
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
-from cqwen_dist.config.errors import Said
-from cqwen_dist.config.fields import (
-    Above0,
-    Count,
-    NonNegative,
-    Positive,
-    Section,
-    Share,
-    no_bool,
-    refused,
-)
+from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Share, no_bool, refused
 from cqwen_dist.config.training import LossConfig, Stage
 
 
@@ -38,7 +29,7 @@ class ParallelConfig(Section):
 
 
 class FeatureCacheConfig(Section):
-    """Stages in which nothing before z trains: z is computed once, on disk, and the epochs run on the heads alone."""
+    """Stages in which nothing before z trains: z is computed once and stored; the epochs train the heads from it."""
 
     mode: Literal["auto", "never", "require"] = Field(
         "auto", description="auto: where it is valid and saves time; require: refuse the run where it is not."
@@ -70,7 +61,7 @@ class TrainConfig(Section):
     max_refused_steps: Positive = Field(
         3,
         description="Steps in a row that may be refused, because their loss or gradient is not finite, before the run "
-        "stops; fewer are passed over, and named in alarms.jsonl.",
+        "stops; fewer are skipped, and named in alarms.jsonl.",
     )
     check_ranks_every: Count = Field(
         100,
@@ -89,7 +80,7 @@ class TrainConfig(Section):
     )
     keep_every: Count = Field(0, description="Keep every checkpoint whose step is a multiple of this; 0: none.")
     background_save: bool = Field(True, description="Write checkpoints while training goes on; false: wait for each.")
-    thresholds: Literal["per-word", "scalar", "fixed"] = Field("per-word", description="What of C is learnable.")
+    thresholds: Literal["per-word", "scalar", "fixed"] = Field("per-word", description="How C is learnt.")
     train_class_bias: bool = Field(False, description="Train b_cls too (it moves loc_S; C does not).")
     feature_cache: FeatureCacheConfig = Field(
         FeatureCacheConfig(), description="z of stages that train the heads alone, computed once."
@@ -97,7 +88,7 @@ class TrainConfig(Section):
 
 
 class RunConfig(Section):
-    """Where the run lives."""
+    """The run's folder, name, and loggers."""
 
     dir: str = Field("runs/default", min_length=1, description="The run's folder; the same command on it goes on.")
     name: str | None = Field(None, description="Shown in W&B; default: the folder's name.")
@@ -179,7 +170,7 @@ class Config(Section):
         return self
 
     def _check_heads(self) -> None:
-        """What is given for each value, and for each word, fits their number."""
+        """Keys with an entry for each value, or for each word, have the right number of entries."""
         if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
             allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
             raise refused("loss.value_weights", self.loss.value_weights, allowed)
@@ -238,39 +229,39 @@ class Config(Section):
 
     @property
     def base_folder(self) -> str:
-        """The base model: the one named, or the folder inside the run in which the run builds it."""
+        """The base model: the one named, or the folder in the run where the run builds it."""
         return self.model.name_or_path or str(Path(self.run.dir) / "base")
 
     @property
     def tokenizer_source(self) -> str:
-        """The tokenizer: the one named, else what lies beside the base."""
+        """The tokenizer: the one named, else the base's."""
         named = self.model.tokenizer
         return self.base_folder if named is None or named == TRAIN_TOKENIZER else named
 
     @property
     def number_dims(self) -> int:
-        """m, the number dimensions added to U (0 in the seed presets unless asked for)."""
+        """m, the number dimensions added to U, resolved."""
         if self.model.number_dims is not None:
             return self.model.number_dims
         return 8 if self.start == "calibrated" else 0
 
     @property
     def w_num_scale(self) -> float | None:
-        """The factor on w_num's start, resolved; None: by the norm of the digits' rows."""
+        """The factor on the start of w_num, resolved; None: from the norm of the digits' rows."""
         if self.model.w_num_scale is not None or self.num_row_init == "digits":
             return self.model.w_num_scale
         return 0.2 if self.start == "calibrated" else 1.0
 
     @property
     def num_row_init(self) -> str:
-        """How <NUM>'s rows start, resolved: a base that this run pretrained on texts with <NUM> knows it already."""
+        """How <NUM>'s rows start, resolved: a base that this run pretrained has seen <NUM>."""
         if self.model.num_row_init is not None:
             return self.model.num_row_init
         return "digits" if self.start == "calibrated" and self.model.architecture is None else "inherit"
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Where the joint gradient norm is clipped, resolved; None: by what is usual."""
+        """The limit of the joint gradient norm, resolved; None: three times the usual one."""
         limit = self.train.max_grad_norm
         if limit is None:
             return None if self.start == "calibrated" else 1.0
@@ -278,15 +269,23 @@ class Config(Section):
 
     @property
     def slope_limit(self) -> float:
-        """Where the slope of a word's loss is cut, resolved; 0: nowhere."""
+        """The limit of the slope of a word's loss, resolved; 0: none."""
         limit = self.loss.slope_limit
         return limit if limit is not None else 1.0 if self.start == "calibrated" else 0.0
 
     @property
     def target_transform(self) -> str:
-        """The regression's unit, resolved (raw in the seed presets unless asked for)."""
+        """The regression's unit, resolved."""
         return self.loss.target_transform or ("standardise" if self.start == "calibrated" else "none")
 
     def to_yaml(self) -> str:
         """The config as resolved; loading it again gives an equal config."""
         return yaml_text.dump(self.model_dump())
+
+
+def refuse_ranks(vocab_group_size: int, world: int) -> None:
+    """Raises `UserError` where vocabulary groups of a size do not divide `world` ranks."""
+    if world % vocab_group_size:
+        divisors = ", ".join(str(d) for d in range(1, min(world, 1024) + 1) if world % d == 0)
+        ranks = f"the {world} rank{'s' * (world > 1)}"
+        raise UserError("parallel.vocab_group_size", vocab_group_size, f"a divisor of {ranks}: {divisors}")

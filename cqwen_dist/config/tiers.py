@@ -1,61 +1,22 @@
-"""Two tiers of config keys: those that most runs set, and the others, which have defaults that rarely change."""
+"""Two tiers of config keys: basic ones, which most runs set, and expert ones, whose defaults rarely change."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# In the order of a config. A section that is not named has expert keys alone.
-BASIC = (
-    "model.name_or_path",
-    "model.architecture",
-    "model.tokenizer",
-    "model.gradient_checkpointing",
-    "model.compile_layers",
-    "model.lora.r",
-    "model.lora.alpha",
-    "model.lora.dropout",
-    "model.lora.target_modules",
-    "model.warm_start",
-    "data.train",
-    "data.eval",
-    "data.eval_fraction",
-    "data.watch",
-    "data.recipe",
-    "data.text_field",
-    "data.text_template",
-    "data.prompt_template",
-    "data.sequence_length",
-    "data.pack",
-    "data.numeric_targets",
-    "start",
-    "loss.reg_weight",
-    "loss.target_transform",
-    "loss.constraint.mode",
-    "loss.constraint.eps",
-    "stages.name",
-    "stages.train",
-    "stages.steps",
-    "stages.epochs",
-    "stages.until.metric",
-    "stages.until.patience",
-    "stages.until.max_steps",
-    "stages.lr",
-    "stages.lr_groups",
-    "stages.warmup_steps",
-    "parallel.zero_stage",
-    "parallel.vocab_group_size",
-    "train.global_batch_size",
-    "train.micro_batch_size",
-    "train.precision",
-    "train.seed",
-    "train.checkpoint_every",
-    "train.eval_every",
-    "train.best_metric",
-    "run.dir",
-    "run.name",
-    "run.resume",
-    "run.wandb",
-)
+# By section, in the order of a config. A section that is not named has expert keys alone.
+_BASIC = {
+    "model": "name_or_path architecture tokenizer gradient_checkpointing compile_layers warm_start",
+    "model.lora": "r alpha dropout target_modules",
+    "data": "train eval eval_fraction watch recipe text_field text_template prompt_template sequence_length pack "
+    "numeric_targets",
+    "loss": "reg_weight target_transform constraint.mode constraint.eps",
+    "stages": "name train steps epochs until.metric until.patience until.max_steps lr lr_groups warmup_steps",
+    "parallel": "zero_stage vocab_group_size",
+    "train": "global_batch_size micro_batch_size precision seed checkpoint_every eval_every best_metric",
+    "run": "dir name resume wandb",
+}
+BASIC = ("start", *(f"{section}.{key}" for section, keys in _BASIC.items() for key in keys.split()))
 
 
 def with_tiers(schema: dict[str, Any], basic_only: bool) -> dict[str, Any]:
@@ -90,7 +51,7 @@ def sections_of(key: dict[str, Any]) -> list[str]:
 
 
 def _drop_unused(schema: dict[str, Any]) -> None:
-    """Without the definitions that nothing refers to any more."""
+    """Drop the definitions that nothing refers to."""
     definitions = schema.pop("$defs", {})
     used: set[str] = set()
     left = [schema]

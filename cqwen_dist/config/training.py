@@ -1,4 +1,4 @@
-"""The sections that say what is learnt: adapters, losses, the constraint, stages."""
+"""The config's sections about learning: adapters, losses, the constraint, stages."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said
-from cqwen_dist.config.fields import (
-    Above0,
-    Count,
-    NonNegative,
-    Positive,
-    Section,
-    Share,
-    Unit,
-    WordId,
-    refused,
-)
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Share, Unit, WordId, refused
 
 Group = Literal["embedding", "abduction", "classifier", "noise", "regression", "thresholds", "lora"]
 GROUPS: tuple[str, ...] = get_args(Group)
 # `heads` in a stage's `train` stands for these five.
 HEADS: tuple[str, ...] = ("abduction", "classifier", "noise", "regression", "thresholds")
-# Figures of which more is better; of the others less is.
+# A metric whose name ends so is better when higher; any other when lower.
 _RISING = ("accuracy", "precision", "recall", "f1")
 
 
 def _off(value: object) -> object:
-    """YAML takes a bare off for false."""
+    """YAML 1.1 reads a bare off as false."""
     return "off" if value is False else value
 
 
@@ -199,7 +189,7 @@ class Stage(Section):
     @model_validator(mode="before")
     @classmethod
     def _unmerged(cls, given: Any) -> Any:
-        """Merging at a boundary is a wish one may have; it would cost more than it gives."""
+        """`merge` is no key: refuse it with the reason."""
         if isinstance(given, dict) and given.get("merge"):
             allowed = (
                 "no merging between stages: KL and forgetting are measured with the adapters off, and a merged "

@@ -78,9 +78,9 @@ def test_features_of_a_training_batch_need_no_mask(kind: str) -> None:
         ("qwen2_moe", "it has experts"),
         ("mixtral", "it has experts"),
         ("gemma2", "it scales embeddings"),
-        ("phi3", "q, k and v are one map"),
+        ("phi3", "q, k and v are one linear map"),
         ("gpt2", "positions are learnt"),
-        ("qwen2_5_vl", "its text model lies inside another"),
+        ("qwen2_5_vl", "its text model is part of a larger one"),
         ("bert", "its blocks are not a Llama's"),
     ],
 )
