@@ -22,6 +22,7 @@ from cqwen_dist.config import Config
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.plan import Architecture
+from cqwen_dist.plan.known import known_architecture
 from cqwen_dist.plan.make import tensor_bytes, worst
 from cqwen_dist.plan.memory import MIB, WORKSPACE
 from cqwen_dist.plan.sizes import Kind, stage_sizes
@@ -47,26 +48,6 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
-}
-# Qwen2.5-0.5B
-HALF: dict[str, Any] = {
-    **SMALL,
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-}
-# Qwen2.5-7B
-SEVEN: dict[str, Any] = {
-    **SMALL,
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
 }
 ALL, NO_LORA, HEADS = ["heads", "embedding", "lora"], ["heads", "embedding"], ["heads"]
 BF16 = {"train.precision": "bf16"}
@@ -126,10 +107,10 @@ def _on_gpu() -> list[Case]:
         micro: int,
         changes: dict[str, Any] | None = None,
         trains: list[str] = ALL,
-        of: dict[str, Any] = HALF,
-        layers: int | None = None,
+        size: str = "0.5B",
+        **architecture: int,
     ) -> Case:
-        architecture = {**of, "num_hidden_layers": layers or of["num_hidden_layers"]}
+        architecture = {**(known_architecture(f"Qwen/Qwen2.5-{size}") or {}), **architecture}
         return Case(name, architecture, BF16 | _batch(1024, micro) | (changes or {}), [trains])
 
     return [
@@ -148,11 +129,11 @@ def _on_gpu() -> list[Case]:
         case("0.5B, fp32", 4, {"train.precision": "fp32"}),
         case("0.5B, ZeRO-2", 8, ZERO_2),
         case("0.5B, KL held", 8, KL_HELD),
-        case("0.5B, chunked loss", 8, {"loss.impl": "chunked"}, layers=6),
-        case("7B wide, 4 layers, 4 x 1024", 4, of=SEVEN, layers=4),
-        case("7B wide, 4 layers, heads", 8, trains=HEADS, of=SEVEN, layers=4),
-        case("7B wide, 8 layers, checkpointing", 8, CHECKPOINTING, of=SEVEN, layers=8),
-        case("7B, 2 x 1024", 2, of=SEVEN),
+        case("0.5B, chunked loss", 8, {"loss.impl": "chunked"}, num_hidden_layers=6),
+        case("7B wide, 4 layers, 4 x 1024", 4, size="7B", num_hidden_layers=4),
+        case("7B wide, 4 layers, heads", 8, trains=HEADS, size="7B", num_hidden_layers=4),
+        case("7B wide, 8 layers, checkpointing", 8, CHECKPOINTING, size="7B", num_hidden_layers=8),
+        case("7B, 2 x 1024", 2, size="7B"),
     ]
 
 

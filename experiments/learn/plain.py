@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import DataConfig
@@ -98,12 +99,9 @@ def _numbers(
     order = sorted(range(len(prefixes)), key=lambda i: len(prefixes[i]))
     for at in range(0, len(order), DECODED):
         some = order[at : at + DECODED]
-        width = max(len(prefixes[i]) for i in some)
-        ids = torch.full((len(some), width), tokenizer.pad_token_id)
-        mask = torch.zeros(ids.shape, dtype=torch.int64)
-        for row, i in enumerate(some):
-            ids[row, width - len(prefixes[i]) :] = torch.tensor(prefixes[i])
-            mask[row, width - len(prefixes[i]) :] = 1
+        rows = [torch.tensor(prefixes[i]) for i in some]
+        ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         new = model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
@@ -111,7 +109,7 @@ def _numbers(
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
-        )[:, width:]
+        )[:, ids.shape[1] :]
         for row, i in enumerate(some):
             text = tokenizer.tokenizer.decode(new[row], skip_special_tokens=True)
             found = [value for start, _, value in find_numbers(text, tokenizer.policy) if start <= 1]

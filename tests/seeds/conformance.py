@@ -17,9 +17,9 @@ PAGE, DECISIONS, ROWS = (
 )
 HEAD = """# The seeds, row by row
 
-What CausalQwen's author asks for in five documents (S0 to S4, see CONTRIBUTING.md), the files that do it, the tests that
-check it, and the decision if this project departs from it. `make conformance` writes this page from `tests/seeds/rows.yaml`.
-The suite fails for a row without a test or a decision, and for a test that does not exist.
+What CausalQwen's author asks for in five documents (S0 to S4, see CONTRIBUTING.md), the files that do it, the tests
+that check it, and the decision if this project departs from it. `make conformance` writes this page from
+`tests/seeds/rows.yaml`. The suite fails for a row without a test or a decision, and for a test that does not exist.
 
 | # | asked | seed | lives in | tests | decisions |
 |---|---|---|---|---|---|
