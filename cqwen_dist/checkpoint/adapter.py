@@ -1,10 +1,10 @@
-"""Adapters in PEFT's own format: what `PeftModel.from_pretrained(base, folder)` reads, without this package.
+"""Adapters in PEFT's own format, which `PeftModel.from_pretrained(base, folder)` reads without this package.
 
     adapter/adapter_model.safetensors    whole tensors, fp32, under PEFT's names
     adapter/adapter_config.json          rank, alpha, modules, and the base model's name
 
-PEFT leaves the adapter's name out of a tensor's; ours, which an optimizer's moments go by, are the parameters' in
-`CausalQwenModel.features`.
+PEFT's names of tensors leave out the adapter's name. Our names, also of the optimizer's moments, are those of the
+parameters in `CausalQwenModel.features`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 
 def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
-    """Raises `UserError` by key where an adapter in PEFT's format is of another shape or scale than the settings."""
+    """Raises `UserError` with the key if an adapter in PEFT's format has another shape or scale than the settings."""
     try:
         saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -87,8 +87,8 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
         ("dora", "use_dora", False),
         ("target_modules", "target_modules", None),
     ):
-        here, there = getattr(wanted, name), saved.get(name, default)
-        if isinstance(there, list):
-            here, there = (sorted(here) if isinstance(here, set) else here), sorted(there)
-        if here != there:
-            raise UserError(f"model.lora.{key}", here, f"{there!r}, as in {folder / CONFIG}")
+        ours, theirs = getattr(wanted, name), saved.get(name, default)
+        if isinstance(theirs, list):
+            ours, theirs = (sorted(ours) if isinstance(ours, set) else ours), sorted(theirs)
+        if ours != theirs:
+            raise UserError(f"model.lora.{key}", ours, f"{theirs!r}, as in {folder / CONFIG}")

@@ -1,10 +1,10 @@
-"""A plain model of the base's kind out of a CausalQwen: its logits are loc_S, so any server serves mode compatible.
+"""A plain model of the base's kind made out of a CausalQwen. Its logits are loc_S: any server serves mode compatible.
 
     loc_S = W_cls (W_loc z + b_loc) + b_cls = (W_cls W_loc) z + (W_cls b_loc + b_cls)
 
-The product is the head. The rest is a bias, for which these architectures have no place. What stays behind: scales,
-thresholds, the regression (a `<NUM>` has no value there), and w_num: numbers are read as `<NUM>` of value 0. Rows that
-were added for `<NUM>` go again, so there the plain model has the base's own vocabulary, and numerals as digits alone.
+The product is the head. The rest is a bias, for which these architectures have no place. Left out are the scales, the
+thresholds, the regression (a `<NUM>` has no value there) and w_num: numbers are read as `<NUM>` of value 0. Rows that
+were added for `<NUM>` are removed: the plain model then has the base's own vocabulary, and reads numerals as digits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cqwen_dist.model import CausalQwenForCausalLM
 from cqwen_dist.model.abduction import AbductionNetwork
 
 OPTION = "--as-base"
-HELD = 1e-6  # a bias up to this, in logits, is rounding
+HELD = 1e-6  # logits; a smaller bias is rounding
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def folded_head(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
 def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrainedModel, Tensor]:
     """The plain model, and the bias [V] that it leaves out. The backbone's tensors are shared; adapters are merged.
 
-    V are the base's own rows. Raises `UserError` where the bias is more than rounding, unless it is to be left out.
+    V: the base's own rows. Raises `UserError` if the bias is more than rounding, unless drop_bias is set.
     """
     words = model.config.vocab_size - model.config.added_rows
     head, bias = (part[:words] for part in folded_head(model))
@@ -79,10 +79,10 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
 
 
 def plain_tokenizer(tokenizer: Any, config: Any) -> Any:
-    """transformers' own tokenizer, which writes the model's `<NUM>` as such: a number without a value is to be seen.
+    """transformers' own tokenizer, with the model's `<NUM>` as a visible token.
 
-    config: the `CausalQwenConfig`. Where `<NUM>`'s row was added the plain model has none, and the tokenizer stays as
-    it is. Raises RuntimeError where the tokenizer gives `<NUM>` another row.
+    config: the `CausalQwenConfig`. If `<NUM>`'s row was added, the plain model has none and the tokenizer stays as it
+    is. Raises RuntimeError if the tokenizer gives `<NUM>` another row.
     """
     plain, row = copy.deepcopy(tokenizer), config.num_token_id
     first = max(plain.get_vocab().values()) + 1

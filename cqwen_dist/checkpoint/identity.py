@@ -1,8 +1,8 @@
-"""What a run learns from, as digests: a checkpoint holds them, so that none of it is exchanged unnoticed.
+"""Digests of a run's inputs. A checkpoint holds them, so that no input is exchanged unnoticed.
 
-data        the training texts as ids and values, in order, and how they are cut and packed
-eval        the same of the held-out texts
-tokenizer   what turns text into ids and values, the policy of numbers among it
+data        the training texts as ids and values, in order, cut and packed
+eval        the held-out texts, likewise
+tokenizer   the tokenizer with its policy of numbers
 base        config.json and every safetensors file of the base model
 """
 
@@ -16,13 +16,13 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import known_digest
 
-# A cause before what follows from it: another tokenizer makes other ids of the same texts.
+# Causes come first: another tokenizer also changes the ids of the same texts.
 KEYS = {"tokenizer": "model.tokenizer", "base": "model.name_or_path", "data": "data.train", "eval": "data.eval"}
 _NOUNS = {"tokenizer": "a tokenizer", "base": "a base model", "data": "training texts", "eval": "held-out texts"}
 
 
 def base_digest(folder: Path, memo: Path) -> str:
-    """SHA-256 of a base model's files. memo: the folder that remembers digests of files that have not changed."""
+    """SHA-256 of a base model's files. memo: a folder that keeps the digests of unchanged files."""
     files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
     return hashlib.sha256("".join(known_digest(file, memo) for file in files).encode()).hexdigest()
 
@@ -30,9 +30,9 @@ def base_digest(folder: Path, memo: Path) -> str:
 def refuse_exchanged(
     saved: Mapping[str, str], found: Mapping[str, str], accept: Sequence[str], source: object
 ) -> list[str]:
-    """The inputs in `found` that are not what was saved and that `accept` names; one that it does not is a `UserError`.
+    """The names of inputs that differ from the saved ones. Raises `UserError` for one that `accept` does not name.
 
-    saved: digests out of a checkpoint; none in one of an older version. source: the checkpoint, for the error.
+    saved: digests from a checkpoint; one of an older version has none. source: the checkpoint, for the error.
     """
     exchanged = [name for name in KEYS if name in saved and name in found and saved[name] != found[name]]
     for name in exchanged:

@@ -1,7 +1,7 @@
-"""The code that an exported folder carries, so that it loads where this package is not (trust_remote_code=True).
+"""The code in an exported folder, so that it loads without this package (trust_remote_code=True).
 
-Nothing is written twice: the files are made out of the package's own modules. Of each module those definitions are
-taken, as they stand there, that the classes in `FILES` reach. A name that would mean two things in one file is refused.
+The files are made out of the package's own modules: every definition that the classes in `FILES` reach is copied as it
+is. A name that would mean two things in one file is refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from pydantic import BaseModel
 
 from cqwen_dist.config import LoraConfig, NumberPolicy
 
-Name = tuple[str, str]  # a module of ours, and what it defines
-Reached = Mapping[Name, Mapping[str, Name | str]]  # definitions, and what the names in each mean
+Name = tuple[str, str]  # a module of ours, and a name that it defines
+Meaning = Name | str  # a definition of ours, or the import statement of another package's
+Reached = Mapping[Name, Mapping[str, Meaning]]  # definitions, and the meanings of the names in each
 
 CONFIGURATION, MODELING = "configuration_causal_qwen", "modeling_causal_qwen"
 TOKENIZATION = "tokenization_causal_qwen"
-# The files and what each is for. What two of them need is in the first.
+# The files and their classes. Definitions that two files need are in the first.
 FILES: dict[str, list[Name]] = {
     CONFIGURATION: [("cqwen_dist.model.configuration", "CausalQwenConfig")],
     MODELING: [
@@ -35,7 +36,7 @@ FILES: dict[str, list[Name]] = {
     ],
     TOKENIZATION: [("cqwen_dist.data.auto_tokenizer", "CausalQwenTokenizer")],
 }
-# What begins or trains a model: in the folder these raise.
+# Functions that create or train a model. In the folder they raise.
 TRAINING = {
     "CausalQwenForCausalLM.from_base",
     "CausalQwenForCausalLM._loss",
@@ -43,20 +44,18 @@ TRAINING = {
     "CausalQwenModel.from_base_model",
     "CausalQwenModel.kept_features",
 }
-ADAPTERS = {"inject_lora", "merge_lora"}  # likewise where there are none: then nothing needs peft
-SECTIONS: dict[str, type[BaseModel]] = {
-    "NumberPolicy": NumberPolicy,
-    "LoraConfig": LoraConfig,
-}  # of pydantic; in the folder dataclasses
+ADAPTERS = {"inject_lora", "merge_lora"}  # they raise in a model without adapters, which then does not need peft
+# Pydantic models of the config, which become dataclasses in the folder.
+SECTIONS: dict[str, type[BaseModel]] = {"NumberPolicy": NumberPolicy, "LoraConfig": LoraConfig}
 WIDTH = 120
-ROOT = Path(__file__).parents[2]  # where `cqwen_dist` lies
+ROOT = Path(__file__).parents[2]  # the folder of `cqwen_dist`
 HEAD = "# Written by `cqwen export` out of the modules of cqwen_dist that are named below (Apache License 2.0)."
 
 
 def write_code(folder: Path, adapters: bool) -> None:
-    """Write the files into an exported folder, and their names (`auto_map`) into the configs that stand there.
+    """Write the files into an exported folder, and their names (`auto_map`) into its configs.
 
-    adapters: whether there are some in place; then the code imports peft.
+    adapters: whether the model has any; the code then imports peft.
     """
     for name, text in portable_files(adapters).items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
@@ -87,8 +86,7 @@ class _Module:
     doc: str = ""
     nodes: dict[str, ast.stmt] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # with the comments above
-    ours: dict[str, Name] = field(default_factory=dict)  # of this package: where it is defined
-    others: dict[str, str] = field(default_factory=dict)  # of other packages: the statement
+    imports: dict[str, Meaning] = field(default_factory=dict)
 
 
 @cache
@@ -97,7 +95,7 @@ def _module(name: str) -> _Module:
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     tree, lines, last = ast.parse(source), source.splitlines(), 0
     found = _Module(ast.get_docstring(tree) or "")
-    if path.is_dir():  # what it hands on at its first use, it imports for type checkers
+    if path.is_dir():  # a folder's lazy names stand under TYPE_CHECKING
         tree.body += [node for part in tree.body if isinstance(part, ast.If) for node in part.body]
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -113,21 +111,21 @@ def _note_import(module: _Module, node: ast.Import | ast.ImportFrom) -> None:
     for alias in node.names:
         local = alias.asname or alias.name
         if isinstance(node, ast.Import):
-            module.others[local.split(".")[0]] = ast.unparse(ast.Import([alias]))
+            module.imports[local.split(".")[0]] = ast.unparse(ast.Import([alias]))
         elif str(node.module).startswith("cqwen_dist"):
-            module.ours[local] = (str(node.module), alias.name)
+            module.imports[local] = (str(node.module), alias.name)
         else:
-            module.others[local] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
+            module.imports[local] = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
 
 
-def _meaning(module: str, name: str) -> Name | str | None:
-    """Where a name of a module comes from: ours, or the import of another package's. None: neither."""
-    source = _module(module)
-    if name in source.nodes:
+def _meaning(module: str, name: str) -> Meaning | None:
+    """The meaning of a name in a module; None if it neither defines nor imports it."""
+    if name in _module(module).nodes:
         return module, name
-    if name in source.ours:  # a package's __init__ may hand on what it imports itself
-        return _meaning(*source.ours[name]) or source.ours[name]
-    return source.others.get(name)
+    found = _module(module).imports.get(name)
+    if isinstance(found, tuple):
+        return _meaning(*found) or found  # a package's __init__ may import it from elsewhere
+    return found
 
 
 def _defined(node: ast.stmt) -> list[str]:
@@ -138,15 +136,15 @@ def _defined(node: ast.stmt) -> list[str]:
 
 
 def _absent(node: ast.stmt, absent: set[str]) -> list[ast.stmt]:
-    """The functions of a definition, or itself, that the folder's code does without."""
+    """The functions in `absent`: methods of a class, or the definition itself."""
     if isinstance(node, ast.ClassDef):
         return [part for part in node.body if f"{node.name}.{getattr(part, 'name', '')}" in absent]
     return [node] if isinstance(node, ast.FunctionDef) and node.name in absent else []
 
 
-def _reached(roots: Iterable[Name], absent: set[str]) -> dict[Name, dict[str, Name | str]]:
-    """All definitions that these need, and in each what its names mean. Raises ValueError for a module of ours."""
-    found: dict[Name, dict[str, Name | str]] = {}
+def _reached(roots: Iterable[Name], absent: set[str]) -> dict[Name, dict[str, Meaning]]:
+    """All definitions that the roots need, with the meanings of their names. Raises ValueError for a module of ours."""
+    found: dict[Name, dict[str, Meaning]] = {}
     waiting = list(roots)
     while waiting:
         if (at := waiting.pop()) not in found:
@@ -155,8 +153,8 @@ def _reached(roots: Iterable[Name], absent: set[str]) -> dict[Name, dict[str, Na
     return found
 
 
-def _names_in(module: str, name: str, absent: set[str]) -> dict[str, Name | str]:
-    """What the names in a definition mean."""
+def _names_in(module: str, name: str, absent: set[str]) -> dict[str, Meaning]:
+    """The meanings of the names in a definition."""
     if name in SECTIONS:
         text = _section(SECTIONS[name])
         return {n: f"from dataclasses import {n}" for n in ("asdict", "dataclass", "field") if f"{n}(" in text}
@@ -170,7 +168,7 @@ def _names_in(module: str, name: str, absent: set[str]) -> dict[str, Name | str]
 
 
 def _text(reached: Reached, shared: Reached, absent: set[str]) -> str:
-    """One file: its imports, then its definitions, each module behind those that it is built of."""
+    """One file: its imports, then its definitions, each module after those that it imports from."""
     own = {at: names for at, names in reached.items() if at not in shared}
     imports = []
     for name, where in _one_meaning(own).items():
@@ -178,7 +176,7 @@ def _text(reached: Reached, shared: Reached, absent: set[str]) -> str:
             imports.append(where)
         elif where in shared:
             imports.append(f"from .{CONFIGURATION} import {name}")
-    text = "\n".join([HEAD, "", "from __future__ import annotations", *_imports(imports)])
+    text = "\n".join([HEAD, "", "from __future__ import annotations", "", *sorted(imports, key=_import_order)])
     for module in _in_order(own):
         source = _module(module)
         names = [name for name in source.nodes if (module, name) in own]
@@ -190,9 +188,9 @@ def _text(reached: Reached, shared: Reached, absent: set[str]) -> str:
     return text + "\n"
 
 
-def _one_meaning(own: Reached) -> dict[str, Name | str]:
-    """What each name of a file means. Raises ValueError for one that means two things, or something built in."""
-    found: dict[str, Name | str] = {}
+def _one_meaning(own: Reached) -> dict[str, Meaning]:
+    """The meaning of each name in a file. Raises ValueError for a name with two meanings, or of a builtin."""
+    found: dict[str, Meaning] = {}
     for at, names in own.items():
         for name, where in {at[1]: at, **names}.items():
             if found.setdefault(name, where) != where or hasattr(builtins, name):
@@ -201,34 +199,21 @@ def _one_meaning(own: Reached) -> dict[str, Name | str]:
 
 
 def _in_order(own: Reached) -> list[str]:
-    """Their modules, each behind those that it imports from."""
+    """The modules of the definitions, each after those that it imports from."""
     needs: dict[str, set[str]] = {module: set() for module in sorted({at[0] for at in own})}
     for (module, _), names in own.items():
         needs[module] |= {where[0] for where in names.values() if isinstance(where, tuple)} & needs.keys()
     return list(TopologicalSorter({each: sorted(found - {each}) for each, found in needs.items()}).static_order())
 
 
-def _imports(statements: Iterable[str]) -> list[str]:
-    """The standard library's, others', our own file's; of one module in one statement."""
-    groups: dict[int, dict[str, list[str]]] = {}
-    for statement in sorted(statements, key=lambda statement: (statement.startswith("from"), statement)):
-        module, _, name = statement.removeprefix("from ").partition(" import ")
-        top = statement.split()[1].split(".")[0]
-        group = 2 if not top else int(top not in sys.stdlib_module_names)
-        groups.setdefault(group, {}).setdefault(module, []).extend([name] if name else [])
-    lines = []
-    for group in sorted(groups):
-        lines.append("")
-        for module, names in groups[group].items():
-            line = f"from {module} import {', '.join(names)}" if names else module
-            if len(line) > WIDTH:
-                line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
-            lines.append(line)
-    return lines
+def _import_order(statement: str) -> tuple[int, str]:
+    """The standard library's imports first, then other packages', then those of our own files."""
+    top = statement.split()[1].split(".")[0]
+    return (0 if top in sys.stdlib_module_names else 1 if top else 2), statement
 
 
 def _definition(module: str, name: str, absent: set[str]) -> str:
-    """Its text; a function that is absent raises."""
+    """The text of a definition. The bodies of absent functions are replaced: they raise."""
     source = _module(module)
     if name in SECTIONS:
         return _section(SECTIONS[name])
@@ -240,9 +225,8 @@ def _definition(module: str, name: str, absent: set[str]) -> str:
         indent, start, end = " " * function.col_offset, function.lineno - first, function.end_lineno or 0
         lines[start : end - first + 1] = [None] * (end - function.lineno + 1)
         reason = "no adapters here" if function.name in ADAPTERS else "this code infers; training needs cqwen_dist"
-        lines[start] = (
-            f"{indent}def {function.name}(*args, **kwargs):\n{indent}    raise NotImplementedError({reason!r})"
-        )
+        head = f"{indent}def {function.name}(*args, **kwargs):\n"
+        lines[start] = f"{head}{indent}    raise NotImplementedError({reason!r})"
     return "\n".join(line for line in lines if line is not None)
 
 
@@ -251,8 +235,8 @@ def _section(section: type[BaseModel]) -> str:
     lines = ["@dataclass(frozen=True)", f"class {section.__name__}:", f'    """{section.__doc__}"""', ""]
     for name, key in section.model_fields.items():
         lines += textwrap.wrap(str(key.description), WIDTH, initial_indent="    # ", subsequent_indent="    # ")
-        value = (
-            f"field(default_factory=lambda: {key.default!r})" if isinstance(key.default, list) else repr(key.default)
-        )
+        value = repr(key.default)
+        if isinstance(key.default, list):
+            value = f"field(default_factory=lambda: {value})"
         lines.append(f"    {name}: {type(key.default).__name__} = {value}")
     return "\n".join([*lines, "", "    def model_dump(self):", "        return asdict(self)"])

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and reading it: all that trains, by parameter name, in safetensors.
+"""The content of a checkpoint, and reading it: all that trains, by parameter name, in safetensors.
 
     checkpoints/step-00000200/
       adapter/                        LoRA in PEFT's own format                     whole, fp32
@@ -10,8 +10,8 @@
       manifest.json                   every file with size and checksum; written last
 
 Nothing in it depends on the number of ranks, the vocabulary group's size or the ZeRO stage: rows are read by range. It
-has no state of random generators: what a step draws follows from (seed, step, rank). The frozen backbone is the base
-model's and not in it.
+holds no state of random generators: the draws of a step follow from (seed, step, rank). It does not hold the frozen
+backbone, which is the base model's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds, as one rank sees it (its rows; the rest whole)."""
+    """The content of a checkpoint as one rank sees it: its own rows, everything else whole."""
 
     features: Tensors
     feature_moments: Tensors
@@ -51,7 +51,7 @@ class TrainState:
 
 
 def load_checkpoint(folder: Path, row_range: tuple[int, int], moments: bool = True) -> TrainState:
-    """Read a checkpoint, the rows by range whatever ranges were saved. Raises `UserError` for a damaged file."""
+    """Read a checkpoint and a range of its rows, whatever ranges were saved. Raises `UserError` for a damaged file."""
     adapters = adapter.read_adapter(folder / adapter.FOLDER) if (folder / adapter.FOLDER).is_dir() else {}
     try:
         return TrainState(
@@ -79,7 +79,7 @@ def refuse_strange(
 ) -> None:
     """Check tensors before they are copied by name, so that none is broadcast, cast or left out.
 
-    wanted: shapes by name. dtype: None for any float. all_of_them: False allows some to be missing. Raises `UserError`
+    wanted: shapes by name. dtype: None for any float. all_of_them: False allows missing tensors. Raises `UserError`
     with the name of a tensor that is missing, unknown, of another shape or dtype, or not finite.
     """
     whole = "every tensor of the model that its config describes, and no other"
@@ -98,17 +98,17 @@ def refuse_strange(
 
 
 def _load_rows(folder: Path, row_range: tuple[int, int], suffix: str) -> Tensors:
-    """Rows [start, stop) out of the range files that hold them."""
+    """Rows [start, stop) from the files whose ranges overlap."""
     start, stop = row_range
     parts: dict[str, list[Tensor]] = {}
     for path in sorted(folder.glob("rows-*" + suffix)):
         match = re.fullmatch(r"rows-(\d+)-(\d+)" + re.escape(suffix), path.name)
-        if match is None:
+        if match is None:  # `.moments.safetensors` also ends in `.safetensors`
             continue
-        low, high = max(start, int(match[1])), min(stop, int(match[2]))
-        if low >= high:
-            continue
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
-                parts.setdefault(name, []).append(file.get_slice(name)[low - int(match[1]) : high - int(match[1])])
+        first, end = int(match[1]), int(match[2])
+        low, high = max(start, first), min(stop, end)
+        if low < high:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                    parts.setdefault(name, []).append(file.get_slice(name)[low - first : high - first])
     return {name: torch.cat(pieces) for name, pieces in parts.items()}

@@ -1,11 +1,11 @@
 """Writing checkpoints: atomic, verified, in the background.
 
-A save first copies everything that trains to the host's memory; steps wait for nothing else. A thread on each rank
-then writes the copy to a folder beside the final one, fsyncs it, reads a sample back, and agrees with the other ranks
-over a group of its own. Rank 0 writes the manifest, renames, moves `latest`, and deletes outdated checkpoints. One save
-runs at a time. A SIGKILL at any moment leaves the checkpoint before, or this one, whole.
+A save first copies everything that trains to the host's memory; training waits only for this copy. A thread on each
+rank then writes it to a folder beside the final one, fsyncs it, reads a sample back, and agrees with the other ranks
+over a group of its own. Rank 0 writes the manifest, renames the folder, moves `latest`, and deletes outdated
+checkpoints. One save runs at a time. After a SIGKILL at any moment the checkpoint before, or this one, is whole.
 
-(torch's own asynchronous checkpointing was not taken: its metadata file is a pickle, and its shards know of ranks.)
+(torch's own asynchronous checkpointing was not taken: its metadata file is a pickle, and its shards depend on ranks.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SAMPLES = 8  # tensors of a file that are read back after it was written
 
 @dataclass
 class About:
-    """What a manifest says besides its files. figures: metrics of an evaluation at this very step, or empty."""
+    """A manifest's entries besides its files. figures: metrics of an evaluation at this step, or empty."""
 
     step: int
     stage: str
@@ -73,20 +73,20 @@ class Saver:
         say: Callable[[str], None] = lambda note: None,
     ) -> None:
         """background: False writes before `save` returns. on_failure: called as soon as a save in the background fails;
-        `wait` raises the error. say: takes notes about what is no failure.
+        `wait` raises the error. say: takes notes on problems that are no failure.
         """
         self._run_dir, self._groups, self._retention = run_dir, groups, retention
         self._background, self._on_failure, self._say = background, on_failure, say
         self._side = side_group(timeout_s)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.whole: list[str] = []  # names of the checkpoints that have been written, in order
+        self.whole: list[str] = []  # names of the written checkpoints, in order
         self._figures: dict[str, float] = {}
 
     def save(self, collect: Callable[[], TrainState], about: About) -> None:
-        """Copy what `collect` returns, then write it in the background.
+        """Copy the state that `collect` returns, then write it in the background.
 
-        Raises the error of the save before: `UserError` for a disk that is full or may not be written.
+        Raises the error of the save before: `UserError` for a disk that is full or read-only.
         """
         began = time.monotonic()
         self.wait()
@@ -103,7 +103,7 @@ class Saver:
         return self.whole[-1] if self.whole else None
 
     def take(self) -> dict[str, float]:
-        """Seconds that saves took since the last call: how long training waited, and the save as a whole."""
+        """Seconds of saves since the last call: how long training waited, and how long the whole save took."""
         taken, self._figures = self._figures, {}
         return taken
 
@@ -117,13 +117,13 @@ class Saver:
             raise error
 
     def close(self, seconds: float = 60.0) -> None:
-        """Let a save in progress finish where the run fails; raises nothing."""
+        """Let a save in progress finish after the run has failed; raises nothing."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:
-        """What this rank writes, copied to the host (pinned where it comes from a GPU)."""
+        """The tensors that this rank writes, copied to the host (pinned if they come from a GPU)."""
         main, of_rows = self._side.rank() == 0, self._groups.replica_rank == 0
 
         def copy(tensors: Tensors, mine: bool) -> Tensors:
@@ -165,47 +165,39 @@ class Saver:
 def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup) -> Path:
     """Write a checkpoint, whole or not at all. Collective over `side`, a group of the whole world.
 
-    Every rank of replica 0 writes its rows; rank 0 the rest. Raises any rank's error on all ranks, as `UserError` where
-    it is the disk's.
+    Every rank of replica 0 writes its rows; rank 0 the rest. Raises any rank's error on all ranks, as `UserError` if it
+    is the disk's.
     """
     final = checkpoint_folder(run_dir, about.step)
     beside = final.with_name(f".{final.name}.partial")
-    main = side.rank() == 0
 
-    def prepare() -> dict[str, Any]:
-        if main:
-            for left in leftovers(final.parent):
-                shutil.rmtree(left, ignore_errors=True)
-            (beside / adapter.FOLDER).mkdir(parents=True)
-        return {}
+    def prepare() -> None:
+        for left in leftovers(final.parent):
+            shutil.rmtree(left, ignore_errors=True)
+        (beside / adapter.FOLDER).mkdir(parents=True)
 
-    _agreed(prepare, beside, side)
-    records = _agreed(lambda: _write_files(beside, state, about, groups, main), beside, side)
-
-    def commit() -> dict[str, Any]:
-        if main:
-            _commit(run_dir, beside, final, records, state, about)
-        return {}
-
-    _agreed(commit, beside, side)
+    _agreed(prepare, beside, side, main_only=True)
+    records = _agreed(lambda: _write_files(beside, state, about, groups, side.rank() == 0), beside, side)
+    _agreed(lambda: _commit(run_dir, beside, final, records, about), beside, side, main_only=True)
     return final
 
 
-def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGroup) -> dict[str, Any]:
-    """Run an action on every rank. Returns all results in one; raises the first failure on all ranks."""
-    failure: Exception | None = None
-    result: dict[str, Any] = {}
+def _agreed(action: Callable[[], Any], beside: Path, side: ProcessGroup, main_only: bool = False) -> dict[str, Any]:
+    """Run an action on every rank, or on rank 0. Returns all results in one; raises the first failure on all ranks."""
+    result, failure, words = None, None, None  # words: (path of a disk error or "", message, is the disk away?)
     try:
-        result = action()
+        if side.rank() == 0 or not main_only:
+            result = action()
     except Exception as error:
-        failure = error
-    said = [_told(failure, beside), result] if failure is not None else [None, result]
-    everyone = gather_objects(said, side)
-    met = [(rank, told) for rank, (told, _) in enumerate(everyone) if told is not None]
-    if met:
+        failure, words = error, ("", f"{type(error).__name__}: {error}", False)
+        if isinstance(error, (OSError, SafetensorError)):
+            words = words_of_disk(error, beside)
+    everyone = gather_objects([words, result or {}], side)
+    failures = [(rank, words) for rank, (words, _) in enumerate(everyone) if words is not None]
+    if failures:
         if side.rank() == 0:
             shutil.rmtree(beside, ignore_errors=True)  # make room on a full disk
-        rank, (place, text, away) = met[0]
+        rank, (place, text, away) = failures[0]
         if place:
             allowed = "a disk that takes a checkpoint; then the same command goes on from the one before"
             raise DiskError("run.dir", Said(text), allowed, place, away)
@@ -215,15 +207,8 @@ def _agreed(action: Callable[[], dict[str, Any]], beside: Path, side: ProcessGro
     return {name: record for _, part in everyone for name, record in part.items()}
 
 
-def _told(error: Exception, beside: Path) -> tuple[str, str, bool]:
-    """(path if a disk error, else ""; message; whether the file system is away)."""
-    if isinstance(error, (OSError, SafetensorError)):
-        return words_of_disk(error, beside)
-    return "", f"{type(error).__name__}: {error}", False
-
-
 def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:
-    """This rank's files, written and checked; their records."""
+    """Write and check this rank's files; returns their records."""
     files: dict[str, Tensors] = {}
     if groups.replica_rank == 0 and state.row_range[1] > state.row_range[0]:
         name = f"rows-{state.row_range[0]:08d}-{state.row_range[1]:08d}"
@@ -250,7 +235,7 @@ def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, 
 
 
 def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
-    """Save, fsync and read back. Empty tensors are refused: they are how a sharded optimizer loses an adapter."""
+    """Save, fsync and read back. Empty tensors are refused: a sharded optimizer would lose an adapter this way."""
     ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
     empty = [name for name, tensor in ready.items() if tensor.numel() == 0]
     if empty:
@@ -268,7 +253,7 @@ def _synced(path: Path) -> dict[str, Any]:
 
 
 def _read_back(path: Path, tensors: Tensors) -> None:
-    """Every shape, and a sample's first numbers, as the file has them."""
+    """Compare every shape, and the first numbers of a sample, with the file. Raises RuntimeError."""
     names = list(tensors)
     sample = set(names[:: max(1, len(names) // SAMPLES)])
     with safe_open(path, framework="pt") as file:
@@ -283,7 +268,7 @@ def _read_back(path: Path, tensors: Tensors) -> None:
                 raise RuntimeError(f"{path.name}: {name} was read back with other numbers")
 
 
-def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], state: TrainState, about: About) -> None:
+def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], about: About) -> None:
     """Write the manifest, then rename, then move `latest`."""
     manifest = {
         "format": FORMAT,
@@ -300,7 +285,7 @@ def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], s
     for folder in (path for path in (beside / adapter.FOLDER, beside) if path.is_dir()):
         sync(folder)
     write_atomically(beside / MANIFEST, json.dumps(manifest, indent=1))
-    # The same step may have been saved before a resume. `finish_renames` repairs a kill here.
+    # A run that was set back may save a step again. `finish_renames` repairs a kill between the two renames.
     replaced = put_aside(final) if final.exists() else None
     beside.rename(final)
     sync(final.parent)
@@ -316,12 +301,9 @@ def _ranges(records: dict[str, Any]) -> list[list[int]]:
 
 
 def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> None:
-    manifests = {}
-    for folder in list_checkpoints(run_dir):
-        manifest = read_manifest(folder)
-        if manifest is not None:
-            manifests[int(manifest["step"])] = manifest.get("figures") or {}
-    for step in retention.outdated(manifests, newest_step):
+    manifests = filter(None, map(read_manifest, list_checkpoints(run_dir)))
+    figures = {int(manifest["step"]): manifest.get("figures") or {} for manifest in manifests}
+    for step in retention.outdated(figures, newest_step):
         folder = checkpoint_folder(run_dir, step)
         if not folder.is_symlink():  # a user moved it elsewhere, to keep it
             shutil.rmtree(put_aside(folder))
