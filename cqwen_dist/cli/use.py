@@ -1,4 +1,4 @@
-"""The verbs of a model that is trained: generate, predict, export. Heavy imports inside, so that --help is instant."""
+"""The verbs that use a trained model: generate, predict, export. Heavy imports inside, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, Checkpoint
+from cqwen_dist.cli.arguments import AsJson, Checkpoint, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
-DeviceOption = Annotated[
-    str, typer.Option(help="cpu, cuda, cuda:N, or auto: GPUs where there are any, an exported folder spread over them.")
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:N, or auto: the GPUs, if any; an exported folder is spread over them.")
 ]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number: auto (what its uncertainty leaves).")]
-
-
 Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
-Individuals = Annotated[int | None, typer.Option(help="Each prompt under the same so many individuals, side by side.")]
-Noises = Annotated[int | None, typer.Option(help="Each prompt under the same so many noises.")]
+Individuals = Annotated[
+    int | None, typer.Option(help="Continue each prompt under this many individuals, the same for all.")
+]
+Noises = Annotated[int | None, typer.Option(help="Continue each prompt under this many noises, the same for all.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        help="Divides compatible's logits; a factor on the scale that causal, individual, noise, sample draw."
-    ),
+    typer.Option(help="Divides compatible's logits; multiplies the scale that causal, individual, noise, sample draw."),
 ]
 Above = Annotated[
-    float | None, typer.Option(help="Write nothing: list every word whose P comes above this behind each prompt.")
+    float | None, typer.Option(help="Write no text: list every word whose P is above this after each prompt.")
 ]
 DecisionThreshold = Annotated[float | None, typer.Option(help="With --above: C of every word, instead of its own.")]
 PlotFile = Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")]
@@ -39,24 +37,24 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
     mode: Mode = "standard",
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
-    seed: Annotated[int | None, typer.Option(help="Seed of the modes that draw.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 64,
+    seed: Annotated[int | None, typer.Option(help="Seed for the modes that draw.")] = None,
     individuals: Individuals = None,
     noises: Noises = None,
     temperature: Temperature = None,
-    top_k: Annotated[int | None, typer.Option(help="Of compatible.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of compatible.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="For compatible.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="For compatible.")] = None,
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
     digits: DigitsOption = "auto",
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
-    device: DeviceOption = "auto",
+    device: Device = "auto",
     plot: PlotFile = None,
     above: Above = None,
     decision_threshold: DecisionThreshold = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: every token's record)."""
+    """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: a record of every token)."""
     kind, drawn = _drawn(individuals, noises)
     if plot is not None and (drawn is None or len(prompt) > 1):
         raise UserError("--plot", str(plot), "with --individuals or --noises, and one prompt")
@@ -76,13 +74,13 @@ def generate(
     elif drawn is None:
         _print_continued(model, tokenizer, prompt, mode, options, stream, as_json)
     elif len(prompt) > 1:
-        _worlds(model, tokenizer, prompt, drawn, kind, options, as_json)
+        _print_treatments(model, tokenizer, prompt, drawn, kind, options, as_json)
     else:
-        _side_by_side(model, tokenizer, prompt[0], drawn, kind, options, plot, as_json)
+        _print_counterfactuals(model, tokenizer, prompt[0], drawn, kind, options, plot, as_json)
 
 
 def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
-    """What is drawn side by side, and how many; None: nothing."""
+    """The mode of --individuals or --noises, and their number; None without either."""
     drawn = noises if individuals is None else individuals
     if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
         raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
@@ -106,13 +104,13 @@ def _print_continued(
         for number in w.numbers:
             low, high = number.intervals["0.9"]
             interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
-            beside = [] if number.type is None else [f"type {number.type}"]
-            beside += [f"{name} {further.value:.6g}" for name, further in number.more.items()]
-            told = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}", *beside]
-            typer.echo("    " + "   ".join(told), err=True)
+            parts = [f"{number.written:g}", interval, f"P(<NUM>) {number.p_num:.3f}"]
+            parts += [] if number.type is None else [f"type {number.type}"]
+            parts += [f"{name} {further.value:.6g}" for name, further in number.more.items()]
+            typer.echo("    " + "   ".join(parts), err=True)
 
 
-def _side_by_side(
+def _print_counterfactuals(
     model: Any,
     tokenizer: Any,
     prompt: str,
@@ -126,49 +124,64 @@ def _side_by_side(
 
     written = counterfactuals(model, tokenizer, prompt, count, mode, **options)
     diversity = Diversity.of([w.text for w in written])
+    firsts = [w.numbers[0] if w.numbers else None for w in written]
     if plot is not None:
-        _plot(plot, prompt, mode, written)
+        _plot(plot, prompt, mode, firsts)
     if as_json:
         print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
         return
     from rich.table import Table
 
-    table = Table(title=f"{mode}s of: {prompt}", title_justify="left")
-    for column in ("", "text", "first number", "90 % interval"):
-        table.add_column(column)
-    for i, w in enumerate(written, 1):
-        first = w.numbers[0] if w.numbers else None
+    table = Table("", "text", "first number", "90 % interval", title=f"{mode}s of: {prompt}", title_justify="left")
+    for i, (w, first) in enumerate(zip(written, firsts, strict=True), 1):
         low, high = (0.0, 0.0) if first is None else first.intervals["0.9"]
-        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # one individual's own number has none
+        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # the number of one individual has none
         table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
     console = plain_console()
     console.print(table)
     console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
 
 
-def _worlds(
+def _plot(path: Path, prompt: str, mode: str, numbers: list[Any]) -> None:
+    """numbers: the first `NumberRecord` of each text, or None."""
+    from cqwen_dist.generate.plot import Mark, interval_plot
+
+    nan = float("nan")
+    marks = [
+        Mark(f"{mode} {i}", *((nan, nan, nan) if number is None else (number.value, *number.intervals["0.9"])))
+        for i, number in enumerate(numbers, 1)
+    ]
+    try:
+        path.write_text(interval_plot(prompt[-80:], marks, "first number with its 90 % interval"), encoding="utf-8")
+    except OSError as error:
+        raise UserError("--plot", str(path), f"a file that can be written ({error.strerror})") from None
+
+
+def _print_treatments(
     model: Any, tokenizer: Any, prompts: list[str], count: int, mode: str, options: dict[str, Any], as_json: bool
 ) -> None:
+    from rich.table import Table
+
     from cqwen_dist.generate.continuation import treatments
 
     found = treatments(model, tokenizer, prompts, count, mode, **options)
-    if as_json:
-        print_json({"mode": mode, "prompts": prompts, f"{mode}s": [asdict(individual) for individual in found]})
-        return
-    from rich.table import Table
 
-    table = Table(title=f"the same {count} {mode}s; values: first numbers, and less that of prompt 1")
-    for column in ("", *(f"{i}: {text}" for i, text in enumerate(prompts, 1))):
-        table.add_column(column)
-    for i, individual in enumerate(found, 1):
-        cells = [
-            f"{text}\n{'' if value is None else f'{value:.6g}'}{'' if more is None or not j else f' ({more:+.6g})'}"
-            for j, (text, value, more) in enumerate(
-                zip(individual.texts, individual.values, individual.differences, strict=True)
-            )
-        ]
-        table.add_row(str(i), *cells)
-    plain_console().print(table)
+    def table(_: Any) -> Table:
+        names = [f"{i}: {text}" for i, text in enumerate(prompts, 1)]
+        title = f"the same {count} {mode}s; values: first numbers (difference from prompt 1)"
+        shown = Table("", *names, title=title)
+        for i, individual in enumerate(found, 1):
+            columns = zip(individual.texts, individual.values, individual.differences, strict=True)
+            cells = []
+            for j, (text, value, difference) in enumerate(columns):
+                number = "" if value is None else f"{value:.6g}"
+                number += f" ({difference:+.6g})" if j and difference is not None else ""
+                cells.append(f"{text}\n{number}")
+            shown.add_row(str(i), *cells)
+        return shown
+
+    document = {"mode": mode, "prompts": prompts, f"{mode}s": [asdict(individual) for individual in found]}
+    print_document(document, as_json, table)
 
 
 def _print_holding(
@@ -178,13 +191,10 @@ def _print_holding(
     from cqwen_dist.generate.decisions import multi_label
 
     batch = padded(tokenizer, prompts, input_device(model))
-    found = multi_label(model, batch, above, decision_threshold=decision_threshold)
-    num = model.config.num_token_id
     outputs: list[dict[str, Any]] = []
-    for prompt, words in zip(prompts, found, strict=True):
-        texts = ["<NUM>" if word.id == num else tokenizer.decode([word.id], [0.0]) for word in words]
-        told = [{"text": text, **asdict(word)} for text, word in zip(texts, words, strict=True)]
-        outputs.append({"prompt": prompt, "words": told})
+    for prompt, words in zip(prompts, multi_label(model, batch, above, None, decision_threshold), strict=True):
+        records = [{"text": _word(model, tokenizer, word.id), **asdict(word)} for word in words]
+        outputs.append({"prompt": prompt, "words": records})
     if as_json:
         print_json({"above": above, "decision_threshold": decision_threshold, "outputs": outputs})
         return
@@ -194,39 +204,29 @@ def _print_holding(
             typer.echo(f"    {word['text']!r}   P {word['p']:.4g}")
 
 
-def _plot(path: Path, prompt: str, mode: str, written: list[Any]) -> None:
-    from cqwen_dist.generate.plot import Mark, interval_plot
-
-    marks = []
-    for i, w in enumerate(written, 1):
-        first = w.numbers[0] if w.numbers else None
-        ends = (float("nan"), float("nan")) if first is None else first.intervals["0.9"]
-        marks.append(Mark(f"{mode} {i}", float("nan") if first is None else first.value, *ends))
-    try:
-        path.write_text(interval_plot(prompt[-80:], marks, "first number with its 90 % interval"), encoding="utf-8")
-    except OSError as error:
-        raise UserError("--plot", str(path), f"a file that can be written ({error.strerror})") from None
+def _word(model: Any, tokenizer: Any, token: int) -> str:
+    return "<NUM>" if token == model.config.num_token_id else tokenizer.decode([token], [0.0])
 
 
 def predict(
     checkpoint: Checkpoint,
     table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV file with a header.")],
     template: Annotated[
-        str | None, typer.Option(help='The prompt of a row, "age {age}: score was"; default: as the run learnt it.')
+        str | None, typer.Option(help='The prompt of a row, "age {age}: score was"; default: the run\'s own.')
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; default: stdout.")] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="Choose among these texts instead of a number; repeat it.")
     ] = None,
-    reject_below: Annotated[float, typer.Option(help="With --option: none where the best P is below.")] = 0.0,
+    reject_below: Annotated[float, typer.Option(help="With --option: choose none if the best P is below.")] = 0.0,
     digits: DigitsOption = "auto",
     within: Annotated[
-        int, typer.Option(min=1, help="Tokens in which the number has to come: 1 is directly behind.")
+        int, typer.Option(min=1, help="The number has to be among this many tokens; 1: it comes next.")
     ] = 8,
-    empty: Annotated[str | None, typer.Option(help="What stands for an empty cell, as data.empty_cell did.")] = None,
+    empty: Annotated[str | None, typer.Option(help="Text for an empty cell, as data.empty_cell in training.")] = None,
     decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 in a cell as 1234.5.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 16,
-    device: DeviceOption = "auto",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 16,
+    device: Device = "auto",
 ) -> None:
     """Predict the number that comes next for every row of a table, with intervals, as CSV; or choose among texts."""
     chosen_digits = _digits(digits)
@@ -273,28 +273,22 @@ def export(
         ),
     ] = False,
     drop_bias: Annotated[
-        bool, typer.Option("--drop-bias", help="With --as-base: leave out what such a model can't hold.")
+        bool, typer.Option("--drop-bias", help="With --as-base: leave out the bias, which such a model can't hold.")
     ] = False,
-    shard_size: Annotated[str, typer.Option(help="At most so much in one file, such as 5GB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(help="The most bytes of one file, such as 5GB.")] = "5GB",
 ) -> None:
-    """Write a folder that from_pretrained loads: verified before it appears, with a model card."""
+    """Write a folder that from_pretrained loads, with a model card; it is verified before it appears."""
     if drop_bias and not as_base:
         raise UserError("--drop-bias", True, "with --as-base")
     quiet_libraries()
     from cqwen_dist.checkpoint.export import export as write
 
     folder = write(
-        checkpoint,
-        out,
-        merge,
-        dtype=dtype or None,
-        as_base=as_base,
-        drop_bias=drop_bias,
-        shard_size=shard_size,
+        checkpoint, out, merge, dtype=dtype or None, as_base=as_base, drop_bias=drop_bias, shard_size=shard_size
     )
     typer.echo(f"exported to {folder}")
     if as_base:
-        typer.echo("It is a plain language model and writes no numbers: where one belongs stands <NUM>.", err=True)
+        typer.echo("It is a plain language model and writes no numbers: it writes <NUM> in their place.", err=True)
 
 
 def _digits(text: str) -> Any:
