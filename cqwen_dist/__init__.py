@@ -22,24 +22,12 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
-__all__ = [
-    "Callback",
-    "CallbackError",
-    "Config",
-    "Moment",
-    "Stage",
-    "Stopped",
-    "TrainResult",
-    "UserError",
-    "evaluate",
-    "load",
-    "predict",
-    "train",
-]
+__all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
+__all__ += ["evaluate", "load", "predict", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """These names are read when they are first used: `import cqwen_dist` imports no torch."""
+    """Import a public name at its first use, so that `import cqwen_dist` imports no torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from cqwen_dist import api

@@ -1,6 +1,7 @@
-"""What `from cqwen_dist import train, evaluate, predict, load` gives; the verbs of the command line call the same.
+"""The public functions of `from cqwen_dist import train, evaluate, predict, load`; the command line calls them too.
 
-What the user can mend is a `UserError` of one line. What only training needs is imported by `train`.
+A mistake that the user can correct is a `UserError` of one line. Modules that only training needs are imported by
+`train`.
 """
 
 from __future__ import annotations
@@ -20,22 +21,10 @@ if TYPE_CHECKING:
     from cqwen_dist.generate.streaming import Tokenizer
     from cqwen_dist.model import CausalQwenForCausalLM
 
-__all__ = [
-    "Callback",
-    "CallbackError",
-    "Config",
-    "Moment",
-    "Stage",
-    "Stopped",
-    "TrainResult",
-    "UserError",
-    "evaluate",
-    "load",
-    "predict",
-    "train",
-]
+__all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
+__all__ += ["evaluate", "load", "predict", "train"]
 
-DATA = "data"  # in a run's folder: rows that came from memory
+DATA = "data"  # folder inside a run's, for rows that came from memory
 
 
 def train(
@@ -49,13 +38,13 @@ def train(
 
     config: a YAML file's path, a dict, or a `Config`; a dict may hold `Stage` and the other sections of
     `cqwen_dist.config`. overrides: values by dotted key, such as {"train.seed": 1}.
-    train_dataset, eval_dataset: instead of data.train and data.eval: a source (a path, hf:NAME), or rows out of memory:
-    a `datasets.Dataset`, a DataFrame, any iterable of records or texts. Rows are written to DIR/data/*.jsonl by rank 0
-    (other ranks' are not looked at), so that `cqwen train DIR/config.yaml` goes on with them too.
-    callbacks: called on rank 0 alone.
+    train_dataset, eval_dataset: replace data.train and data.eval: a source (a path, hf:NAME), or rows in memory: a
+    `datasets.Dataset`, a DataFrame, any iterable of records or texts. Rank 0 writes its rows to DIR/data/*.jsonl (the
+    other ranks' are ignored), so that `cqwen train DIR/config.yaml` can also go on with them.
+    callbacks: called on rank 0 only.
 
-    Raises `UserError` where the input is wrong, `CallbackError` where a callback fails, and `Stopped` (no `Exception`)
-    where a signal such as Ctrl-C stopped the run: it is saved, and the same call goes on.
+    Raises `UserError` for wrong input, `CallbackError` if a callback fails, and `Stopped` (no `Exception`) if a signal
+    such as Ctrl-C stopped the run: it is saved, and the same call goes on.
     """
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
@@ -64,7 +53,7 @@ def train(
     named = {key: str(rows) for key, rows in given.items() if isinstance(rows, (str, Path))}
     held = {key: rows for key, rows in given.items() if rows is not None and key not in named}
     overrides = {**(overrides or {}), **named}
-    if held:  # the run's folder is known once the config is
+    if held:  # the config with a placeholder gives the run's folder
         anywhere = given_config(config, {**overrides, **dict.fromkeys(held, "memory.jsonl")})
         folder = Path(anywhere.run.dir) / DATA
         overrides |= {key: str(folder / f"{key.removeprefix('data.')}.jsonl") for key in held}
@@ -103,7 +92,7 @@ def _train(config: Config, callbacks: Sequence[Callback], write_inputs: Any) -> 
 
 
 def load(model: TrainResult | str | Path, device: str = "auto") -> tuple[CausalQwenForCausalLM, CausalQwenTokenizer]:
-    """Model and tokenizer of a run, a checkpoint or an exported folder, as Hugging Face's: ready to generate.
+    """Model and tokenizer of a run, a checkpoint or an exported folder, as Hugging Face's, ready to generate.
 
     device: "cpu", "cuda", "cuda:1", ... or "auto". Raises `UserError`.
     """
@@ -125,8 +114,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Held-out metrics of a run, a checkpoint or an exported folder, and of its base, as `cqwen eval` prints them.
 
-    In this process alone: on several ranks let one call it. data: a source, or rows as `train` takes them; None: the
-    run's own held-out texts. base: compare with this model. label_set, reject_below: `Decisions`. Raises `UserError`.
+    It runs in this process: of several ranks only one should call it. data: a source, or rows as `train` takes them;
+    None: the run's own held-out texts. base: a model to compare with. label_set, reject_below: as in `Decisions`.
+    Raises `UserError`.
     """
     from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint
     from cqwen_dist.training.evaluation.evaluator import Decisions
@@ -163,13 +153,13 @@ def predict(
     batch_size: int = 16,
     device: str = "auto",
 ) -> list[dict[str, Any]]:
-    """The number that comes next for every row of a table, as `cqwen predict` writes it: each row with new columns,
-    `predicted`, `low_50` to `high_95`, `p_num` (`generate.table.NUMBER_COLUMNS`); None where no number comes.
+    """Predict the next number for every row of a table, as `cqwen predict` does.
 
-    model: a folder, or what `load` gave. rows: a CSV file's path, a DataFrame, a list of dicts. template: the
-    prompt of a row, columns in braces; None: as the run learnt it, with its data.empty_cell. options: choose one of
-    these texts instead (`chosen`, `p OPTION`); the rest as `cqwen predict --help` says. Raises `UserError`, for a
-    template before the model is read.
+    Returns the rows with new columns, `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`),
+    None where the model writes no number. model: a folder, or the result of `load`. rows: a CSV file's path, a
+    DataFrame, a list of dicts. template: the prompt of a row, with columns in braces; None: the run's own, with its
+    data.empty_cell. options: choose one of these texts instead (columns `chosen`, `p OPTION`). For the others see
+    `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
     """
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.data.from_memory import as_rows, records
@@ -205,7 +195,7 @@ def predict(
 
 
 def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:
-    """The prompt of a row, and what stands for an empty cell, as the run has it. Raises `UserError`."""
+    """The run's own prompt of a row, and its text for an empty cell. Raises `UserError`."""
     from cqwen_dist.checkpoint.export import is_exported, run_of
     from cqwen_dist.generate.table import template_of
 

@@ -1,7 +1,7 @@
-"""The command `cqwen`: one verb a function, a module a family of them, heavy imports inside the verb.
+"""The command `cqwen`: a function for each verb, a module for each family of verbs, heavy imports inside the verbs.
 
-Exit codes: 0 done (also when the run was done before), 2 the user's input is wrong (one line says what was found and
-what is allowed), 74 a file system that is away, 1 another failure, 75 stopped in order and can be resumed.
+Exit codes: 0 done (also when the run was done before), 2 the user's input is wrong (one line with what was found and
+what is allowed), 74 a file system does not answer, 1 another failure, 75 stopped in order and can be resumed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cqwen_dist.config.errors import DiskError, Said
 
 OTHER_RANKS_WAIT_S = 5.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
-USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # which typer keeps to itself
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -76,7 +76,7 @@ def options(
         False
     ),
 ) -> None:
-    """What `cqwen` itself takes, before the verb."""
+    """Options of `cqwen` itself, before the verb."""
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
     guard()
     try:
         code = app(standalone_mode=False)
-        sys.stdout.flush()  # while an error can still be told
+        sys.stdout.flush()  # while an error can still be reported
         sys.exit(code)
     except (UserError, OSError) as met:
         error = met if isinstance(met, UserError) else refused_by_system(met)
@@ -92,8 +92,8 @@ def main() -> None:
             raise
         rank = os.environ.get("RANK", "0")
         if rank != "0":
-            # A launcher ends all ranks when one exits, so rank 0 must be the first; and where this rank alone is
-            # wrong, it is still here to say so.
+            # A launcher ends all ranks when one exits, so rank 0 has to report first. If only this rank fails, it
+            # reports after the wait.
             time.sleep(OTHER_RANKS_WAIT_S)
         typer.echo(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", err=True)
         sys.exit(74 if isinstance(error, DiskError) and error.away else 2)
@@ -104,11 +104,11 @@ def main() -> None:
     except typer.Abort:
         sys.exit(1)
     finally:
-        outlive()  # what Python flushes once more has been told
+        outlive()  # Python flushes once more at its exit; errors have been reported
 
 
 def refused_by_system(error: OSError) -> UserError | None:
-    """What the operating system did not let this user do, where that is all there is to say; else None."""
+    """The user's error if the operating system refused access to a file or folder; else None."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return UserError("ulimit -n", Said(error.strerror), "as many open files as a run needs: 1024 or more")
     if error.filename is None or error.errno not in SYSTEM:
@@ -118,7 +118,7 @@ def refused_by_system(error: OSError) -> UserError | None:
 
 
 def _usage(error: Exception) -> str:
-    """A mistake in verbs or options as one line; nothing for a bare `cqwen` or `cqwen config`, whose help was shown."""
+    """A mistake in verbs or options as one line; empty for a bare `cqwen` or `cqwen config`, which showed its help."""
     message = error.format_message()  # type: ignore[attr-defined]
     if not message:
         return ""

@@ -1,4 +1,4 @@
-"""What several verbs take, and how they answer."""
+"""Arguments and output that several verbs share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 
 
 def print_document(document: Any, as_json: bool, table: Callable[[Any], Any]) -> None:
-    """As JSON, or as its table on the console."""
+    """Print a document as JSON, or as its table on the console."""
     if as_json:
         print_json(document)
-        return
-    plain_console().print(table(document))
+    else:
+        plain_console().print(table(document))

@@ -24,7 +24,7 @@ def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
 
 def config_schema(
     basic: Annotated[bool, typer.Option("--basic", help="Only the keys that most runs set.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="As tables to read instead.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown instead.")] = False,
 ) -> None:
     """JSON Schema of a config file, so that editors complete keys."""
     from cqwen_dist.config import json_schema
@@ -64,9 +64,9 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each; 0: one CPU rank a machine.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="Ranks on each machine; 0: one CPU rank each.")] = 1,
     gpu_memory_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
-    gpu: Annotated[str, typer.Option(help="Whose rates: h200, h100 (default), a100, l40s, cpu.")] = "",
+    gpu: Annotated[str, typer.Option(help="Rates of this GPU: h200, h100 (default), a100, l40s, cpu.")] = "",
     interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
     calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,
     sequences: Annotated[
@@ -77,7 +77,7 @@ def plan(
     write: Annotated[Path | None, typer.Option(help="Write the config (with --search: of the best layout).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Before anything is started: does it fit, what does it cost, which layout is best. No torch, no weights."""
+    """Before a run: does it fit, how long does it take, which layout is best. No torch, no weights."""
     from cqwen_dist.config import load_config
     from cqwen_dist.plan.command import run
 
@@ -98,13 +98,13 @@ def plan(
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option(help="Where runs live: measured, and the same on all nodes.")] = Path("runs"),
-    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, to measure between them.")] = 1,
-    hostfile: Annotated[Path | None, typer.Option(help="Every host of this file, over ssh.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="What a preflight needs: no operators, two sizes.")] = False,
+    folder: Annotated[Path, typer.Option(help="The runs' folder: measured, compared on all nodes.")] = Path("runs"),
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine; measure between them.")] = 1,
+    hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts of this file, over ssh.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="As a preflight does: no operators, two sizes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What this machine has and lacks; under srun, --ranks or --hostfile all of them, and the network between them."""
+    """What this machine has and lacks; under srun, --ranks or --hostfile all machines and their network."""
     folder = folder.absolute()
     if folder.exists() and not folder.is_dir():
         raise UserError("--folder", str(folder), "a folder, or one that can be made")

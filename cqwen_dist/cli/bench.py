@@ -11,20 +11,21 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+from cqwen_dist.report.console import quiet_libraries
 
 
 def data(
     config: ConfigFile,
     overrides: Overrides = None,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each.")] = 3,
-    repeat: Annotated[int, typer.Option(min=1, help="The text so many times over.")] = 1,
+    repeat: Annotated[int, typer.Option(min=1, help="Repeat the text this many times.")] = 1,
     workers: Annotated[
-        list[int] | None, typer.Option(min=1, help="Processes; several times for several. Default: 1 and a core each.")
+        list[int] | None,
+        typer.Option(min=1, help="Worker processes; may be repeated. Default: 1, and one for each core."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """`cqwen prepare` beside the plain tokenizer, and with several workers beside one: time and memory."""
+    """Time and memory of `cqwen prepare`, compared with the plain tokenizer, and with several workers."""
     from cqwen_dist.config import load_config
 
     checked = load_config(config, overrides or [])
@@ -45,10 +46,10 @@ def loss(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     impl: Annotated[str, typer.Option(help="auto, chunked, triton or reference.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each contender.")] = 5,
-    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be given several times.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The OvR loss, forward and backward, beside its six matrix products alone, plain formulas, peers' kernels."""
+    """The OvR loss, forward and backward, compared with its matrix products, plain formulas and peers' kernels."""
     quiet_libraries()
     from cqwen_dist.bench.loss import run, table
 
@@ -66,10 +67,12 @@ def step(
     rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 10,
     peers: Annotated[bool, typer.Option(help="Also HF + PEFT with a trained softmax head, and with Liger.")] = True,
     profile: Annotated[Path | None, typer.Option(help="Folder for a profiler trace and a table.")] = None,
-    gpu: Annotated[str, typer.Option(help="Whose peak MFU is of: h200, h100, ...; default: this one's.")] = "",
+    gpu: Annotated[
+        str, typer.Option(help="MFU refers to this GPU's peak: h200, h100, ...; default: the one here.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """The whole training step by part at a config's shapes, beside HF + PEFT; `plan --calibrate` reads its --json."""
+    """A training step by part at a config's shapes, compared with HF + PEFT; `plan --calibrate` reads its --json."""
     from cqwen_dist.config import load_config
 
     checked = load_config(config, overrides or [])
@@ -82,10 +85,10 @@ def step(
 
 
 def memory(
-    only: Annotated[list[str] | None, typer.Option(help="Only configurations whose name holds this.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only configurations whose name contains this.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Peak memory of real training steps over many configurations, beside what `cqwen plan` says."""
+    """Peak memory of real training steps for many configurations, compared with `cqwen plan`."""
     quiet_libraries()
     from cqwen_dist.bench.memory_check import measure_all, table
 
@@ -97,18 +100,15 @@ def generate(
     hidden: Annotated[int, typer.Option(min=1, help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the backbone.")] = 24,
     vocab: Annotated[int, typer.Option(min=1, help="V, words.")] = 151_936,
-    batch: Annotated[list[int] | None, typer.Option(help="Prompts at once; several times for several.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Prompts in a batch; may be repeated.")] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each contender.")] = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Tokens a second of the modes beside Hugging Face's generate on the same base, random weights."""
+    """Tokens a second of the modes, compared with Hugging Face's generate on the same base, random weights."""
     quiet_libraries()
     from cqwen_dist.bench.generate import run, table
 
     result = run(hidden, layers, vocab, tuple(batch or (1, 4)), new_tokens=new_tokens, rounds=rounds, device=device)
-    if as_json:
-        print_json(result)
-    else:
-        plain_console().print(table(result))
+    print_document(result, as_json, table)

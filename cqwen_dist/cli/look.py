@@ -17,12 +17,12 @@ def evaluate(
     data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's own held-out data.")] = "",
     base: Annotated[str, typer.Option(help="Base model to compare with; default: the run's own.")] = "",
     label_set: Annotated[
-        float | None, typer.Option(help="Also predict sets: every word with P above this (0 to 1).")
+        float | None, typer.Option(help="Also predict sets: all words with P above this (0 to 1).")
     ] = None,
     reject_below: Annotated[
-        float | None, typer.Option(help="Also say 'I don't know' where no word's P reaches this (0 to 1).")
+        float | None, typer.Option(help="Also answer 'I don't know' where no word's P reaches this (0 to 1).")
     ] = None,
-    micro_batch_size: Annotated[int, typer.Option(help="Texts at a time.", min=1)] = 8,
+    micro_batch_size: Annotated[int, typer.Option(help="Texts in a batch.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
     """Held-out metrics of a trained model and of its base model, by deterministic inference."""
@@ -45,7 +45,7 @@ def evaluate(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs, shown side by side.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs to compare.")],
     out: Annotated[
         Path | None, typer.Option(help="The page; default: report.html in the run, or here for several.")
     ] = None,
@@ -53,7 +53,7 @@ def report(
         int, typer.Option(min=0, help="Held-out texts that the oldest kept and the newest checkpoint continue.")
     ] = 0,
 ) -> None:
-    """Curves, calibration, predictions and a diagnosis of runs as one HTML page that needs nothing else."""
+    """Curves, calibration, predictions and a diagnosis of runs in one self-contained HTML page."""
     if samples:
         quiet_libraries()
     from cqwen_dist.report.diagnosis import diagnose
@@ -88,7 +88,7 @@ def status(
 
 
 def checkpoint_list(run: Run) -> None:
-    """Checkpoints of a run, oldest first."""
+    """List the checkpoints of a run, oldest first."""
     from cqwen_dist.checkpoint.manifest import describe, list_checkpoints
     from cqwen_dist.run.files import CONFIG
 
@@ -102,7 +102,7 @@ def checkpoint_list(run: Run) -> None:
 
 
 def checkpoint_verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint or run.")]) -> None:
-    """Compare every file with the manifest's size and checksum; of a run, of every checkpoint."""
+    """Compare every file with the manifest's size and checksum; for a run, in every checkpoint."""
     from cqwen_dist.checkpoint.manifest import damaged, list_checkpoints, resolve_checkpoint, verify
 
     found = {folder: verify(folder) for folder in list_checkpoints(path) or [resolve_checkpoint(path)[1]]}

@@ -19,7 +19,7 @@ SHIPPED = Path(__file__).parents[1] / "configs"  # also in a wheel
 
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train: one rank, as a launcher starts it; bare, a single process. Goes on where the run was."""
+    """Train: as one of a launcher's ranks, or without a launcher in a single process. A stopped run goes on."""
     from cqwen_dist.config import load_config
     from cqwen_dist.parallel.launcher import end_with_launcher
 
@@ -33,7 +33,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     try:
         run(checked)
-    except Stopped:  # a launcher would take any other code for a failure; the run's status.json says what it was
+    except Stopped:  # a launcher takes any code but 0 for a failure; status.json tells that the run was stopped
         raise typer.Exit(0 if launched(os.environ) else 75) from None
 
 
@@ -41,9 +41,9 @@ def launch(
     config: ConfigFile,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
-    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: these hosts instead, over ssh.")] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh.")] = None,
     env_file: Annotated[Path | None, typer.Option(help="NAME=VALUE lines for the hosts' ranks.")] = None,
-    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not look at the hosts together first.")] = False,
+    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not examine the hosts first.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configurations, start nothing.")] = False,
 ) -> None:
     """Train on several ranks of this machine, or of the hosts of a hostfile, under the `deepspeed` launcher."""
@@ -67,8 +67,7 @@ def quickstart(
 ) -> None:
     """Everything once on real data, offline: train both stages, export, generate, compare with ridge regression.
 
-    On the CPU, which is fast enough for so small a model; with
-    DS_ACCELERATOR=cuda on GPUs, one a rank.
+    It runs on the CPU, which is fast enough for this small model; with DS_ACCELERATOR=cuda on one GPU for each rank.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from cqwen_dist.cluster.launch import launch as run
@@ -90,28 +89,28 @@ def quickstart(
 
 StageJobs = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NAME:...", help="What a stage asks for instead, such as heads:nodes=1,time=60: a job of its own."
-    ),
+    typer.Option(metavar="NAME:...", help="A stage's own resources, such as heads:nodes=1,time=60: a job of its own."),
 ]
 TimeLimit = Annotated[
     str | None,
     typer.Option("--time", help="Time limit, such as 90 (minutes) or 1-12:00:00; default: the partition's."),
 ]
-SetupLines = Annotated[list[str] | None, typer.Option(help="A line of bash before anything, such as module load.")]
-ContainerCommand = Annotated[str, typer.Option(metavar="WORDS", help="What runs a command in it.")]
-Blind = Annotated[bool, typer.Option("--no-preflight", help="Do not look at the nodes together first.")]
+SetupLines = Annotated[list[str] | None, typer.Option(help="A line of bash to run first, such as module load.")]
+ContainerCommand = Annotated[str, typer.Option(metavar="WORDS", help="The command that runs Python in it.")]
+Blind = Annotated[bool, typer.Option("--no-preflight", help="Do not examine the nodes first.")]
 
 
 def submit(
     config: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each; 0: CPU ranks.")] = 0,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each; default: one a GPU, or one.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each machine; 0: CPU ranks.")] = 0,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks on each machine; default: one for each GPU, or one.")
+    ] = None,
     stage: StageJobs = None,
-    partition: Annotated[str | None, typer.Option(help="Of the cluster; default: its own default.")] = None,
-    account: Annotated[str | None, typer.Option(help="To which the job is charged.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's default.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account that the job is charged to.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
     constraint: Annotated[str | None, typer.Option(help="Features that the nodes must have.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Nodes not to use.")] = None,
@@ -119,10 +118,10 @@ def submit(
     sbatch: Annotated[list[str] | None, typer.Option(help="A further option of sbatch, such as --mem=0.")] = None,
     setup: SetupLines = None,
     venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
-    container: Annotated[str | None, typer.Option(help="Image in which Python runs.")] = None,
+    container: Annotated[str | None, typer.Option(help="Container image for Python.")] = None,
     container_command: ContainerCommand = "apptainer exec --nv",
-    name: Annotated[str | None, typer.Option(help="Of the job; default: cqwen- and the run's folder.")] = None,
-    warn_s: Annotated[int, typer.Option(help="Stop in order so many seconds before the time limit.")] = 180,
+    name: Annotated[str | None, typer.Option(help="Name of the job; default: cqwen- and the run's folder.")] = None,
+    warn_s: Annotated[int, typer.Option(help="Stop in order this many seconds before the time limit.")] = 180,
     max_restarts: Annotated[int, typer.Option(help="Requeues in a row without a new checkpoint.")] = 5,
     blind: Blind = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
@@ -150,7 +149,7 @@ def submit(
 
 
 def _open_enough_files() -> None:
-    """Ask for as many open files as this process may have. Raises `UserError` where ranks could not meet with them."""
+    """Raise the limit of open files as far as allowed. Raises `UserError` if it stays too low for ranks to connect."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return

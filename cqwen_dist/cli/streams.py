@@ -1,4 +1,4 @@
-"""What a command prints to: a disk that is full is told in one line, and a console that is gone ends no training."""
+"""stdout and stderr of a command: a full disk is a one-line error, and a closed console does not end a training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cqwen_dist.config.errors import Said
 
 
 class Stream(io.TextIOWrapper):
-    """stdout or stderr. What cannot be written is lost; the verb decides whether that is an error."""
+    """stdout or stderr. Output that cannot be written is lost; the verb decides whether that is an error."""
 
-    outlived = False  # True: nobody has to read it
-    _met: OSError | None = None
+    outlived = False  # True: lost output is no error
+    _error: OSError | None = None
 
     def write(self, text: str) -> int:
         try:
-            if self._met is None:
+            if self._error is None:
                 return super().write(text)
         except OSError as error:
             self._lose(error)
@@ -35,22 +35,22 @@ class Stream(io.TextIOWrapper):
         self._refuse()
 
     def _lose(self, error: OSError) -> None:
-        """What is in the buffer, and all that comes, goes nowhere: at its exit Python flushes once more."""
-        self._met = error
+        """Send the buffer and all later output to /dev/null, since Python flushes once more at its exit."""
+        self._error = error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
 
     def _refuse(self) -> None:
-        if self._met is None or self.outlived:
+        if self._error is None or self.outlived:
             return
-        if self._met.errno == errno.EPIPE:  # `| head`: who read it has had enough
+        if self._error.errno == errno.EPIPE:  # the reader has closed the pipe, as in `| head`
             raise SystemExit(1)
-        raise UserError("output", Said(self._met.strerror or str(self._met)), "a place that can be written")
+        raise UserError("output", Said(self._error.strerror or str(self._error)), "a place that can be written")
 
 
 def guard() -> None:
-    """Make them of this process's stdout and stderr."""
+    """Replace this process's stdout and stderr by a `Stream` each."""
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
@@ -60,7 +60,7 @@ def guard() -> None:
 
 
 def outlive() -> None:
-    """A run goes on without them: a closed terminal and `| head` are no failures of it."""
+    """From here on lost output is no error: a run goes on after its terminal was closed, or in `| head`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, Stream):
             stream.outlived = True
