@@ -1,11 +1,11 @@
-"""What a batch script asks Python for: is the run sound, how did it end, and shall it be queued again.
+"""The parts of a batch script in Python: check the run before it starts, and decide at its end whether to requeue it.
 
     begin   checks the config and counts this start; prints the run's folder and this start's log folder
-    end     prints `done`, `stopped`, `requeue SECONDS` or `failed`; says why, with the guilty rank's last lines
+    end     prints `done`, `stopped`, `requeue SECONDS` or `failed`; on stderr why, with the guilty rank's last lines
     point   prints one line of a sweep as the words of a run, each ended by a zero byte
 
-Every start and end is one line of `slurm/history.jsonl` in the run's folder. A start that comes to no new checkpoint
-counts against the budget, unless it was stopped from outside. As checkpoints are finite, so are the restarts.
+Every start and end is one line of `slurm/history.jsonl` in the run's folder. A start without a new checkpoint counts
+against the budget, unless it was stopped from outside. Checkpoints are finite, so restarts are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import UserError, load_config
@@ -33,16 +33,15 @@ LINES = 20  # of the guilty rank's log
 
 
 def read_history(run_dir: Path) -> list[HistoryEntry]:
-    """Starts and ends, oldest first; a line that a crash left unfinished is passed over."""
-    entries: Any = read_lines(run_dir / SLURM / HISTORY)
-    return list(entries)
+    """Starts and ends, oldest first; a line that a crash left unfinished is skipped."""
+    return cast("list[HistoryEntry]", list(read_lines(run_dir / SLURM / HISTORY)))
 
 
 def fruitless_starts(history: list[HistoryEntry]) -> int:
-    """How many starts of this job came, one after another, to no new checkpoint; those that others stopped aside.
+    """The number of starts of this job in a row without a new checkpoint, not counting those stopped from outside.
 
-    A start that has no end lost its own host, or SLURM ended it: it counts like one whose rank was lost. So does one
-    that its own time limit stopped: a limit too short for a single step would queue the job for ever.
+    A start without an end lost its host, or SLURM ended it: it counts like one that lost a rank. A start that its time
+    limit stopped counts too: a limit too short for a single step would requeue the job for ever.
     """
     count, step = 0, None
     for entry in history:
@@ -55,7 +54,7 @@ def fruitless_starts(history: list[HistoryEntry]) -> int:
 
 
 def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, Path]:
-    """(run folder, log folder of this start). Raises `UserError`: wrong input, or the budget is spent."""
+    """(run folder, log folder of this start). Raises `UserError` for wrong input and when the budget is spent."""
     checked = preflight(config, overrides)
     run_dir = Path(checked.run.dir).absolute()
     if not str(run_dir).isprintable():
@@ -78,9 +77,9 @@ def begin(config: Path, overrides: list[str], max_restarts: int) -> tuple[Path, 
 
 
 def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_restarts: int) -> tuple[str, str]:
-    """(verdict for the script, reason): how this start ended.
+    """(verdict for the script, reason) at the end of a start.
 
-    phase: preflight or train, the step that ended last, with this code; asked: no, USR1 or TERM.
+    phase: preflight or train, whichever ended last, with this code; asked: no, USR1 or TERM.
     """
     started = next(entry for entry in reversed(read_history(run_dir)) if entry["event"] == "start")
     how, reason = _ending(run_dir, logs, phase, code, asked, started["status_before"])
@@ -96,7 +95,7 @@ def judge(run_dir: Path, logs: Path, phase: str, code: int, asked: str, max_rest
 
 
 def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before: list[Any] | None) -> tuple[str, str]:
-    """(done, fatal, cancelled, preempted or lost; the reason). before: the status file's stamp at the start."""
+    """(done, fatal, cancelled, preempted or lost; the reason). before: `_stamp` at the start."""
     status = read_status(run_dir)
     written = status["status"] if _stamp(run_dir) != before else ""  # by this start
     failed = _failed(logs)
@@ -107,9 +106,9 @@ def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before
     if written == "fatal":
         return "fatal", str(status.get("reason"))
     if phase == "preflight" and code == 1:
-        return "fatal", "the nodes are not fit: see the preflight"
+        return "fatal", "the nodes cannot run this: see the preflight"
     if asked == "TERM":
-        return "cancelled", "told by SLURM to end"
+        return "cancelled", "SLURM asked it to end"
     if written == "preempted":
         return "preempted", str(status.get("reason") or asked)
     if asked == "USR1":
@@ -118,7 +117,7 @@ def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before
 
 
 def guilty_log(logs: Path) -> Path | None:
-    """The log of the rank that failed first by itself; else of one that ended without a word; else of the first."""
+    """The log of the rank that failed first by itself; else of one that was killed; else of the first that ended."""
     ranks = [*(r["rank"] for r in _failed(logs)), *_silent(logs), *(r["rank"] for r in _endings(logs))]
     return logs / f"rank-{ranks[0]}.log" if ranks else None
 
@@ -145,7 +144,7 @@ def sweep_point(index: int, config: Path, points: Path, overrides: list[str]) ->
 
 
 def _record(run_dir: Path, entry: dict[str, Any]) -> None:
-    """One line, in one write: appends of several hosts do not mix."""
+    """Append one line in one write, so that lines of several hosts do not mix."""
     path = run_dir / SLURM / HISTORY
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "host": platform.node(), **entry}) + "\n"
@@ -154,7 +153,7 @@ def _record(run_dir: Path, entry: dict[str, Any]) -> None:
 
 
 def _latest_step(run_dir: Path) -> int:
-    """Of the newest checkpoint; 0 without one."""
+    """The step of the newest checkpoint; 0 without one."""
     try:
         found = re.search(r"(\d+)\s*$", (run_dir / LATEST).read_text(encoding="utf-8"))
     except OSError:
@@ -163,7 +162,7 @@ def _latest_step(run_dir: Path) -> int:
 
 
 def _stamp(run_dir: Path) -> list[Any] | None:
-    """Whether status.json was written since: its inode and time (it is replaced, never changed in place)."""
+    """Inode and time of status.json, which differ after every write: it is replaced, never changed in place."""
     try:
         stat = (run_dir / STATUS).stat()
     except OSError:
@@ -172,7 +171,7 @@ def _stamp(run_dir: Path) -> list[Any] | None:
 
 
 def _endings(logs: Path) -> list[dict[str, Any]]:
-    """What the ranks of a start wrote about their end, the first first."""
+    """What the ranks of a start wrote about their end, the earliest first."""
     found = []
     for path in sorted(logs.glob("rank-*.ended")):
         try:
@@ -183,25 +182,25 @@ def _endings(logs: Path) -> list[dict[str, Any]]:
 
 
 def _failed(logs: Path) -> list[dict[str, Any]]:
-    """Endings of ranks that failed by themselves, the first first."""
+    """Endings of ranks that failed by themselves, the earliest first."""
     return [ending for ending in _endings(logs) if ending["how"] in ("failed", "wrong input")]
 
 
 def _words_of(logs: Path, ending: dict[str, Any]) -> str:
-    """Why a rank failed: its exception, or the one line that it told the user."""
+    """Why a rank failed: its exception, or its error line for the user."""
     told = [line for line in _tail(logs / f"rank-{ending['rank']}.log") if line.startswith("error: ")]
     return told[-1].removeprefix("error: ") if ending["how"] == "wrong input" and told else str(ending["message"])
 
 
 def _silent(logs: Path) -> list[int]:
-    """Ranks that began and wrote no end: killed, or their host is gone."""
+    """Ranks that began and wrote no end: killed, or their host is lost."""
     began = {int(path.stem.partition("-")[2]) for path in logs.glob("rank-*.log")}
     return sorted(began - {int(ending["rank"]) for ending in _endings(logs)})
 
 
 def _missing(logs: Path) -> str:
     silent = ", ".join(map(str, _silent(logs)))
-    return f"ended without a word (killed, or the host is lost): rank {silent}" if silent else ""
+    return f"ended without a message (killed, or the host is lost): rank {silent}" if silent else ""
 
 
 def _tail(path: Path) -> list[str]:
@@ -217,7 +216,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """See the module; exit code 2 with one line where the user's input is wrong."""
+    """The verbs of the module's docstring; wrong input: exit code 2 with one line."""
     parser = argparse.ArgumentParser()
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name in ("begin", "end", "point"):
@@ -230,7 +229,7 @@ def main() -> None:
             verb.add_argument("--phase", choices=("preflight", "train"), required=True)
         verb.add_argument("words", nargs="+")
     given = parser.parse_args()
-    words = given.words
+    words: list[str] = given.words
     try:
         if given.verb == "begin":
             run_dir, logs = begin(Path(words[0]), words[1:], given.max_restarts)

@@ -1,7 +1,7 @@
-"""What a machine, or every node of a job, has: facts, measurements, and red lines with their remedy.
+"""Facts and measurements of a machine, or of every node of a job, and red lines for faults, with their remedy.
 
-Each node states its facts alone; then the ranks compare and measure together. `findings` turns the document into red
-lines; nothing else decides what is wrong. Preflights run the quick part: no DeepSpeed import, two message sizes.
+Each node collects its facts alone; then the ranks compare and measure together. Only `findings` decides what is a
+fault. Preflights run the quick part: no DeepSpeed import, two message sizes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
         hosts = list(reversed(nodes))
         lost = gather_objects((facts["host"], _unresolved(hosts)))
         together: dict[str, Any] = {"ranks": world, "unresolved": {host: names for host, names in lost if names}}
+        together |= {"folder_seen_s": None, "folder_unseen": []}
         if all(node["folder"]["error"] is None for node in nodes.values()):
             together |= _shared(folder, facts["host"], runtime.is_main)
-        else:
-            together |= {"folder_seen_s": None, "folder_unseen": []}
         if world > 1:
             together["clock_spread_s"] = clock_spread()
             times = all_reduce_seconds(QUICK_SIZES if quick else SIZES, runtime.device)
@@ -63,7 +62,7 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
 
 
 def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
-    """How soon the first rank's file is seen by the others, and by whom never. Collective."""
+    """Seconds until all hosts see a file of the first rank, and the hosts that never do. Collective."""
     from cqwen_dist.parallel.collectives import barrier, gather_objects
 
     token = folder / f".cqwen-doctor-{gather_objects(secrets.token_hex(4))[0]}"
@@ -80,9 +79,9 @@ def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
 
 
 def join_srun() -> None:
-    """Where srun started this process and nobody said where its ranks meet: on the step's first host.
+    """Under srun, where no address is set, let the ranks meet on the step's first host.
 
-    In the batch script itself, which is no step, SLURM's variables tell of ranks that nobody started.
+    The batch script itself is no step: SLURM's variables there describe ranks that do not exist, and are removed.
     """
     if "MASTER_ADDR" in os.environ or "SLURM_PROCID" not in os.environ:
         return
@@ -96,7 +95,7 @@ def join_srun() -> None:
 
 
 def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
-    """Of this process's machine."""
+    """The facts of this process's machine."""
     import torch
 
     from cqwen_dist.parallel.measure import device_name
@@ -132,7 +131,7 @@ def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def findings(document: dict[str, Any]) -> list[dict[str, str]]:
-    """The red lines: what is wrong, where, and the remedy."""
+    """The red lines: where, what the fault is, and the remedy."""
     nodes, together = document["nodes"], document["together"]
     red: list[tuple[str, str, str]] = []
     for node in nodes:
@@ -149,7 +148,7 @@ def findings(document: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what is wrong with a node by itself, the remedy)."""
+    """(a fault of a node by itself, the remedy)."""
     if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
         yield "an NVIDIA driver, and torch sees no GPU", "install torch for this driver's CUDA version"
     for name, version in node["packages"].items():
@@ -169,7 +168,7 @@ def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(in what a node differs from the first, the remedy)."""
+    """(a difference of a node from the first, the remedy)."""
     pairs = {key: (node[key], first[key]) for key in ("python", "commit", "cuda", "nccl")}
     for name, version in node["packages"].items():
         other = first["packages"].get(name)
@@ -197,7 +196,7 @@ def _unresolved(hosts: list[str]) -> list[str]:
 
 
 def _try_folder(folder: Path) -> dict[str, Any]:
-    """Seconds to make a small file last (write, fsync, rename) and to read it: the median of five."""
+    """Seconds to write a small file durably (write, fsync, rename) and to read it: medians of five."""
     writes, reads = [], []
     mine = folder / f".cqwen-doctor-{platform.node()}-{os.getpid()}"
     try:
@@ -220,7 +219,7 @@ def _try_folder(folder: Path) -> dict[str, Any]:
 
 
 def _seconds_until(path: Path) -> float | None:
-    """How long another host's file takes to be seen here; None: too long."""
+    """Seconds until a file of another host appears here; None: longer than WAIT_FOR_FILE_S."""
     began = time.monotonic()
     while not path.exists():
         if time.monotonic() - began > WAIT_FOR_FILE_S:
@@ -258,7 +257,7 @@ def _interconnect() -> dict[str, Any]:
 
 
 def _operators() -> dict[str, str]:
-    """DeepSpeed's compiled parts: installed, can be built here when needed, or not."""
+    """DeepSpeed's compiled operators: installed, can be built here when needed, or not here."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
     try:
         import deepspeed.ops

@@ -1,9 +1,9 @@
 """Ranks on several hosts through the `deepspeed` launcher: pdsh over ssh, one line of a hostfile a host.
 
-pdsh hands its words to a shell on each host and takes no environment along, so nothing of the user's is among them:
-what the ranks shall do is one word (`cluster.rank`), and their environment lies in a file beside the run that only its
-owner may read. A stop reaches the ranks by name, never their launcher: killing pdsh would break the pipe into which
-they still write while they save.
+pdsh gives its words to a shell on each host and passes no environment on. So none of these words is the user's: the
+ranks' order is one word (`cluster.rank`), and their environment is a file in the run's folder that only its owner may
+read. A stop goes to the ranks by name, never to their launcher: killing pdsh would break the pipe into which the ranks
+write while they save.
 """
 
 from __future__ import annotations
@@ -25,36 +25,21 @@ from cqwen_dist.cluster.node import has_gpu
 from cqwen_dist.cluster.rank import MODULE, Order
 from cqwen_dist.config import UserError
 
-# What of this process's environment the ranks get; a name that ends in _ stands for all that begin with it.
+# Variables of this process that the ranks get; a name that ends in _ stands for all that begin with it.
 PASSED_ON = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "CUDA_HOME",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "TORCH_",
-    "NCCL_",
-    "GLOO_",
-    "UCX_",
-    "DS_",
-    "HF_",
-    "TRANSFORMERS_",
-    "TOKENIZERS_",
-    "WANDB_",
-    "CQWEN_",
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("TORCH_", "NCCL_", "GLOO_", "UCX_", "DS_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "CQWEN_"),
 )
-# What DeepSpeed would hand to the remote shell itself, in its own quotes.
+# Variables that DeepSpeed would pass to the remote shell in its own quotes.
 _NOT_FOR_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "DS_ENV_FILE")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start, how to ask its ranks to stop, and how to end what is left of them."""
+    """What to start, how to ask its ranks to stop, and how to end those that are left."""
 
     command: list[str]
     environment: dict[str, str]
-    folder: str
     stop: Callable[[], None]
     end: Callable[[], None]
 
@@ -62,14 +47,8 @@ class Launch:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Ranks by host, from lines `host slots=N`; # begins a comment. Raises `UserError` with the line."""
     hosts: dict[str, int] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError("--hostfile", str(path), f"a readable file ({getattr(error, 'strerror', error)})") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in _lines(path, "--hostfile"):
         words = line.partition("#")[0].split()
-        if not words:
-            continue
         found = re.fullmatch(r"([\w][\w.@-]*) slots=([1-9]\d*)", " ".join(words), re.ASCII)
         if found is None:
             raise UserError("--hostfile", line, "host slots=N", f"{path}, line {number}")
@@ -82,9 +61,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def read_environment(path: Path | None) -> dict[str, str]:
-    """What the ranks' environment shall be: of this process what `PASSED_ON` names, then the file's NAME=VALUE lines.
+    """The ranks' environment: this process's variables in `PASSED_ON`, then the file's NAME=VALUE lines.
 
-    path: default DeepSpeed's own `.deepspeed_env` here or at home, where there is one. Raises `UserError`.
+    path: default DeepSpeed's own `.deepspeed_env` here or at home, if one exists. Raises `UserError`.
     """
     environment = {name: value for name, value in os.environ.items() if _is_passed_on(name)}
     if not has_gpu():
@@ -92,20 +71,21 @@ def read_environment(path: Path | None) -> dict[str, str]:
     if path is None:
         usual = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
         path = next((file for file in usual if file.is_file()), None)
-        if path is None:
-            return environment
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError("--env-file", str(path), f"a readable file ({getattr(error, 'strerror', error)})") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
+    for number, line in [] if path is None else _lines(path, "--env-file"):
         name, equals, value = line.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip(), re.ASCII):
             raise UserError("--env-file", line, "NAME=VALUE", f"{path}, line {number}")
         environment[name.strip()] = value.strip()
     return environment
+
+
+def _lines(path: Path, option: str) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line that is neither empty nor a comment. Raises `UserError`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(option, str(path), f"a readable file ({getattr(error, 'strerror', error)})") from None
+    return ((n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#"))
 
 
 def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -> list[str]:
@@ -147,11 +127,9 @@ def prepared(
             command = hosts_command(hosts, hostfile, port, word)
             own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
             own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": accelerator}
-            # Every host has the folder `/`, which is where DeepSpeed takes the ranks first.
             yield Launch(
                 command,
                 own,
-                "/",
                 stop=lambda: _signal("USR1", f"[-]m {MODULE} {word[:32]}", hosts),
                 end=lambda: _signal("KILL", f"[{word[0]}]{word[1:32]}", hosts),
             )
@@ -161,7 +139,7 @@ def prepared(
 
 
 def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
-    """To the processes of this launch on all hosts: the pattern holds its token, and does not match itself."""
+    """Send a signal to this launch's processes on all hosts. pattern: contains its token, and does not match itself."""
     command = ["pdsh", "-R", "ssh", "-t", "10", "-u", "20", "-w", ",".join(hosts), f"pkill -{name} -f '{pattern}'"]
     with suppress(subprocess.SubprocessError):
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)

@@ -28,7 +28,7 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
 def preflight(path: Path, overrides: Sequence[str]) -> Config:
-    """What can be known before ranks are started: the config, that its data files are there, that the run is its own.
+    """The checks before ranks are started: the config, its data files, and that the run's folder fits the config.
 
     Raises `UserError`.
     """
@@ -41,12 +41,8 @@ def preflight(path: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def launch_command(path: Path, overrides: Sequence[str], ranks: int, port: int) -> list[str]:
-    """The `deepspeed` command line (a list: nothing of the user's is ever read by a shell)."""
-    return _local_command(["train", str(path), *overrides], ranks, port)
-
-
-def _local_command(words: list[str], ranks: int, port: int) -> list[str]:
+def launch_command(words: list[str], ranks: int, port: int) -> list[str]:
+    """The `deepspeed` command line of `cqwen` with these words (a list: no shell reads the user's words)."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_accelerators", str(ranks)]
     return [*launcher, "--master_port", str(port), "--no_local_rank", "--module", "cqwen_dist", *words]
 
@@ -54,10 +50,10 @@ def _local_command(words: list[str], ranks: int, port: int) -> list[str]:
 def dry_run(path: Path, overrides: Sequence[str], ranks: int, hostfile: Path | None = None) -> dict[str, Any]:
     """What `launch` would do, as a document: the command, the config as resolved, DeepSpeed's configuration.
 
-    Checks what `launch` checks; starts nothing. Raises `UserError`.
+    Checks as `launch` does; starts nothing. Raises `UserError`.
     """
     config = preflight(path, overrides)
-    command = launch_command(path, overrides, ranks, 0)
+    command = launch_command(["train", str(path), *overrides], ranks, 0)
     if hostfile is not None:
         hosts = read_hostfile(hostfile)
         word = Order("", ["train", str(path.absolute()), *overrides], os.getcwd()).encode()
@@ -82,9 +78,9 @@ def launch(
 ) -> int:
     """Run to the end on this machine; returns the exit code of `cqwen`: 0 done, 2 wrong input, 75 stopped, 1 else.
 
-    The launcher itself returns 0 where a rank died by a signal, so the run's own status file decides.
-    quiet: what the ranks print goes to stderr. hostfile: on its hosts instead, `ranks` unread; there, unless told
-    otherwise, a quick `cqwen doctor` first sees that the hosts fit together. env_file: more of their environment.
+    The launcher returns 0 even where a rank died by a signal, so the run's status file decides.
+    quiet: the ranks' output goes to stderr. hostfile: run on its hosts instead, `ranks` is ignored. look_first: with a
+    hostfile, check the hosts by a quick `cqwen doctor`. env_file: more of their environment.
     """
     if ranks < 1:
         raise UserError("--ranks", ranks, "1 or more")
@@ -100,23 +96,23 @@ def launch(
         return 0
     before, shared = read_status(run_dir), run_dir.absolute()
     if hosts is None:
-        code, told = _on_this_machine(launch_command(path, overrides, ranks, free_port()), ranks, quiet)
+        code, told = _on_this_machine(["train", str(path), *overrides], ranks, quiet)
     else:
         doctor = ["doctor", "--quick", "--folder", str(shared)]
         if look_first and (red := _on_hosts(doctor, hosts, environment, shared)[0]):
-            sys.stderr.write("the hosts are not fit: see the red lines above\n")
+            sys.stderr.write("the hosts cannot run this: see the red lines above\n")
             return red
         code, told = _on_hosts(["train", str(path.absolute()), *overrides], hosts, environment, shared, quiet)
     for stacks in stacks_of(run_dir):
-        sys.stderr.write(f"a rank did not get on; where it stood: {stacks}\n")
+        sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
     return _exit_code(code, told, before, read_status(run_dir))
 
 
 def _exit_code(code: int, told: bool, before: Status, after: Status) -> int:
-    """Of `cqwen launch`, by the launcher's own, whether it was told to stop, and the status before and after."""
+    """Of `cqwen launch`. code: the launcher's; told: it was asked to stop; before, after: the run's status."""
     if code:
         return code if code == 2 else 1
-    if after == before:  # ranks that ended before they could write theirs
+    if after == before:  # the ranks ended before they wrote a status
         return STOPPED if told else 1
     return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
 
@@ -124,13 +120,13 @@ def _exit_code(code: int, told: bool, before: Status, after: Status) -> int:
 def run_words(words: list[str], ranks: int, hostfile: Path | None = None, shared: Path = Path()) -> int:
     """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts."""
     if hostfile is None:
-        return _on_this_machine(_local_command(words, ranks, free_port()), ranks, quiet=False)[0]
+        return _on_this_machine(words, ranks, quiet=False)[0]
     return _on_hosts(words, read_hostfile(hostfile), read_environment(None), shared.absolute())[0]
 
 
-def _on_this_machine(command: list[str], ranks: int, quiet: bool) -> tuple[int, bool]:
+def _on_this_machine(words: list[str], ranks: int, quiet: bool) -> tuple[int, bool]:
     environment = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
-    return _run_to_its_end(command, environment, quiet)
+    return _run_to_its_end(launch_command(words, ranks, free_port()), environment, quiet)
 
 
 def _on_hosts(
@@ -138,7 +134,8 @@ def _on_hosts(
 ) -> tuple[int, bool]:
     with prepared(words, hosts, environment, shared, free_port()) as job:
         try:
-            return _run_to_its_end(job.command, job.environment, quiet, job.stop, job.folder)
+            # Every host has the folder `/`, where DeepSpeed starts the ranks.
+            return _run_to_its_end(job.command, job.environment, quiet, job.stop, "/")
         finally:
             job.end()
 
@@ -150,12 +147,12 @@ def _run_to_its_end(
     tell: Callable[[], None] | None = None,
     folder: str | None = None,
 ) -> tuple[int, bool]:
-    """(exit code of a command, whether it was told to stop); nothing it started outlives this call.
+    """(exit code of a command, whether it was asked to stop); no process it started outlives this call.
 
-    It runs in a session of its own, so signals come here alone. The first one goes to the ranks as SIGUSR1, now and
-    then again (one may just be starting), and they stop in order. The launcher between would kill them for SIGINT or
-    SIGTERM, and die of SIGUSR1: it is started with that signal blocked, and the ranks unblock it (`parallel.stop`).
-    A second signal ends the session: SIGTERM, and after a grace period SIGKILL. tell: how ranks elsewhere are told.
+    The command has its own session, so only this process receives signals. The first signal is passed to the ranks as
+    SIGUSR1, repeatedly (one may just be starting), and they stop in order. The launcher between would kill them on
+    SIGINT or SIGTERM, and die of SIGUSR1: it starts with SIGUSR1 blocked, and the ranks unblock it (`parallel.stop`).
+    A second signal ends the session: SIGTERM, and after a grace period SIGKILL. tell: stops ranks elsewhere.
     """
     told = 0
 
@@ -197,7 +194,7 @@ def _run_to_its_end(
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to all that a process started with a session of its own has left, then SIGKILL."""
+    """SIGTERM, then SIGKILL, to what is left of a process that was started with its own session."""
     began = time.monotonic()
     try:
         while (waited := time.monotonic() - began) < 1.5 * GRACE_S:
@@ -205,5 +202,5 @@ def _end_session(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGTERM if waited < GRACE_S else signal.SIGKILL)
             time.sleep(0.1)
     except ProcessLookupError:
-        pass  # nobody is left
+        pass  # none is left
     process.wait()

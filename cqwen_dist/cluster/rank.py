@@ -1,7 +1,7 @@
-"""One rank, as a launcher starts it: what to run arrives as one word, and how it ended is written down.
+"""One rank, as a launcher starts it: its order arrives as one word, and its end is written to a file.
 
-Arguments that pass a remote shell are read by it. So everything a rank needs travels as base64 of JSON, in which no
-shell finds anything to read: the words of the command, the folder, the environment, where to log.
+A remote shell interprets the arguments that pass through it. So a rank gets everything as base64 of JSON, which has no
+special characters: the words of the command, the folder, the environment, the folder of logs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _READ = "CQWEN_ENVIRONMENT_READ"
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank shall do."""
+    """What a rank is to do."""
 
     token: str  # of the launch; first, so that the word begins with it
     words: list[str]  # of `cqwen`
     folder: str
     environment: dict[str, str] = field(default_factory=dict)
-    environment_file: str | None = None  # more of it, where others shall not read it off the command line
-    logs: str | None = None  # a folder: each rank's output in its own file there; None: to the console
+    environment_file: str | None = None  # more of it, which the command line must not show to others
+    logs: str | None = None  # a folder with a file of output for each rank; None: to the console
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode().rstrip("=")
@@ -43,7 +43,7 @@ class Order:
 
 def main() -> None:
     """Become the rank that the order describes; never returns."""
-    # Until the trainer listens, a request to stop waits for it instead of ending a process that still imports.
+    # Until the trainer handles it, a request to stop waits instead of ending a process that still imports.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     order = Order.decode(sys.argv[1])
@@ -51,7 +51,7 @@ def main() -> None:
     if order.environment_file is not None and os.environ.get(_READ) != order.token:
         wanted |= json.loads(Path(order.environment_file).read_text(encoding="utf-8")) | {_READ: order.token}
     missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
-    if missing:  # in a new program: the loader and Python read theirs at its start
+    if missing:  # start anew: the loader and Python read their variables only at the start
         os.execve(sys.executable, [sys.executable, "-u", "-m", MODULE, sys.argv[1]], {**os.environ, **missing})
     os.chdir(order.folder)
     rank = os.environ["RANK"]

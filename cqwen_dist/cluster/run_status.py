@@ -13,18 +13,18 @@ from cqwen_dist.config import UserError
 from cqwen_dist.run.files import CONFIG, HISTORY, SLURM
 from cqwen_dist.run.status import read_status
 
-# What of scontrol's answer is shown.
+# Keys of scontrol's answer that are shown.
 _KEYS = (
     *("JobId", "JobName", "JobState", "Reason", "RunTime"),
     *("TimeLimit", "StartTime", "NodeList", "Restarts", "StdOut"),
 )
-STALE_S = 60.0  # a run that says nothing for so long is not at work: it writes every ten seconds
+STALE_S = 60.0  # a run writes its status every ten seconds; after so long it was killed or hangs
 
 
 def look(run_or_job: str) -> dict[str, Any]:
-    """The status file, and beside it `run`, `job` (of scontrol), `history` (starts and ends), `stale_s`.
+    """The status file with `run`, `job` (from scontrol), `history` (starts and ends) and `stale_s`.
 
-    Raises `UserError` where there is neither such a folder nor such a job.
+    Raises `UserError` where neither such a folder nor such a job exists.
     """
     folder, job = Path(run_or_job), None
     if not folder.is_dir():
@@ -49,7 +49,7 @@ def look(run_or_job: str) -> dict[str, Any]:
 
 
 def _known_job(name: str) -> dict[str, str]:
-    """What SLURM says of a job. Raises `UserError` where it knows none."""
+    """SLURM's record of a job. Raises `UserError` where it has none."""
     if not name.replace("_", "").isdecimal():
         raise UserError("RUN", name, "a run's folder, or the id of a job")
     job = job_of(name)
@@ -59,13 +59,13 @@ def _known_job(name: str) -> dict[str, str]:
 
 
 def _run_of(job: dict[str, str]) -> Path | None:
-    """The run's folder, where the job has begun: its comment, or RUN of its output RUN/slurm/JOB.out."""
+    """The run's folder, once the job has begun: the job's comment, or RUN in its output RUN/slurm/JOB.out."""
     named = (Path(job.get("Comment", "")), Path(job.get("StdOut", "")).parent.parent)
     return next((run for run in named if run.name and (run / SLURM / HISTORY).is_file()), None)
 
 
 def job_of(job: str) -> dict[str, str] | None:
-    """What `scontrol show job` says, by key; None where there is no scontrol, or no such job any more."""
+    """The answer of `scontrol show job` by key; None without scontrol or such a job."""
     if which("scontrol") is None:
         return None
     done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
@@ -74,15 +74,14 @@ def job_of(job: str) -> dict[str, str] | None:
     found: dict[str, str] = {}
     for line in done.stdout.split("\n\n")[0].splitlines():
         to_the_end = line.lstrip().startswith(("Comment=", "StdOut=", "WorkDir=", "Command="))
-        words = [line.strip()] if to_the_end else line.split()
-        for word in words:
+        for word in [line.strip()] if to_the_end else line.split():
             key, _, value = word.partition("=")
             found[key] = value
     return found
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """The document for people, a line a fact."""
+    """The document as text, a line a fact."""
     step, total, stage = document.get("step"), document.get("total_steps"), document.get("stage")
     where = "" if step is None else f", step {step}{f' of {total}' if total else ''}"
     found = [f"{document['status']}{where}{f', stage {stage}' if stage else ''}"]
@@ -93,7 +92,7 @@ def lines(document: dict[str, Any]) -> list[str]:
         eta = document.get("eta_s")
         found.append(f"{_time(document['seconds'])} at work{f', {_time(eta)} to go' if eta else ''}")
     found += [f"last checkpoint: {document['checkpoint']}"] if document.get("checkpoint") else []
-    found += [f"gone on with {document['restarts']} times"] if document.get("restarts") else []
+    found += [f"resumed {document['restarts']} times"] if document.get("restarts") else []
     found += [_history_line(entry) for entry in document["history"]]
     if document["job"]:
         found.append("job: " + ", ".join(f"{key} {value}" for key, value in document["job"].items()))

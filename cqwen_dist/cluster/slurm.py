@@ -1,8 +1,8 @@
 """A run as SLURM jobs: rendered to a script one can read, checked by SLURM itself, submitted.
 
-The script does the work (cluster/job.sbatch.j2); `slurm/*.sbatch` are the same text for those who call sbatch
-themselves. A run whose stages need other resources becomes one job for each group of stages, each waiting for the one
-before (`afterok`: the id of a job survives its requeues).
+The script does the work (cluster/job.sbatch.j2); `slurm/*.sbatch` are the same text for users who call sbatch
+themselves. A run whose stages need different resources becomes a chain of jobs, one for each group of stages, each
+waiting for the one before (`afterok`: a job keeps its id when it is requeued).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks SLURM for; None: nothing is asked, the cluster's default holds."""
+    """What a job asks SLURM for; None: not asked for, the cluster's default holds."""
 
     nodes: int = 1
     gpus_per_node: int = 0  # 0: CPU ranks
@@ -52,8 +52,7 @@ class Resources:
         for option in self.options:
             if not option.startswith("-"):
                 raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
-        for value in (self.partition, self.account, self.qos, self.constraint, self.exclude, *self.options):
-            _refuse_unprintable(value)
+        _refuse_unprintable(self.partition, self.account, self.qos, self.constraint, self.exclude, *self.options)
 
     @property
     def ranks(self) -> int:
@@ -63,7 +62,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class PythonSetup:
-    """Where Python is on the nodes, and what has to happen before it is."""
+    """Where Python is on the nodes, and the commands to run before it."""
 
     python: str = sys.executable
     venv: str | None = None
@@ -72,8 +71,7 @@ class PythonSetup:
     setup: tuple[str, ...] = ()  # lines of bash, as they are
 
     def __post_init__(self) -> None:
-        for value in (self.python, self.venv, self.container, self.container_command, *self.setup):
-            _refuse_unprintable(value)
+        _refuse_unprintable(self.python, self.venv, self.container, self.container_command, *self.setup)
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,8 @@ class Job:
     preflight: bool = True
 
     def __post_init__(self) -> None:
-        for value in (self.name, str(self.folder), str(self.run_dir), self.config, *self.overrides):
-            _refuse_unprintable(value)
-        if "\\" in str(self.run_dir):  # in --output it would switch the pattern %j off
+        _refuse_unprintable(self.name, str(self.folder), str(self.run_dir), self.config, *self.overrides)
+        if "\\" in str(self.run_dir):  # in --output a backslash would switch off the pattern %j
             raise UserError("run.dir", str(self.run_dir), "a path without backslashes")
         if self.warn_s < 60:
             raise UserError("--warn-s", self.warn_s, "60 or more: SLURM looks at the clock every 30 s")
@@ -107,7 +104,7 @@ class Job:
         options = {
             "job-name": self.name,
             "chdir": str(self.folder),
-            "output": _no_pattern(str(self.run_dir / SLURM)) + "/%j.out",
+            "output": str(self.run_dir / SLURM).replace("%", "%%") + "/%j.out",
             "nodes": r.nodes,
             "ntasks-per-node": 1,
             "gpus-per-node": r.gpus_per_node or None,
@@ -130,13 +127,11 @@ def render(job: Job) -> str:
 
 
 def render_shipped(kind: str) -> str:
-    """`slurm/train.sbatch` (kind "train") or `slurm/sweep.sbatch` ("sweep"): what they run comes with the command."""
-    directives = [
-        f"--job-name=cqwen-{kind}",
-        "--output=cqwen-%j.out" if kind == "train" else "--output=cqwen-%A_%a.out",
-    ]
-    directives += ["--nodes=1", "--ntasks-per-node=1", "--signal=B:USR1@180", "--open-mode=append"]
-    return str(_template().render(job=None, shipped=kind, directives=[*directives, "--exclusive", "--requeue"]))
+    """`slurm/train.sbatch` (kind "train") or `slurm/sweep.sbatch` ("sweep"), whose run is given on the command line."""
+    output = "cqwen-%j.out" if kind == "train" else "cqwen-%A_%a.out"
+    directives = [f"--job-name=cqwen-{kind}", f"--output={output}", "--nodes=1", "--ntasks-per-node=1"]
+    directives += ["--signal=B:USR1@180", "--open-mode=append", "--exclusive", "--requeue"]
+    return str(_template().render(job=None, shipped=kind, directives=directives))
 
 
 @cache
@@ -177,7 +172,7 @@ def split_stages(config: Config, resources: Resources, by_stage: dict[str, Resou
 
 
 def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
-    """`NAME:nodes=4,gpus-per-node=8,partition=big`: what a stage asks for instead. Raises `UserError`."""
+    """`NAME:nodes=4,gpus-per-node=8,partition=big`: a stage's own resources. Raises `UserError`."""
     name, colon, rest = text.partition(":")
     known = {field.replace("_", "-"): field for field in Resources.__dataclass_fields__ if field != "options"}
     changes: dict[str, Any] = {}
@@ -197,21 +192,21 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
 # ------------------------------------------------------------------------------------------------ talking to SLURM
 
 
-# What sbatch says where it is installed and there is no controller, or no configuration, to ask.
+# What sbatch says where it finds no controller or no configuration.
 _UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")
 
 
 def check(script: str) -> str | None:
-    """What `sbatch --test-only` says of a script: when and where it would start; None where no cluster answers.
+    """The answer of `sbatch --test-only`: when and where a script would start; None where no cluster answers.
 
-    Raises `UserError` with SLURM's own words where it would refuse the job.
+    Raises `UserError` with SLURM's own message where it would refuse the job.
     """
     if which("sbatch") is None:
         return None
     done = _sbatch("--test-only", script=script)
-    if done.returncode and any(words in done.stderr.lower() for words in _UNREACHABLE):
-        return None
     if done.returncode:
+        if any(words in done.stderr.lower() for words in _UNREACHABLE):
+            return None
         raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
     return _words(done.stderr)
 
@@ -225,7 +220,7 @@ def send(script: Path, after: str | None = None) -> str:
 
 
 def waits_for(job: str | None) -> list[str]:
-    """The options of a job that begins when another has succeeded, and is dropped where that one has failed."""
+    """The options of a job that begins when another has succeeded, and is dropped if that one fails."""
     return [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"] if job else []
 
 
@@ -252,11 +247,7 @@ def _option(text: str) -> str:
     return f"{name}={_quoted(value)}" if equals else _quoted(text)
 
 
-def _no_pattern(path: str) -> str:
-    """A path in which SLURM shall see none of its % patterns."""
-    return path.replace("%", "%%")
-
-
-def _refuse_unprintable(value: str | None) -> None:
-    if value is not None and not value.isprintable():
-        raise UserError("a value of the job", value, "printable text on one line")
+def _refuse_unprintable(*values: str | None) -> None:
+    for value in values:
+        if value is not None and not value.isprintable():
+            raise UserError("a value of the job", value, "printable text on one line")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cqwen_dist.cluster import slurm
 from cqwen_dist.cluster.launch import preflight
-from cqwen_dist.cluster.slurm import Job, PythonSetup, Resources, check, read_stage_option, render, send, split_stages
-from cqwen_dist.cluster.slurm import waits_for as options_to_wait
+from cqwen_dist.cluster.slurm import Job, PythonSetup, Resources
 from cqwen_dist.config import Config, UserError, refuse_ranks
 from cqwen_dist.config.errors import Said
 from cqwen_dist.plan import read_architecture
@@ -33,10 +33,10 @@ class JobPlan:
         return [self.folder / f"job-{index + 1}.sbatch" for index in range(len(self.jobs))]
 
     def commands(self) -> list[str]:
-        """The sbatch lines, the ids of jobs not yet submitted as words."""
+        """The sbatch lines, with placeholders for the ids of jobs not yet submitted."""
         lines = []
         for index, script in enumerate(self.scripts):
-            wait = options_to_wait(f"<id of job {index}>" if index else None)
+            wait = slurm.waits_for(f"<id of job {index}>" if index else None)
             lines.append(" ".join(["sbatch", *wait, shlex.quote(str(script))]))
         return lines
 
@@ -58,11 +58,11 @@ def plan_jobs(
         raise UserError("run.dir", config.run.dir, "a run that is not done yet, or a new folder")
     if config.run.resume in ("never", "restart"):
         raise UserError("run.resume", config.run.resume, "auto or last-good: a job that is queued again goes on")
-    by_stage = dict(read_stage_option(text, resources) for text in stages)
+    by_stage = dict(slurm.read_stage_option(text, resources) for text in stages)
     run_dir = Path(config.run.dir).absolute()
     folder = _free_folder(run_dir / SLURM)
     jobs = []
-    split = split_stages(config, resources, by_stage)
+    split = slurm.split_stages(config, resources, by_stage)
     trained = feature_parameters(config, read_architecture(config))
     name = options.pop("name", None) or f"cqwen-{run_dir.name}"
     for index, (last, needs) in enumerate(split):
@@ -85,34 +85,31 @@ def plan_jobs(
 
 
 def check_jobs(plan: JobPlan) -> list[str]:
-    """What SLURM says of each job; empty where there is no sbatch. Raises `UserError` where it would refuse one."""
-    answers = (check(render(job)) for job in plan.jobs)
+    """SLURM's answer for each job; empty without sbatch. Raises `UserError` where it would refuse one."""
+    answers = (slurm.check(slurm.render(job)) for job in plan.jobs)
     return [answer for answer in answers if answer is not None]
 
 
 def submit(plan: JobPlan) -> list[str]:
     """Write config and scripts into the run's folder, submit; returns the jobs' ids. Raises `UserError`."""
     if not check_jobs(plan):
-        raise UserError(
-            "sbatch",
-            Said("no such command here, or nothing that answers it"),
-            "a machine of the cluster (--dry-run needs none)",
-        )
+        found = Said("no such command here, or nothing that answers it")
+        raise UserError("sbatch", found, "a machine of the cluster (--dry-run needs none)")
     try:
         plan.folder.mkdir(parents=True)
         (plan.folder / CONFIG).write_text(plan.config.to_yaml(), encoding="utf-8")
         for script, job in zip(plan.scripts, plan.jobs, strict=True):
-            script.write_text(render(job), encoding="utf-8")
+            script.write_text(slurm.render(job), encoding="utf-8")
     except OSError as error:
         raise UserError("run.dir", str(plan.folder), f"a folder that can be written ({error.strerror})") from None
     ids: list[str] = []
     for script in plan.scripts:
-        ids.append(send(script, after=ids[-1] if ids else None))
+        ids.append(slurm.send(script, after=ids[-1] if ids else None))
     return ids
 
 
 def advice(plan: JobPlan, ids: Sequence[str]) -> list[str]:
-    """What to tell who has submitted: the ids, and how to follow, stop and resume."""
+    """Lines for the user after submitting: the ids, and how to follow, stop and resume."""
     run_dir = plan.jobs[0].run_dir
     quoted = shlex.quote(str(run_dir))
     lines = []

@@ -74,7 +74,7 @@ open(sys.argv[1] + "/pid", "w").write(str(child.pid))
 
 def test_nothing_of_the_users_is_read_by_a_shell() -> None:
     hostile = ["run.dir=a'; echo foo", "data.text_template={question} $(touch x)\n{answer}"]
-    command = module.launch_command(Path("my config.yaml"), hostile, 3, 29500)
+    command = module.launch_command(["train", "my config.yaml", *hostile], 3, 29500)
     assert command[-3:] == ["my config.yaml", *hostile]
     assert command[command.index("--num_accelerators") + 1] == "3"
 

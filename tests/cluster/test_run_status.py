@@ -57,7 +57,7 @@ def test_a_run_with_its_job(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
         "running, step 60 of 300, stage lora",
         "1 min 15 s at work, 1 h 06 min to go",
         "last checkpoint: step-00000040",
-        "gone on with 1 times",
+        "resumed 1 times",
     ]
     assert "job 5 start 0 on node[1-2] from step 0" in said[4]
     assert said[5].endswith("lost at step 40: rank 1")
