@@ -1,4 +1,4 @@
-"""What a run ran on: packages, machine, commit."""
+"""What a run ran on: packages, machine, commit, ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("cqwen-dist", "torch", "transformers", "peft", "deepspeed", "safeten
 
 
 def versions() -> dict[str, str]:
-    """Versions of what matters for reading a run again, as installed."""
+    """Installed versions of the packages that a run's results and files depend on."""
     found = {}
     for name in PACKAGES:
         try:
@@ -39,17 +39,16 @@ def git_commit() -> str | None:
 
 
 def write_environment(folder: Path, world_size: int, details: dict[str, Any]) -> None:
-    """What the run ran on: packages, machine, commit, ranks."""
-    import torch  # the rest of this room does without
+    """Write environment.json. details: further fields."""
+    import torch  # the other modules here do not need it
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     environment = {
         "python": sys.version.split()[0],
         "packages": versions(),
         "host": platform.node(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "ranks": world_size,
         "commit": git_commit(),

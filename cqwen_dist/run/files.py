@@ -41,23 +41,23 @@ TENSORBOARD = "tensorboard"
 SLURM = "slurm"  # scripts, logs, history
 HISTORY = "history.jsonl"  # in `slurm`: starts and ends
 
-# What a disk says that takes no more until someone mends it, and one whose file system is away.
+# Error numbers of a disk that takes nothing until someone mends it, and of a file system that is not reachable.
 REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM)
 _AWAY = ("EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO")
-AWAY = tuple(getattr(errno, name) for name in _AWAY if hasattr(errno, name))  # not every system has all
+AWAY = tuple(getattr(errno, name) for name in _AWAY if hasattr(errno, name))  # some systems lack some
 
 
 def words_of_disk(error: Exception, place: Path) -> tuple[str, str, bool]:
-    """Of an OSError, or one of safetensors', which has no number: the path, what was said, whether the disk is away."""
-    said = getattr(error, "strerror", None) or str(error)
-    return str(getattr(error, "filename", None) or place), said, getattr(error, "errno", None) in AWAY
+    """(path, message, whether the disk is not reachable) of an OSError or a SafetensorError, which has no number."""
+    message = getattr(error, "strerror", None) or str(error)
+    return str(getattr(error, "filename", None) or place), message, getattr(error, "errno", None) in AWAY
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path` to write a file to; it then replaces `path`, durably also after a power loss.
+    """Yields a temporary path to write to; the file then replaces `path`, and survives a power loss.
 
-    Where the body raises, `path` stays as it was and nothing is left beside it.
+    Where the body raises, `path` is unchanged and the temporary file is deleted.
     """
     # A random name: containers on several hosts share process numbers, and any rank may write a status.
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -73,11 +73,11 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def appearing(out: Path, key: str) -> Iterator[Path]:
-    """Yields a folder beside `out` that becomes `out` at the end; after an error nothing is left.
+    """Yields a temporary folder that becomes `out` at the end; it is deleted after an error.
 
     Raises `UserError` for `key` where no folder can be made there.
     """
-    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")  # nobody else's
+    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         beside.mkdir(parents=True)
     except OSError as error:
@@ -93,20 +93,20 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file: a reader sees the old one or the new one, whole, also after a power loss."""
+    """Write a small file: a reader sees either the whole old one or the whole new one, also after a power loss."""
     with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
 def read_small(path: Path) -> str:
-    """A file's text. Raises OSError, also for what is not a file: reading a pipe would wait for a writer."""
+    """A file's text. Raises OSError, also for a pipe or a folder: reading a pipe would wait for a writer."""
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
     return path.read_text(encoding="utf-8")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is no file or it holds none."""
+    """The JSON object in a file; empty if there is no file or no object in it."""
     try:
         found = json.loads(read_small(path))
     except (OSError, ValueError):
@@ -115,7 +115,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file with one a line; a line that a kill cut off is skipped, no file has none."""
+    """The objects of a JSON lines file; skips lines that a kill cut off, yields nothing without a file."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -138,7 +138,7 @@ def file_record(path: Path) -> dict[str, Any]:
 
 
 def known_digest(path: Path, memo: Path) -> str:
-    """SHA-256 of a file, remembered in the folder `memo` for as long as the file's size and time of change stay."""
+    """SHA-256 of a file, remembered in the folder `memo` while the file's size and modification time stay."""
     stat = path.stat()
     is_now = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
     entry = memo / hashlib.sha256(is_now.encode()).hexdigest()[:24]
@@ -147,7 +147,7 @@ def known_digest(path: Path, memo: Path) -> str:
         if len(known) == 64:
             return known
     found = str(file_record(path)["sha256"])
-    if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # a file that is still written may keep its time
+    if time.time_ns() - stat.st_mtime_ns > 2_000_000_000:  # a file that is still being written may keep its time
         with suppress(OSError):
             memo.mkdir(parents=True, exist_ok=True)
             write_atomically(entry, found)
@@ -155,12 +155,12 @@ def known_digest(path: Path, memo: Path) -> str:
 
 
 def key_digest(key: dict[str, Any]) -> str:
-    """The name of a folder that holds what a key of plain values describes."""
+    """A folder name for what a key of plain values describes."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def let_read(path: Path) -> None:
-    """Give a file, or a folder's files, the folder's read rights: safetensors writes for its owner alone."""
+    """Give a file, or a folder's files, the folder's read rights: safetensors lets the owner alone read them."""
     files = path.rglob("*") if path.is_dir() else [path]
     for file in files:
         if file.is_file() and not file.is_symlink():

@@ -1,4 +1,9 @@
-"""Opening a run's folder: a new one, or one to resume, whose config must be the same."""
+"""Opening a run's folder: a new one, or one to resume, whose config may have changed only where it allows.
+
+What a run has trained is fixed, what lies ahead is free. A stage has begun when the newest checkpoint has one of its
+steps. The current stage may get another length. Later stages may change in every key, and stages may be appended. Keys
+that only say how to compute may always change (`config.reading.RESUMABLE`).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cqwen_dist.config import Config, UserError, changed_keys, load_config
-from cqwen_dist.run.files import ARCHIVED, CHANGES, CONFIG, LATEST, LOCK, SLURM, START, write_atomically
-from cqwen_dist.run.growth import Change, refuse_past_changes
+from cqwen_dist.run.files import (
+    ARCHIVED,
+    CHANGES,
+    CONFIG,
+    LATEST,
+    LOCK,
+    SLURM,
+    START,
+    STATE,
+    read_object,
+    read_small,
+    write_atomically,
+)
 from cqwen_dist.run.status import read_status
 
 BUILDS_BASE = ("model.", "data.", "train.seed")  # keys that decide what the base of model.architecture becomes
+LENGTH = ("steps", "epochs", "until")  # of a stage
+Change = tuple[str, object, object]  # key, before, now
 
 
 def open_run(
@@ -22,11 +40,11 @@ def open_run(
     before_writing: Callable[[], object] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Make the run's folder, or check that it is this run's: a config that differs only where it may (`run.growth`).
+    """Make the run's folder, or check that it belongs to this run, and write the config into it.
 
-    Until training starts, config keys may change freely; a base that was built from a changed key is deleted, to be
-    built anew. before_writing: called when the folder exists and nothing in it has been changed yet. say: takes notes.
-    Raises `UserError` by key where the folder is another run's, or cannot be written.
+    Until training starts, config keys may change freely; a base that was built from a changed key is deleted and built
+    again. before_writing: called when the folder exists and nothing in it has changed yet. say: takes notes. Raises
+    `UserError` by key where the folder belongs to another run, or cannot be written.
     """
     folder = Path(config.run.dir)
     refuse_changes(config)
@@ -37,14 +55,10 @@ def open_run(
             _archive(folder, say)
         begun = has_begun(folder)
         changes = _changes(config, begun)
-        if (
-            not begun
-            and config.model.architecture is not None
-            and any(key.startswith(BUILDS_BASE) for key, *_ in changes)
-        ):
-            shutil.rmtree(config.base_folder, ignore_errors=True)
         if begun and changes:
             _note_changes(folder, changes, say)
+        elif config.model.architecture is not None and any(key.startswith(BUILDS_BASE) for key, *_ in changes):
+            shutil.rmtree(config.base_folder, ignore_errors=True)
         write_atomically(folder / CONFIG, config.to_yaml())
     except OSError as error:
         raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None
@@ -55,7 +69,7 @@ def refuse_changes(config: Config) -> None:
     """Raises `UserError` by key where the run in the folder has begun with another config; writes nothing."""
     folder = Path(config.run.dir)
     if not _starts_over(config) and has_begun(folder) and (changes := _changes(config)):
-        refuse_past_changes(load_config(folder / CONFIG), changes, folder, str(folder / CONFIG))
+        _refuse_past_changes(load_config(folder / CONFIG), changes, folder)
 
 
 def is_done(config: Config) -> bool:
@@ -66,19 +80,49 @@ def is_done(config: Config) -> bool:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run has begun to train in the folder: then it binds what comes."""
+    """Whether a run has begun to train in the folder; from then on its config is fixed."""
     return any((folder / name).is_file() for name in (START, LATEST))
 
 
 def _starts_over(config: Config) -> bool:
-    """Whether this command is to begin anew; a job that SLURM queued again is not."""
+    """Whether this command begins anew. A job that SLURM requeued does not."""
     return config.run.resume == "restart" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 
 def _changes(config: Config, begun: bool = True) -> list[Change]:
-    """(key, before, now) of what differs from the config in the run's folder; empty where it has none."""
+    """What differs from the config in the run's folder; empty without one."""
     known = Path(config.run.dir) / CONFIG
     return changed_keys(load_config(known), config, begun) if known.is_file() else []
+
+
+def _refuse_past_changes(old: Config, changes: list[Change], folder: Path) -> None:
+    where = str(folder / CONFIG)
+    step, stops = _progress(folder)
+    current = next((i for i, stop in enumerate(stops) if step <= stop), len(stops) - 1) if step else -1
+    for key, before, now in changes:
+        words = key.split(".")
+        if words[0] != "stages":
+            allowed = f"{before!r}, with which the run in {folder} began (or another run.dir; model.warm_start={folder}"
+            raise UserError(key, now, f"{allowed} takes its weights along)", where)
+        index = int(words[1])
+        if index > current:
+            continue
+        name = old.stages[index].name
+        if index < current or words[2] not in LENGTH:
+            state = "is over" if index < current else "has begun: only its steps, epochs or until may change"
+            raise UserError(key, now, f"{before!r}, as stage {name} {state} (later stages are free)", where)
+        taken = step - (stops[index - 1] if index else 0)
+        if words[2] == "steps" and isinstance(now, int) and now < taken:
+            raise UserError(key, now, f"{taken} or more, which stage {name} has taken", where)
+
+
+def _progress(folder: Path) -> tuple[int, list[int]]:
+    """(step of the newest checkpoint, the last step of each stage as it knew them); (0, []) before the first one."""
+    try:
+        state = read_object(folder / read_small(folder / LATEST).strip() / STATE)
+        return int(state["step"]), [int(stop) for stop in state["schedule"]["stops"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, []
 
 
 def _note_changes(folder: Path, changes: list[Change], say: Callable[[str], None]) -> None:
@@ -90,7 +134,7 @@ def _note_changes(folder: Path, changes: list[Change], say: Callable[[str], None
 
 
 def _archive(folder: Path, say: Callable[[str], None]) -> None:
-    """Move what is in the folder into one of its own; a running job's logs and the lock stay."""
+    """Move the folder's content into a subfolder, except a running job's logs and the lock."""
     kept = (LOCK, SLURM)
     found = [path for path in folder.iterdir() if path.name not in kept and not path.name.startswith(ARCHIVED)]
     if found:

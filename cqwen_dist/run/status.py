@@ -1,11 +1,4 @@
-"""status.json: what a run is doing, for people, `cqwen status` and launchers (no torch).
-
-status        running, also after a kill | done | paused | preempted: stopped in order | fatal: needs a fix first
-step, total_steps, stage          where it is               seconds, eta_s   worked over all starts; left
-checkpoint    the newest's name                             restarts         how often it was resumed
-reason        of preempted and fatal, and of a failure that may pass (a lost rank)
-host, pid     of rank 0                                     updated          unix time of this file
-"""
+"""status.json: what a run is doing, for people, `cqwen status` and launchers (no torch)."""
 
 from __future__ import annotations
 
@@ -22,6 +15,7 @@ BEAT_S = 10.0  # between two writes while only the step changes
 
 
 class _Named(TypedDict):
+    # running (also after a kill) | done | paused | preempted: stopped in order | fatal: needs a fix first
     status: str
 
 
@@ -31,14 +25,14 @@ class Status(_Named, total=False):
     step: int
     total_steps: int | None
     stage: str | None
-    seconds: float
-    eta_s: float | None
-    checkpoint: str | None
-    restarts: int
-    reason: str | None
-    host: str
+    seconds: float  # of work, over all starts
+    eta_s: float | None  # left
+    checkpoint: str | None  # the newest's name
+    restarts: int  # how often the run was resumed
+    reason: str | None  # of preempted, of fatal, and of a failure that may pass (a lost rank)
+    host: str  # of rank 0, as is pid
     pid: int
-    updated: float
+    updated: float  # unix time
 
 
 class HistoryEntry(TypedDict, total=False):
@@ -60,7 +54,7 @@ class HistoryEntry(TypedDict, total=False):
 
 
 def write_status(run_dir: Path, status: str, **details: Any) -> None:
-    """The file as a whole; atomic."""
+    """Replace status.json, atomically."""
     write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "updated": round(time.time(), 3)}))
 
 
@@ -71,7 +65,7 @@ def read_status(run_dir: Path) -> Status:
 
 
 def end_status(run_dir: Path, status: str, reason: str) -> None:
-    """Write how a run ended where it is not done; other fields stay. Any rank may write `fatal`, and it stays."""
+    """Write how a run that is not done ended; other fields stay. Any rank may write `fatal`, which nothing replaces."""
     before = read_status(run_dir)
     if before["status"] != "fatal" or status == "fatal":
         ended: dict[str, Any] = {**before, "status": status, "reason": reason, "eta_s": None}
@@ -79,7 +73,7 @@ def end_status(run_dir: Path, status: str, reason: str) -> None:
 
 
 class RunStatus:
-    """Writes the status of the run that this process works on; only the main rank's does anything."""
+    """Writes the status of the run that this process works on; does nothing unless on the main rank."""
 
     def __init__(self, run_dir: Path, main: bool) -> None:
         self._run_dir, self._main = run_dir, main
@@ -114,13 +108,13 @@ class RunStatus:
         done = step - self._first_step
         eta = round((total_steps - step) * (now - self._began_steps) / done, 1) if done else None
         self._fields.update(step=step, total_steps=total_steps, stage=stage, eta_s=eta)
-        if checkpoint is not None and checkpoint != self._fields["checkpoint"]:
+        if checkpoint not in (None, self._fields["checkpoint"]):
             self.write(checkpoint=checkpoint)
-        if now - self._written > BEAT_S:
+        elif now - self._written > BEAT_S:
             self.write()
 
     def write(self, **fields: Any) -> None:
-        """Write it now with these fields changed; a checkpoint of None leaves the last one."""
+        """Write now, with these fields changed; a checkpoint of None keeps the last one."""
         if not self._main:
             return
         if fields.get("checkpoint", "") is None:

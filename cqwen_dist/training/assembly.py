@@ -1,6 +1,6 @@
-"""A run assembled, once: `build_training` makes what steps, `build_run` adds data, evaluation and checkpoints.
+"""Assembles a run: `build_training` makes what takes steps, `build_run` adds data, evaluation and checkpoints.
 
-The trainer, the benchmarks' rig and the tests all use these, so what is measured or tested is what trains.
+The trainer, the benchmarks' rig and the tests use these, so what is measured or tested is what trains.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ from cqwen_dist.training.base import build_run_base, load_tokenizer
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluation_folder import EvaluationFolder
 from cqwen_dist.training.evaluation.evaluator import Evaluator
-from cqwen_dist.training.evaluation.run_evaluation import Evaluations
-from cqwen_dist.training.evaluation.watched_texts import WatchedEvaluators, read_watched
+from cqwen_dist.training.evaluation.run_evaluation import Evaluations, read_watched
 from cqwen_dist.training.features.cache import FeatureCache
-from cqwen_dist.training.frequency import ThresholdBands
 from cqwen_dist.training.replicas import Replicas
 from cqwen_dist.training.session import run_saver, to_go_on_from
 from cqwen_dist.training.stage_loaders import StageLoaders
@@ -53,10 +51,10 @@ from cqwen_dist.training.zero.settings import deepspeed_config
 
 
 class Base(NamedTuple):
-    """A base model."""
+    """A base model; its output head and token table apart where ZeRO-3 has partitioned the model."""
 
     model: Any
-    head: Any = None  # and the token table: where ZeRO-3 has partitioned the model
+    head: Any = None
     table: Any = None
 
 
@@ -64,8 +62,8 @@ class Words(NamedTuple):
     """The vocabulary, from the tokenizer and the data."""
 
     num_token_id: int
-    used_rows: int  # words from here on are not the tokenizer's
-    counts: np.ndarray  # [V]: how often training has each word
+    used_rows: int  # the tokenizer has no words from here on
+    counts: np.ndarray  # [V]: occurrences in the training data
     numerals: Sequence[int] = ()  # the tokens that the base spells numerals with
 
 
@@ -85,15 +83,19 @@ class Training:
     words: Words
 
     def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
-        """Set which groups train; fresh: the stage begins here, so moments of newly trained groups are zeroed."""
+        """Set which groups train. fresh: the stage begins here, so moments of newly trained groups are zeroed."""
         self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
         self.constraint.features_moved = self.schedule.features_trained_by(plan)
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z of the label positions, outside of steps. Raises `Stopped` on all ranks where any was told to stop."""
+        """z of the label positions `keep`, outside of steps. Raises `Stopped` as `check_stop` does."""
+        self.check_stop()
+        return self.engine.forward(batch, keep)
+
+    def check_stop(self) -> None:
+        """Raises `Stopped` on all ranks where any was told to stop. Collective over the world."""
         self.runtime.hang.alive()
         self.runtime.stop.agreed(self.runtime.device)
-        return self.engine.forward(batch, keep)
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,10 @@ class Run(Training):
     """A run on this rank, ready to begin (`training.start`) and to train (`training.trainer`)."""
 
     folder: Path
-    resume_from: Path | None  # the checkpoint to go on from
+    resume_from: Path | None  # the checkpoint
     datasets: Datasets
     statistics: NumericStatistics
-    inputs: dict[str, str]  # digests of what it learns from (`checkpoint.identity`)
+    inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.identity`)
     loaders: StageLoaders
     cache: FeatureCache
     evaluations: Evaluations
@@ -112,14 +114,14 @@ class Run(Training):
     progress: Progress
 
     def at(self, what: str, done: int, of: int) -> None:
-        """Between two parts of the start: progress is shown. Raises `Stopped` as `forward` does."""
-        self.runtime.hang.alive()
-        self.runtime.stop.agreed(self.runtime.device)
+        """Show progress between two parts of the start. Raises `Stopped` as `check_stop` does."""
+        self.check_stop()
         self.progress.part(what, done, of)
 
     def calibration_batches(self, tokens: int, numbers: int = 0) -> list[Batch]:
-        """This rank's share of about so many tokens, or of as many as hold so many numbers that are learnt, where
-        that is more; the same texts on any number of ranks.
+        """This rank's share of texts with about so many tokens and at least about so many numbers.
+
+        The texts are the same on any number of ranks.
         """
         report = self.datasets.train.report
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
@@ -144,11 +146,11 @@ def build_training(
     steps_per_epoch: int | Sequence[int],
     target: dict[str, Any] | None = None,
 ) -> Training:
-    """Model, engine and stepper of a config on a base model that is loaded. Collective over the world.
+    """Model, engine and stepper of a config on a loaded base model. Collective over the world.
 
-    target: the unit of numbers, as a dict; None: raw. steps_per_epoch: of all stages, or of each. Raises `UserError`.
+    steps_per_epoch: of all stages, or of each. target: the unit of numbers, as a dict; None: raw. Raises `UserError`.
     """
-    seed_everything(config.train.seed)  # w_num, W_reg and the adapters start alike on all ranks
+    seed_everything(config.train.seed)  # w_num, W_reg and the adapters start equal on all ranks
     start, stop = vocab_range(base.model.config.vocab_size, groups.vocab_rank, groups.vocab_size)
     model = CausalQwenModel.from_base_model(
         base.model,
@@ -199,13 +201,13 @@ def build_training(
 
 def build_run(config: Config, runtime: Runtime) -> Run:
     """Read the data, load the model, assemble everything. Collective over the world. Raises `UserError`."""
-    abduction_named(config.model.abduction, config.run.dir)  # a class that is not there is refused at once
+    abduction_named(config.model.abduction, config.run.dir)  # an unknown class is refused at once
     gate_named(config.loss.gate, config.run.dir)
     seed_everything(config.train.seed)
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
-    resume_from = main_rank_says(lambda: to_go_on_from(config, progress.say))  # a damaged one is refused at once
+    resume_from = main_rank_says(lambda: to_go_on_from(config, progress.say))  # so is a damaged checkpoint
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
     base, tokenizer = _load_base(config, runtime, world)
@@ -256,7 +258,7 @@ def _evaluations(
 ) -> Evaluations:
     config, runtime, groups, words = training.config, training.runtime, training.groups, training.words
 
-    def evaluator(dataset: TextDataset) -> Evaluator:
+    def evaluator(dataset: TextDataset, word_counts: np.ndarray | None = None) -> Evaluator:
         size = config.train.micro_batch_size
         return Evaluator(
             training.model,
@@ -266,22 +268,20 @@ def _evaluations(
             baseline_value=statistics.median if statistics.count else None,
             used_rows=training.stepper.used_rows,
             gemm_dtype=training.stepper.gemm_dtype,
-            word_counts=words.counts,
+            word_counts=word_counts,
             numerals=words.numerals,
             progress=progress.part,
         )
 
-    action = training.model.action
     return Evaluations(
-        None if held_out is None else evaluator(held_out),
-        WatchedEvaluators(read_watched(config.data, tokenizer), evaluator),
-        ThresholdBands(words.counts, action.vocab_start, action.rows, groups),
+        None if held_out is None else evaluator(held_out, words.counts),
+        {name: evaluator(dataset) for name, dataset in read_watched(config.data, tokenizer).items()},
         EvaluationFolder(Path(config.run.dir), tokenizer) if runtime.is_main else None,
     )
 
 
 def _load_base(config: Config, runtime: Runtime, world: int) -> tuple[Base, NumericalAwareTokenizer]:
-    """The run's base model, partitioned under ZeRO-3, and its tokenizer, which is read once the base is there."""
+    """The run's base model, partitioned under ZeRO-3, and its tokenizer, read once the base has been downloaded."""
     name, dtype, code = config.base_folder, dtype_of(config.train.precision), config.model.trust_remote_code
     tokenizer = cache(lambda: load_tokenizer(config))
 

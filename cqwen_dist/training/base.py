@@ -1,21 +1,24 @@
-"""The base model of a run: one that exists, or a small one built from the config, once, in the run's folder."""
+"""The base model of a run: an existing one, or a small one, built from the config once and kept in the run's folder."""
 
 from __future__ import annotations
 
+import math
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from cqwen_dist.config import TRAIN_TOKENIZER, Config, UserError
+from cqwen_dist.config import TRAIN_TOKENIZER, Config, PretrainConfig, UserError
 from cqwen_dist.data.dataset import tokenise
+from cqwen_dist.data.loader import Loader, Samples
 from cqwen_dist.data.sources import ReadReport, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
 from cqwen_dist.run.files import let_read
-from cqwen_dist.training.pretrain import pretrain
 
 CPU = torch.device("cpu")
 
@@ -27,10 +30,10 @@ def load_tokenizer(config: Config) -> NumericalAwareTokenizer:
     )
 
 
-def build_run_base(config: Config, say: Callable[[str], None], device: torch.device | None = None) -> None:
-    """Build (and pretrain) the base of a config with `architecture`, unless the run's folder holds it already.
+def build_run_base(config: Config, say: Callable[[str], None], device: torch.device = CPU) -> None:
+    """Build (and pretrain) the base of a config with `architecture`, unless the run's folder has it already.
 
-    One process; atomic: the folder appears whole; on a CPU (the default device) deterministic. Raises `UserError`.
+    In one process, atomically: the folder appears whole. Deterministic on a CPU. Raises `UserError`.
     """
     architecture = config.model.architecture
     folder = Path(config.base_folder)
@@ -56,10 +59,44 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     if tokenizer.rows_for(vocab_size) > vocab_size:
         raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
-        data = tokenise(texts, tokenizer, config.data)
-        pretrain(base.to(device or CPU), data, config.model.pretrain, config.train.seed, say)
+        _pretrain(
+            base.to(device), tokenise(texts, tokenizer, config.data), config.model.pretrain, config.train.seed, say
+        )
         base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # where generation ends
     base.save_pretrained(beside)
     let_read(beside)
     beside.rename(folder)
+
+
+def _pretrain(base: Any, dataset: Samples, plan: PretrainConfig, seed: int, say: Callable[[str], None]) -> None:
+    """Next-token cross-entropy on ids only, in place, on the base's device; bf16 autocast on CUDA.
+
+    base: a causal language model of transformers, fp32. The values of numbers are not seen.
+    """
+    device = next(base.parameters()).device
+    size = plan.batch_size
+    loader = Loader(dataset, rank=0, world=1, global_batch_size=size, micro_batch_size=size, seed=seed)
+    optimizer = torch.optim.AdamW(base.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    warmup = max(1, plan.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / plan.steps))),
+    )
+    say(f"pretraining the tiny base model by cross-entropy: {plan.steps} steps (bounded, once, no stage)")
+    began = time.monotonic()
+    base.train()
+    for step, (cpu_batch,) in zip(range(plan.steps), loader, strict=False):
+        batch = cpu_batch.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = base(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(base.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % max(plan.steps // 4, 1) == 0:
+            say(f"  pretraining step {step + 1}/{plan.steps}  loss {float(loss.detach()):.3f}")
+    base.eval()
+    say(f"  base model ready after {time.monotonic() - began:.0f} s")

@@ -1,4 +1,4 @@
-"""What a user's own code sees of a run: callbacks while it trains, by which it also stops it, and the result."""
+"""What a user's own code sees of a run: callbacks during training, through which it can stop it, and the result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.stop import StopFlag
+from cqwen_dist.training.stages import Schedule
+from cqwen_dist.training.telemetry.writers import Writer
 
 
 @dataclass(frozen=True)
@@ -30,31 +32,31 @@ class Moment:
 
 
 class Callback:
-    """Called while a run trains, on rank 0 alone; override what you need.
+    """Called during training, on rank 0 only; override what you need.
 
     A method that raises ends the run: a checkpoint is saved, and `train` raises `CallbackError` on every rank.
     """
 
     def on_stage_start(self, at: Moment) -> None:
-        """A stage begins, or is gone on with."""
+        """A stage begins or is resumed."""
 
     def on_step(self, at: Moment, metrics: Mapping[str, Any]) -> None:
-        """A step's metrics, as its line of metrics.jsonl, once they are on the host: the next step has begun by then,
-        unless this one was evaluated or saved. A call never waits for the device."""
+        """A step's metrics, as in metrics.jsonl, once they are on the host. By then the next step has begun, unless
+        this one was evaluated or saved. A call never waits for the device."""
 
     def on_evaluation(self, at: Moment, metrics: Mapping[str, float]) -> None:
-        """The held-out metrics, at step 0 of a new run those of its start; behind the `on_step` of the same step."""
+        """The held-out metrics, after `on_step` of the same step; at step 0 those before training."""
 
     def on_checkpoint(self, at: Moment, checkpoint: Path) -> None:
-        """A checkpoint is whole on the disk; `at` may be some steps later, as it is written in the background."""
+        """A checkpoint is complete on the disk. As it is written in the background, `at` may be some steps later."""
 
     def on_stage_end(self, at: Moment) -> None:
-        """A stage is over, its last evaluation made and its checkpoint begun."""
+        """A stage is over: its last evaluation is made, its checkpoint begun."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended; the same on every rank but for `rank`.
+    """How a call of `train` ended; the same on every rank except for `rank`.
 
     status: "done", or "paused": stopped by a callback or run.stop_after, and the same call goes on. metrics: of the
     last evaluation. checkpoint: the newest, if any. reason: a callback's.
@@ -73,33 +75,35 @@ class CallbackError(RuntimeError):
     """A callback raised. Every rank raises this; on the rank where it happened its own exception is the cause."""
 
 
-class Callbacks:
-    """Calls a run's callbacks. It is a writer of metrics too (`telemetry.writers`)."""
+class Callbacks(Writer):
+    """Calls a run's callbacks; as a writer of metrics it calls `on_step`."""
 
-    def __init__(self, callbacks: Sequence[Callback], folder: Path, stop: StopFlag) -> None:
-        """callbacks: none on all ranks but one. stop: this rank's."""
-        self._callbacks, self._folder, self._stop = callbacks, folder, stop
-        self.total_steps = 0
-        self.asked: str | None = None  # the reason for which one asked to stop
+    def __init__(self, callbacks: Sequence[Callback], folder: Path, stop: StopFlag, schedule: Schedule) -> None:
+        """callbacks: empty on all ranks but the main one. stop: this rank's."""
+        self._callbacks, self._folder, self._stop, self._schedule = callbacks, folder, stop, schedule
+        self.asked: str | None = None  # the reason of the callback that asked to stop
         self._failure: tuple[str, Exception] | None = None
-        self._told = 0  # checkpoints
+        self._seen = 0  # checkpoints that callbacks know of
 
     def tell(self, event: str, step: int, stage: str, *found: Any) -> None:
-        """Call a method of each. What it raises is kept, and stops the run."""
+        """Call this method of each callback. An exception is kept, and stops the run."""
         for callback in self._callbacks if self._failure is None else ():
             try:
-                getattr(callback, event)(Moment(self._folder, step, self.total_steps, stage, self), *found)
+                getattr(callback, event)(Moment(self._folder, step, self._schedule.total_steps, stage, self), *found)
             except Exception as error:
-                said = f"the callback {type(callback).__name__}.{event} raised {type(error).__name__}: {error}"
-                self._failure = said, error
-                self.ask(said)
+                text = f"the callback {type(callback).__name__}.{event} raised {type(error).__name__}: {error}"
+                self._failure = text, error
+                self.ask(text)
                 return
 
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.tell("on_step", int(record["step"]), str(record["stage"]), dict(record))
+
     def checkpoints(self, step: int, stage: str, folder: Path, whole: Sequence[str]) -> None:
-        """Tell of those that are whole by now."""
-        for name in whole[self._told :]:
+        """Call `on_checkpoint` for those that are new in `whole`."""
+        for name in whole[self._seen :]:
             self.tell("on_checkpoint", step, stage, folder / name)
-        self._told = len(whole)
+        self._seen = len(whole)
 
     def ask(self, reason: str) -> None:
         """Stop the run, as a signal does."""
@@ -107,7 +111,7 @@ class Callbacks:
         self._stop.reason = self._stop.reason or reason
 
     def agreed(self) -> str | None:
-        """The reason for which a callback stopped the run; None where none did, or a signal too. Collective.
+        """The reason if a callback, and no signal, stopped the run; else None. Collective over the world.
 
         Raises `CallbackError` on every rank where one failed.
         """
@@ -117,15 +121,4 @@ class Callbacks:
             if failed is not None:
                 raise CallbackError(failed) from (self._failure and self._failure[1])
         asked = next((reason for _, reason, _ in everyone if reason is not None), None)
-        return asked if all(told in (None, asked) for _, _, told in everyone) else None
-
-    # ------------------------------------------------------------------------------------- as a writer
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self.tell("on_step", int(record["step"]), str(record["stage"]), dict(record))
-
-    def alarm(self, title: str, text: str) -> None:
-        """Alarms are in alarms.jsonl."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+        return asked if all(stop in (None, asked) for _, _, stop in everyone) else None

@@ -1,4 +1,4 @@
-"""Why a run ended before it was done, and whether another try may go on: what status.json and a requeue go by."""
+"""Why a run failed, and whether another try may go on: for status.json and for requeueing a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cqwen_dist.training.zero.engine import NonFiniteStep
 
 
 class Cause(NamedTuple):
-    """A class of failures. passing: the same command, perhaps on other nodes, may go on; else it needs a fix first."""
+    """A class of failures. passing: the same command, perhaps on other nodes, may go on; else a fix is needed first."""
 
     name: str
     passing: bool
@@ -58,9 +58,9 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def of_disk(error: Exception, folder: Path) -> DiskError | None:
-    """A failure as a disk's, in one line, where it is one."""
+    """A disk's failure as a `DiskError`, in one line; None for other failures."""
     if not isinstance(error, SafetensorError) and not (isinstance(error, OSError) and error.errno in REFUSED + AWAY):
         return None
-    place, said, away = words_of_disk(error, folder)
+    place, message, away = words_of_disk(error, folder)
     allowed = "a disk that can be read and written; then the same command goes on"
-    return DiskError("run.dir", Said(said), allowed, place, away)
+    return DiskError("run.dir", Said(message), allowed, place, away)

@@ -1,10 +1,9 @@
 """The heads' optimizer: fp32 parameters outside DeepSpeed, rows spread over the vocabulary group.
 
-Gradient convention (of `zero.engine`, too): every rank differentiates its vocabulary group's whole word loss
-plus its own numbers' loss, each token weighted by world / global count. Then for
-    replicated parameters   gradient = sum over the world / world
-    rows of the vocabulary  gradient = sum over the replica group / world
-which is the gradient of the global mean, and what DeepSpeed's average does to the parameters it holds.
+Gradient convention, also of `zero.engine`: every rank differentiates its vocabulary group's whole word loss plus its
+own numbers' loss, each token weighted by world / global count. The gradient of the global mean is then
+    of replicated parameters   sum over the world / world (DeepSpeed averages its own parameters the same way)
+    of the vocabulary's rows   sum over the replica group / world
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class HeadOptimizer:
     def __init__(self, members: list[Member], groups: Groups, betas: tuple[float, float], weight_decay: float) -> None:
         self.members = members
         self.groups = groups
-        # b_noise is used as it is; b_scale passes a softplus, exponential where it is used. A step of 1e-2 is 1 % of
-        # the scale for b_scale, and 700 times the calibrated scale for b_noise. So b_noise's rate is relative.
+        # b_scale passes a softplus, exponential where it is used; b_noise does not. A step of 1e-2 is 1 % of the scale
+        # for b_scale, and 700 times the calibrated scale for b_noise. So b_noise's rate is relative to this unit.
         self.noise_unit = 1.0
-        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient in this step
+        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient in this step, if it trains
         self.adamw = torch.optim.AdamW(
             [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
             betas=betas,
@@ -53,7 +52,7 @@ class HeadOptimizer:
             group["lr"] = plan.lr(member.group, member.is_scale, step, unit)
 
     def reduce_gradients(self) -> Tensor:
-        """Make every gradient the global one (collective); returns their squared norm, [] fp32, equal everywhere."""
+        """Make every gradient the global one; returns their squared norm, [] fp32, equal on all ranks. Collective."""
         trained = [m for m in self.members if m.parameter.requires_grad]
         replicated = [m.parameter for m in trained if m.spread == "replicated"]
         rows = [m.parameter for m in trained if m.spread == "rows"]
@@ -62,13 +61,13 @@ class HeadOptimizer:
                 parameter.grad = torch.zeros_like(parameter)
         if self.groups.world_size > 1:
             self._sum_over_ranks(replicated, rows)
-        self._noise = next((_grad(m.parameter).abs().amax() for m in self._awake("noise")), None)
+        self._noise = next((_grad(m.parameter).abs().amax() for m in trained if m.group == "noise"), None)
         device = self.members[0].parameter.device
         norm_sq = torch.stack([_norm_sq(replicated, device), _norm_sq(rows, device)])
         return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
 
     def _sum_over_ranks(self, replicated: list[torch.nn.Parameter], rows: list[torch.nn.Parameter]) -> None:
-        """The module's convention, in place: replicated ones in one all-reduce, rows each in its own."""
+        """The module's convention, in place: one all-reduce for replicated parameters, one for each with rows."""
         world = self.groups.world_size
         if replicated:
             flat = torch.cat([_grad(p).flatten() for p in replicated])
@@ -78,11 +77,8 @@ class HeadOptimizer:
         for p in rows:
             sum_over(_grad(p), self.groups.replica).div_(world)
 
-    def _awake(self, group: str) -> list[Member]:
-        return [m for m in self.members if m.group == group and m.parameter.requires_grad]
-
     def take_metrics(self) -> dict[str, Tensor]:
-        """{"train/b_noise_grad": []} of the step just taken, over all ranks; {} where b_noise is frozen."""
+        """{"train/b_noise_grad": []} of the last step, over all ranks; {} if b_noise is frozen."""
         taken, self._noise = self._noise, None
         return {} if taken is None else {"train/b_noise_grad": taken}
 
@@ -97,7 +93,7 @@ class HeadOptimizer:
     # ------------------------------------------------------------------------------------ checkpoint
 
     def moments(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Moments `<name>.exp_avg`, ... of every member that has them, and Adam's step by name."""
+        """Moments `<name>.exp_avg`, ... and Adam's step by name, of every member that has them."""
         tensors, steps = {}, {}
         for member in self.members:
             state = self.adamw.state.get(member.parameter)
@@ -107,7 +103,7 @@ class HeadOptimizer:
         return tensors, steps
 
     def load_moments(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
-        """Put back what `moments` gave (this rank's rows of it)."""
+        """Restore what `moments` returned (this rank's rows)."""
         for member in self.members:
             if member.name in steps:
                 step = torch.tensor(float(steps[member.name]), device=member.parameter.device)
@@ -123,9 +119,9 @@ def _grad(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def _norm_sq(parameters: list[torch.nn.Parameter], device: torch.device) -> Tensor:
-    """Of all their gradients, [] fp32.
+    """The squared norm of all their gradients, [] fp32.
 
-    By blocks: torch's own norm of 1e8 fp32 numbers is 1.5 % off on a CPU, and a square of all is a copy.
+    In blocks on a CPU: torch's own norm of 1e8 fp32 numbers is 1.5 % off, and squaring all at once makes a copy.
     """
     total = torch.zeros((), device=device)
     for p in parameters:

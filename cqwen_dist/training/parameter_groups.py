@@ -1,15 +1,15 @@
-"""Which parameter belongs to which trainable group (the `train:` names of a stage)."""
+"""The trainable group of each parameter (groups are the `train:` names of a stage)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from cqwen_dist.model.lora import is_lora, is_lora_b, is_magnitude
 
-# By the last parts of a parameter's name in `CausalQwenModel`.
+# (group, whether it is one of {b_scale, b_noise, C}) by a parameter's name in `CausalQwenModel`.
 _HEADS = {
     "abduction.loc_net.weight": ("abduction", False),
     "abduction.loc_net.bias": ("abduction", False),
@@ -26,43 +26,43 @@ _HEADS = {
 
 @dataclass(frozen=True)
 class Member:
-    """A trainable parameter: its name, its group, whether it is one of {b_scale, b_noise, C}, how it is spread."""
+    """A trainable parameter."""
 
     name: str
     parameter: nn.Parameter
     group: str
-    is_scale: bool
-    spread: Literal["replicated", "rows"]
-    kind: str = ""  # what is optimized apart within the group: LoRA's `B`, DoRA's `magnitude`
+    is_scale: bool = False  # one of {b_scale, b_noise, C}
+    spread: Literal["replicated", "rows"] = "replicated"
+    kind: str = ""  # with its own optimizer settings within the group: LoRA's `B`, DoRA's `magnitude`
 
     @property
     def slot(self) -> str:
-        """The group, and the kind within it: what shares a learning rate, a weight decay and Adam's step."""
+        """Group and kind. Members of a slot share the learning rate, the weight decay and Adam's step."""
         return f"{self.group}.{self.kind}" if self.kind else self.group
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices only; never for biases, C, b_noise or w_num."""
+        """Only matrices have weight decay; not biases, C, b_noise or w_num."""
         return self.parameter.ndim > 1
 
 
 def feature_members(features: nn.Module, separate_b: bool = False) -> list[Member]:
-    """w_num and <NUM>'s row (`embedding`) and the adapters (`lora`); everything else of the features is frozen.
+    """w_num and <NUM>'s row (`embedding`) and the adapters (`lora`); the other features are frozen.
 
-    separate_b: the B matrices have a learning rate of their own (LoRA+).
+    separate_b: the B matrices have their own learning rate (LoRA+).
     """
     members = []
     for name, parameter in features.named_parameters():
         if name in ("embedding.w_num", "embedding.num_row"):
-            members.append(Member(name, parameter, "embedding", False, "replicated"))
+            members.append(Member(name, parameter, "embedding"))
         elif is_lora(name):
             kind = "magnitude" if is_magnitude(name) else "B" if separate_b and is_lora_b(name) else ""
-            members.append(Member(name, parameter, "lora", False, "replicated", kind))
+            members.append(Member(name, parameter, "lora", kind=kind))
     return members
 
 
 def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> list[Member]:
-    """The trainable parameters of abduction and action. b_cls and C are redundant for P: one of them by default."""
+    """The trainable parameters of abduction and action. b_cls and C are redundant for P: by default only C trains."""
     members = []
     for name, parameter in heads.named_parameters():
         group, is_scale = _HEADS.get(name) or (name.split(".")[0], False)  # another abduction has more layers
@@ -70,8 +70,10 @@ def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> l
             continue
         if name == "action.threshold" and thresholds == "fixed":
             continue
-        by_rows = name in ("action.cls_weight", "action.cls_bias") or (
-            name == "action.threshold" and parameter.ndim == 1
-        )
-        members.append(Member(name, parameter, group, is_scale, "rows" if by_rows else "replicated"))
+        members.append(Member(name, parameter, group, is_scale, "rows" if has_rows(name, parameter) else "replicated"))
     return members
+
+
+def has_rows(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of the heads has a row for each word."""
+    return name in ("action.cls_weight", "action.cls_bias") or (name == "action.threshold" and parameter.ndim == 1)

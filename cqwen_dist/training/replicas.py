@@ -1,9 +1,9 @@
-"""Silent corruption: what must be equal on all ranks is hashed and compared, every few steps and before a save.
+"""Finds silent corruption: hashes of what must be equal on all ranks are compared every few steps and before a save.
 
-Copies of a parameter get equal gradients and take equal steps, so they stay equal to the bit. A bit that flips in one
-rank's memory, or a rank that left a collective out, ends that; the loss hardly shows it. Compared are the heads, their
-moments and step counts, and the adapters. Rows of the vocabulary are compared within their replica group. What ZeRO
-partitions has one copy and nothing to be compared with; the frozen base is not compared.
+Copies of a parameter get equal gradients and take equal steps, so they stay equal to the bit, unless a bit flips in one
+rank's memory or a rank left out a collective. The loss hardly shows that. Compared are the heads, their moments and
+step counts, and the adapters; rows of the vocabulary within their replica group. What ZeRO partitions has no second
+copy. The frozen base is not compared.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.training.zero.engine import Engine
 
 _BLOCK = 1 << 20
-_SPREAD = 0x3C6EF372FE94F82A  # even: a place times it, plus 1, is odd
+_SPREAD = 0x3C6EF372FE94F82A  # even: an index times it, plus 1, is odd
 
 
 class RanksDiffer(RuntimeError):
-    """Copies that differ after a step. hashes: [world, tensors] int64; again: also after the steps were taken again."""
+    """Copies differ after a step. hashes: [world, tensors] int64. again: also after a replay from a checkpoint."""
 
     def __init__(self, text: str, step: int, hashes: Tensor) -> None:
         super().__init__(text)
@@ -42,7 +42,7 @@ class Replicas:
         self.good = 0  # the last step after which all were equal
 
     def check(self, step: int, due: bool = False) -> Tensor | None:
-        """Compare after a step, where it is time to or `due`; the hashes [world, tensors] on the CPU, or None.
+        """Compare after every n-th step and where `due`; returns the hashes [world, tensors] on the CPU, or None.
 
         Raises `RanksDiffer` on every rank alike.
         """
@@ -57,7 +57,7 @@ class Replicas:
         return hashes
 
     def _copies(self) -> Iterator[tuple[str, Tensor, int]]:
-        """(name, tensor, kinds): ranks whose numbers are equal modulo `kinds` hold the same."""
+        """(name, tensor, kinds): ranks that are equal modulo `kinds` hold copies of each other."""
         heads = self.engine.heads
         for member in heads.members:
             kinds = self.groups.vocab_size if member.spread == "rows" else 1
@@ -70,7 +70,7 @@ class Replicas:
 
 
 def _odd(values: list[int], kinds: int) -> str:
-    """The ranks whose value is not that of most others of their kind; "" where all are equal."""
+    """The ranks whose value differs from the majority of their kind; "" if all are equal."""
     for kind in range(kinds):
         ranks = range(kind, len(values), kinds)
         (usual, count), *others = Counter(values[rank] for rank in ranks).most_common()
@@ -83,10 +83,10 @@ def _odd(values: list[int], kinds: int) -> str:
 
 @torch.no_grad()
 def bit_hash(value: Tensor) -> Tensor:
-    """[] int64, on the tensor's device: another value where any bit is another.
+    """[] int64, on the tensor's device: a hash of all bits.
 
-    On a CPU 64 bits of the bytes' SHA-256. On a GPU, without waiting for it, the sum of the bit patterns, each times an
-    odd number of its place, modulo 2^64: one changed bit always changes it, an exchange of two numbers nearly always.
+    On a CPU 64 bits of the bytes' SHA-256. On a GPU, without synchronisation, the sum modulo 2^64 of the bit patterns,
+    each times an odd number from its index: one changed bit always changes it, swapping two numbers nearly always.
     """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = value.detach().reshape(-1).view(kinds[value.element_size()])

@@ -1,4 +1,4 @@
-"""One command's work on a run: the folder is locked, a hang is detected, and status.json says how it ended."""
+"""One command's work on a run: the folder is locked, hangs are detected, status.json says how the command ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.config import JUDGED, Config, UserError, rises
+from cqwen_dist.config import Config, rises
 from cqwen_dist.parallel.collectives import Stopped, main_rank_first
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
@@ -18,6 +18,7 @@ from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
 from cqwen_dist.training.causes import cause_of, of_disk
+from cqwen_dist.training.stages import refuse_unknown_metric
 from cqwen_dist.training.telemetry.progress import Progress
 
 
@@ -27,9 +28,9 @@ def open_session(
 ) -> Iterator[RunStatus]:
     """Open and lock the run's folder for as long as the context lasts. Collective over the world.
 
-    write_inputs: called by rank 0 when the folder is this run's, before anything is read.
-    status.json says how it ends: `preempted` for `Stopped`, else by the failure's cause (`training.causes`). A disk's
-    failure is raised as `DiskError`.
+    write_inputs: called by rank 0 when the folder is known to be this run's, before anything is read. Where the body
+    raises, status.json says why: `preempted` for `Stopped`, else by the failure's cause (`training.causes`). A failure
+    of a disk is raised as `DiskError`.
     """
     folder = Path(config.run.dir)
     with ExitStack() as held:
@@ -56,25 +57,23 @@ def open_session(
 
 
 def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from, as `run.resume` says; None for a new run. Rank 0 calls it."""
+    """The checkpoint to resume from, by `run.resume`; None for a new run. Call it on rank 0 only."""
     folder = Path(config.run.dir)
     finish_renames(folder)
-    checkpoint, said = choose_checkpoint(folder, config.run.resume)
-    if said:
-        say(f"note: {said}")
+    checkpoint, note = choose_checkpoint(folder, config.run.resume)
+    if note:
+        say(f"note: {note}")
     return checkpoint
 
 
 def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
-    """Raises `UserError` where train.best_metric is not a metric of evaluation."""
-    metric = config.train.best_metric
-    if config.train.keep_best and metrics and metric not in metrics:
-        known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
-        raise UserError("train.best_metric", metric, f"a metric of an evaluation: {known}")
+    """Raises `UserError` where train.best_metric is used and is no metric of evaluation."""
+    if config.train.keep_best and metrics:
+        refuse_unknown_metric("train.best_metric", config.train.best_metric, metrics)
 
 
 def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[str], None]) -> Saver:
-    """The saver of the run's checkpoints. A failed save stops the run at its next step. Collective over the world."""
+    """The saver of the run's checkpoints; a failed save stops the run at its next step. Collective over the world."""
 
     def fail(reason: str) -> None:
         runtime.stop.reason = runtime.stop.reason or reason
@@ -99,7 +98,7 @@ def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[s
 
 
 def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
-    """status.json: `fatal` where something needs a fix first, `running` where another try may go on."""
+    """Write the failure to status.json: `fatal` if it needs a fix first, `running` if another try may go on."""
     cause = cause_of(error)
     if cause.passing and not runtime.is_main:
         return

@@ -1,6 +1,6 @@
 """The training batches of a run whose stages may differ in sequence length and batch size.
 
-Consecutive stages with the same batch size and sequence length share a position in the data. Another stage begins a new
+Consecutive stages of equal batch size and sequence length share a position in the data; any other stage begins a new
 epoch. A position is {epoch, step}, the same on any number of ranks.
 """
 
@@ -16,7 +16,7 @@ from cqwen_dist.training.stages import StagePlan
 
 
 class StageLoaders:
-    """One loader a stage; stages share the texts in memory."""
+    """One loader per stage; stages share the texts in memory."""
 
     def __init__(self, dataset: TextDataset, config: Config, rank: int, world: int) -> None:
         by_length = {config.data.sequence_length: dataset}
@@ -54,14 +54,12 @@ class StageLoaders:
         """The batches of a stage, from where the stage before stopped, or from a new epoch."""
         before = self.current
         self._index = plan.index
-        if self.current is not before:
-            alike = (
-                before.dataset is self.current.dataset and before.global_batch_size == self.current.global_batch_size
-            )
-            begun = before.epoch + (before.step > 0)
-            self.current.load_state_dict(before.state_dict() if alike else {"epoch": begun, "step": 0})
+        now = self.current
+        if now is not before:
+            alike = before.dataset is now.dataset and before.global_batch_size == now.global_batch_size
+            now.load_state_dict(before.state_dict() if alike else _next_epoch(before.epoch, before.step))
         self.close()
-        self._batches = iter(self.current)
+        self._batches = iter(now)
         return self._batches
 
     def close(self) -> None:
@@ -74,7 +72,11 @@ class StageLoaders:
         return {"stage": self._index, **self.current.state_dict()}
 
     def load_state_dict(self, state: dict[str, int], other_texts: bool = False) -> None:
-        """Restore what `state_dict` returned. other_texts: it was a place in others, so a new epoch begins here."""
+        """Restore what `state_dict` returned. other_texts: the data has been exchanged, so a new epoch begins."""
         self._index, epoch, step = state["stage"], state["epoch"], state["step"]
-        begun = {"epoch": epoch + (step > 0), "step": 0}
-        self.current.load_state_dict(begun if other_texts else {"epoch": epoch, "step": step})
+        self.current.load_state_dict(_next_epoch(epoch, step) if other_texts else {"epoch": epoch, "step": step})
+
+
+def _next_epoch(epoch: int, step: int) -> dict[str, int]:
+    """The start of the first epoch that has not begun at a position."""
+    return {"epoch": epoch + (step > 0), "step": 0}

@@ -1,8 +1,8 @@
 """A stage is data: which groups train, for how many steps, at what learning rates and what lambda.
 
-The schedule knows for any step its stage, each group's learning rate, and lambda. It ends a stage with `until` when
-evaluation stops improving. Its decisions go into checkpoints, so a resumed run decides the same. Nothing here knows
-of an optimizer.
+The schedule gives the stage of any step, each group's learning rate, and lambda. It ends a stage with `until` when
+evaluation stops improving. Its decisions are saved in checkpoints, so a resumed run decides the same. It does not know
+the optimizer.
 """
 
 from __future__ import annotations
@@ -71,8 +71,15 @@ class StagePlan:
         return weight.start + (weight.end - weight.start) * way
 
 
+def refuse_unknown_metric(key: str, metric: str, metrics: Mapping[str, Any]) -> None:
+    """Raises `UserError` for a key that names a metric which is not among an evaluation's."""
+    if metric not in metrics:
+        known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
+        raise UserError(key, metric, f"a metric of an evaluation: {known}")
+
+
 def _asked(stage: Stage) -> list[Any]:
-    """A stage's length as the config says it."""
+    """A stage's length as the config gives it."""
     return [stage.steps, stage.epochs, None if stage.until is None else stage.until.model_dump(mode="json")]
 
 
@@ -80,7 +87,7 @@ class Schedule:
     """All stages of a run, one after the other. A stage with `until` covers its max_steps until it is ended."""
 
     def __init__(self, stages: list[Stage], steps_per_epoch: int | Sequence[int]) -> None:
-        """steps_per_epoch: of all stages, or of each (its batch size and sequence length decide)."""
+        """steps_per_epoch: of all stages, or of each (it depends on batch size and sequence length)."""
         self.plans: list[StagePlan] = []
         self._best: float | None = None  # metric of the current stage
         self._waited = 0  # evaluations since the best
@@ -95,21 +102,19 @@ class Schedule:
 
     @property
     def total_steps(self) -> int:
-        """Of the whole run; fewer once a stage with `until` has ended early."""
+        """Of the whole run; decreases when a stage with `until` ends early."""
         return self.plans[-1].stop
 
     def check_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Raises `UserError` by key where a stage's `until` names a metric that evaluation does not have."""
+        """Raises `UserError` by key where a stage's `until` names no metric of evaluation."""
         for plan in self.plans:
-            metric = None if plan.stage.until is None else plan.stage.until.metric
-            if metric is not None and metric not in metrics:
-                known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
-                raise UserError(f"stages.{plan.index}.until.metric", metric, f"a metric of an evaluation: {known}")
+            if plan.stage.until is not None:
+                refuse_unknown_metric(f"stages.{plan.index}.until.metric", plan.stage.until.metric, metrics)
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Note an evaluation after `step` steps; True where it ends the stage of the last step.
+        """Note an evaluation after `step` steps; True if it ends the stage of the last step.
 
-        Metrics are equal on every rank, so the answer is. NaN is no improvement.
+        Metrics are equal on every rank, so the answer is too. NaN is no improvement.
         """
         plan = self.at(step - 1)
         until = plan.stage.until
@@ -136,14 +141,14 @@ class Schedule:
             self.plans[later] = replace(plan, start=plan.start - early, stop=plan.stop - early)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was decided and seen, for a checkpoint: where each stage ends, the best metric, evaluations since."""
+        """For a checkpoint: each stage's end and its length in the config, the best metric, evaluations since."""
         stops, asked = [plan.stop for plan in self.plans], [_asked(plan.stage) for plan in self.plans]
         return {"stops": stops, "asked": asked, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int = 0) -> None:
-        """Restore what `state_dict` returned at a step. What is over stays so, however long an epoch is now.
+        """Restore what `state_dict` returned at a step. A stage that is over stays so, whatever an epoch's length now.
 
-        A stage whose asked length has changed since is not over (`run.growth` lets only the last one that has begun).
+        A stage whose length in the config has changed is not over (`run.folder` allows that for the current one only).
         """
         asked = state.get("asked", [])
         for index, stop in enumerate(state["stops"][: len(self.plans)]):
@@ -151,7 +156,7 @@ class Schedule:
             same = index >= len(asked) or asked[index] == _asked(plan.stage)
             if same and (plan.stage.until is not None or stop <= step):
                 self._end(index, stop)
-            elif plan.start <= step and plan.stop < step:  # it is shorter now than what was taken
+            elif plan.start <= step and plan.stop < step:  # shorter now than the steps taken
                 self._end(index, step)
         self._best, self._waited = state["best"], state["waited"]
 
@@ -164,6 +169,6 @@ class Schedule:
         return any(p.stage.groups & {"embedding", "lora"} for p in self.plans[: plan.index + 1])
 
     def newly_trained(self, plan: StagePlan) -> frozenset[str]:
-        """Groups that train in this stage and did not in the one before: their moments begin at zero."""
+        """Groups that train in this stage and not in the one before: their moments begin at zero."""
         before = self.plans[plan.index - 1].stage.groups if plan.index else frozenset()
         return plan.stage.groups - before

@@ -1,4 +1,4 @@
-"""Where a run begins: its latest checkpoint put back, or the start made (measured, warm, calibrated)."""
+"""Where a run begins: its latest checkpoint restored, or a new start (the base measured, the heads calibrated)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALIBRATION_TOKENS = 512  # of all ranks together
 
 
 def begin(run: Run) -> Place:
-    """Bring a run that was built to the place where it goes on. Collective over the world. Raises `UserError`."""
+    """Bring a newly built run to the place where it goes on. Collective over the world. Raises `UserError`."""
     if run.resume_from is None:
         return _make_start(run)
     place = restore(run, run.resume_from)
@@ -38,15 +38,22 @@ def begin(run: Run) -> Place:
     return place
 
 
-def open_log(run: Run, place: Place, *further: Writer) -> MetricsLog:
-    """The metrics' files and watchers, and further writers. What was logged after the place (and is done again) is
-    dropped. Rank 0 alone."""
+def open_log(run: Run, place: Place, *further: Writer) -> MetricsLog | None:
+    """The main rank's metrics log, with alarms and further writers. Metrics logged after the place are dropped."""
+    if not run.runtime.is_main:
+        return None
+    config, loss = run.config, run.config.loss
     words = run.stepper.used_rows or run.model.config.vocab_size
-    alarms = Alarms.of(run.config.loss, words, run.evaluations.base_accuracy, run.config.start == "calibrated")
+    alarms = Alarms(
+        None if loss.class_weights is not None else words,
+        factor=words if loss.vocab_reduction == "mean" else 1.0,
+        base_accuracy=run.evaluations.base_accuracy,
+        calibrated=config.start == "calibrated",
+        gate_pays=loss.gate_grad == "full",
+    )
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
-    everything = run.config.model_dump(mode="json")
-    log = MetricsLog(run.folder, run.config.run, everything, logged, alarms, run.progress.say, further)
+    log = MetricsLog(run.folder, config.run, config.model_dump(mode="json"), logged, alarms, run.progress.say, further)
     if place.exchanged:
         names = ", ".join(KEYS[name] for name in place.exchanged)
         log.alarm(Alarm(place.step, "exchanged-inputs", f"goes on with another {names}, as run.accept allows"))
@@ -54,7 +61,7 @@ def open_log(run: Run, place: Place, *further: Writer) -> MetricsLog:
 
 
 def _make_start(run: Run) -> Place:
-    """Measure the base, load or calibrate the heads, evaluate; start.json says what was found."""
+    """Measure the base, load or calibrate the heads, evaluate; write start.json."""
     config, say = run.config, run.progress.say
     for line in (*run.datasets.lines(), *_notes(config, run.model.config.vocab_size)):
         say(line)
@@ -62,12 +69,12 @@ def _make_start(run: Run) -> Place:
 
     threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
 
-    # The base's own metrics, before anything changes
+    # The base's own metrics, before training changes anything
     run.evaluations.measure_base()
     if run.evaluations.base_accuracy is not None:
         start["base_accuracy"] = run.evaluations.base_accuracy
 
-    # The heads: of a warm start, or calibrated, or the seeds' constants
+    # The heads: from a warm start, calibrated, or the seeds' constants
     warm = read_warm_start(config, row_range(run.model))
     if warm is not None:
         known = {name: run.inputs[name] for name in ("tokenizer", "base")}
@@ -84,12 +91,12 @@ def _make_start(run: Run) -> Place:
         override_start(run.model, threshold, config.model.gamma_init, config.model.b_noise_init)
         run.engine.heads.noise_unit = float(run.model.action.b_noise.abs().median()) or 1.0
 
-    # The first evaluation, and whether the config's metrics are among its own
+    # The first evaluation; its metrics must include those that the config names
     metrics = run.evaluations(0, "")
     run.schedule.check_metrics(metrics)
     check_best_metric(config, metrics)
 
-    # What KL is measured against
+    # The start that KL is measured against
     if config.loss.constraint.mode != "off":
         run.constraint.begin(run.engine.feature_state()[0], run.calibration_batches(CALIBRATION_TOKENS))
         main_rank_first(lambda: run.constraint.save(run.folder / START_TENSORS))
@@ -115,7 +122,7 @@ def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, 
 
 
 def _calibrate(run: Run) -> dict[str, Any]:
-    """Calibrate the heads (`model.calibration`); returns what was found, as a dict."""
+    """Calibrate the heads (`model.calibration`); returns the result as a dict."""
     found = calibrate(
         run.model,
         run.calibration_batches(CALIBRATION_TOKENS),
@@ -128,13 +135,13 @@ def _calibrate(run: Run) -> dict[str, Any]:
         numerals=run.words.numerals,
         progress=run.at,
     )
-    for line in _told(found):
+    for line in _described(found):
         run.progress.say(line)
     return found.to_dict()
 
 
-def _told(found: Calibration) -> list[str]:
-    """A calibration for people."""
+def _described(found: Calibration) -> list[str]:
+    """A calibration in lines for people."""
     lines = [
         f"calibrated start: C {found.threshold:.3g}, gamma {found.gamma:.3g}, loss "
         f"{found.loss:.3f} (the seeds' start: {found.seed_loss:,.1f}), accuracy of argmax P "
@@ -153,7 +160,7 @@ def _told(found: Calibration) -> list[str]:
 
 
 def _notes(config: Config, vocab_size: int) -> list[str]:
-    """What is allowed and is known to disappoint."""
+    """Warnings about settings that are allowed and known to disappoint."""
     notes = []
     if config.start == "seed-100":
         notes.append("C = 100 begins and often ends at the uniform solution: a low loss, and no word learnt")

@@ -1,4 +1,4 @@
-"""A run's state, between its parts and a checkpoint: where it is, and what trains, in whole tensors and rows."""
+"""A run's state, to and from a checkpoint: where the run is, and all that trains, in whole tensors and rows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cqwen_dist.run.files import START_TENSORS
 from cqwen_dist.training.assembly import Run
 from cqwen_dist.training.evaluation.conformal import CALIBRATION
 from cqwen_dist.training.optim import MOMENTS
+from cqwen_dist.training.parameter_groups import has_rows
 from cqwen_dist.training.zero.engine import Engine
 
 
@@ -31,7 +32,7 @@ class Place:
     figures: dict[str, Any] = field(default_factory=dict)  # metrics of the last evaluation
     due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
     evaluated: bool = False  # whether the metrics are of `step`
-    exchanged: list[str] = field(default_factory=list)  # inputs that are not those of the step before (`run.accept`)
+    exchanged: list[str] = field(default_factory=list)  # inputs that were exchanged since (`run.accept`)
 
     def to_dict(self) -> dict[str, Any]:
         """For state.json."""
@@ -42,7 +43,7 @@ class Place:
 
 
 def save(run: Run, place: Place) -> None:
-    """Save a checkpoint of everything that trains and of where the run is. Collective over the world."""
+    """Save a checkpoint of all that trains and of where the run is. Collective over the world."""
     progress = {
         **place.to_dict(),
         "schedule": run.schedule.state_dict(),
@@ -54,15 +55,15 @@ def save(run: Run, place: Place) -> None:
     }
     evaluated = place.figures if place.evaluated else {}
     about = About(place.step, place.stage, evaluated, run.config.model_dump(mode="json"), run.config.base_folder)
-    run.saver.save(lambda: collect_state(run.engine, row_range(run.model), progress), about)
+    run.saver.save(lambda: _collect(run.engine, progress), about)
 
 
 def restore(run: Run, folder: Path) -> Place:
-    """Put back what `save` saved, on whatever ranks; returns where the run goes on."""
+    """Restore what `save` saved, on any ranks; returns where the run goes on. Raises `UserError`."""
     found = load_checkpoint(folder, row_range(run.model))
     state = found.state
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
-    restore_state(run.engine, found, folder)
+    _restore(run.engine, found, folder)
     place = Place(**{key: state[key] for key in Place().to_dict() if key in state})
     place.exchanged = exchanged
     factors = place.figures.pop(CALIBRATION, None)
@@ -80,12 +81,12 @@ def row_range(model: CausalQwenModel) -> tuple[int, int]:
     return model.action.vocab_start, model.action.vocab_start + model.action.rows
 
 
-def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str, Any]) -> TrainState:
-    """Everything that trains, ready to be saved. progress: where the run is (step, stage, ...). Collective."""
+def _collect(engine: Engine, progress: dict[str, Any]) -> TrainState:
+    """All that trains, ready to be saved. progress: where the run is (step, stage, ...). Collective."""
     parameters, moments, feature_steps = engine.feature_state()
     head_moments, head_steps = engine.heads.moments()
     tensors = head_tensors(engine)
-    rows = {name for name, tensor in tensors.items() if _is_rows(name, tensor)}
+    rows = {name for name, tensor in tensors.items() if has_rows(name, tensor)}
     return TrainState(
         features=parameters,
         feature_moments=moments,
@@ -93,7 +94,7 @@ def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str
         head_moments={name: t for name, t in head_moments.items() if name.rpartition(".")[0] not in rows},
         rows={name: t for name, t in tensors.items() if name in rows},
         row_moments={name: t for name, t in head_moments.items() if name.rpartition(".")[0] in rows},
-        row_range=row_range,
+        row_range=row_range(engine.model),
         state={
             **progress,
             "feature_steps": feature_steps,
@@ -104,9 +105,8 @@ def collect_state(engine: Engine, row_range: tuple[int, int], progress: dict[str
     )
 
 
-@torch.no_grad()
-def restore_state(engine: Engine, state: TrainState, source: object = "") -> None:
-    """Put what `collect_state` gave, on whatever ranks, back into the engine. source: where it was read, for errors."""
+def _restore(engine: Engine, state: TrainState, source: Path) -> None:
+    """Put what `_collect` returned, on any ranks, back into the engine. source: where it was read, for errors."""
     tensors, features = head_tensors(engine), engine.feature_shapes()
     if state.state["model"]["lora"] is None:  # a stage that trains adapters was appended since: they begin now
         parameters, moments, _ = engine.feature_state()
@@ -121,15 +121,20 @@ def restore_state(engine: Engine, state: TrainState, source: object = "") -> Non
         (state.feature_moments, _moments_of(features)),
     ):
         refuse_strange(found, wanted, source)
-    for name, value in {**state.heads, **state.rows}.items():
-        tensors[name].copy_(value)
+    load_heads(engine, {**state.heads, **state.rows}, state.state)
     engine.heads.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
     engine.load_feature_state(state.features, state.feature_moments, state.state["feature_steps"])
-    engine.heads.noise_unit = state.state["noise_unit"]
-    model = engine.model
-    saved = state.state["model"]
+
+
+@torch.no_grad()
+def load_heads(engine: Engine, values: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Copy a checkpoint's heads into the model, with the units that they were trained in. state: of state.json."""
+    tensors, model, saved = head_tensors(engine), engine.model, state["model"]
+    for name, value in values.items():
+        tensors[name].copy_(value)
+    engine.heads.noise_unit = state["noise_unit"]
+    model.config.target = saved["target"]
     model.config.scale_floor = model.abduction.scale_floor = saved["scale_floor"]
-    model.config.target = saved["target"]  # the unit that the numbers were learnt in, which a warm start brings along
 
 
 def _moments_of(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
@@ -140,8 +145,3 @@ def head_tensors(engine: Engine) -> dict[str, Tensor]:
     """Every parameter of the heads by name, frozen ones too (a calibrated C may be fixed)."""
     parts = {"abduction": engine.model.abduction, "action": engine.model.action}
     return {f"{part}.{name}": p for part, module in parts.items() for name, p in module.named_parameters()}
-
-
-def _is_rows(name: str, tensor: Tensor) -> bool:
-    """Whether a head's parameter has a row for each word."""
-    return name in ("action.cls_weight", "action.cls_bias") or (name == "action.threshold" and tensor.ndim == 1)

@@ -17,7 +17,7 @@ from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.regression import Gate, counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.training.constraint import Constraint
-from cqwen_dist.training.evaluation.evaluator import top1
+from cqwen_dist.training.evaluation.evaluator import best_word
 from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.number_labels import number_labels
 from cqwen_dist.training.stages import StagePlan
@@ -208,7 +208,7 @@ class Stepper:
     def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
         """[right, seen] of argmax P over a micro-batch's tokens: U [N,C], labels [N]."""
         u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
-        ids = top1(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
+        ids = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")[1]
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The training loop: batches in, optimizer steps, evaluations and checkpoints out. Read `Trainer.train` aloud."""
+"""The training loop: batches in, optimizer steps, evaluations and checkpoints out. Begin with `Trainer.train`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
@@ -35,10 +33,10 @@ from cqwen_dist.training.zero.partitioned_base import leave_deepspeed
 def train(
     config: Config, callbacks: Sequence[Callback] = (), write_inputs: Callable[[], None] = lambda: None
 ) -> TrainResult:
-    """Train, or go on, or find that it was done before. One call on every rank.
+    """Train or resume; a run that is done returns at once. One call on every rank.
 
-    write_inputs: `open_session`'s. Raises `UserError` on every rank alike where the input is wrong, and `Stopped` where
-    a signal told the run to stop, which can be gone on with.
+    write_inputs: as of `open_session`. Raises `UserError` on every rank alike where the input is wrong, and `Stopped`
+    where a signal stopped the run, which can be resumed.
     """
     with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
         try:
@@ -64,9 +62,9 @@ def train_on(
     with open_session(config, runtime, write_inputs) as status:
         with runtime.stop.interruptible():  # nothing is lost yet
             run = build_run(config, runtime)
-        told = Callbacks(callbacks if runtime.is_main else (), run.folder, runtime.stop)
+        called = Callbacks(callbacks if runtime.is_main else (), run.folder, runtime.stop, run.schedule)
         try:
-            return Trainer(run, status, told).train()
+            return Trainer(run, status, called).train()
         finally:
             run.progress.close()
 
@@ -80,12 +78,12 @@ class Trainer:
         self.place = Place()
         self.saved_step = 0
         self.log: MetricsLog | None = None  # of rank 0
-        self._suspect: RanksDiffer | None = None  # steps are taken again because of it
+        self._suspect: RanksDiffer | None = None  # why steps are being taken again
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
 
     def train(self) -> dict[str, Any]:
-        """Begin or go on, train to the end; returns the last evaluation's metrics."""
+        """Start or resume, train to the end; returns the last evaluation's metrics."""
         run, stop = self.run, self.run.runtime.stop
         stop.agreed(run.runtime.device)
         alone = run.groups.world_size == 1  # no rank waits for this one: a signal ends the start at once
@@ -94,15 +92,14 @@ class Trainer:
         self.saved_step = self.place.step
         if self.place.step >= run.schedule.total_steps:
             return self._already_done()
-        self._open_log()
-        self._tell_status()
+        self.log = open_log(run, self.place, self.callbacks)
+        self._note_status()
         self.status.write(status="running")
         reason = None
         try:
             if self.place.step == 0 and self.place.figures:
                 self.callbacks.tell("on_evaluation", 0, self.place.stage, self.place.figures)
-            while not self._take_steps():
-                pass
+            self._take_steps()
         except Stopped:
             self._save_on_stop()
             reason = self.callbacks.agreed()
@@ -121,19 +118,19 @@ class Trainer:
         self.status.write(status=ended, eta_s=0, checkpoint=run.saver.newest, reason=reason)
         return self.place.figures
 
-    def _take_steps(self) -> bool:
-        """`_loop`, or as much of it as the ranks agree on: False where they went back, to take steps again."""
-        try:
-            self._loop()
-        except RanksDiffer as found:
-            self._go_back(found)
-            return False
-        return True
+    def _take_steps(self) -> None:
+        """`_loop`, again from the last checkpoint where the ranks' copies differ."""
+        while True:
+            try:
+                self._loop()
+                return
+            except RanksDiffer as found:
+                self._go_back(found)
 
     def _loop(self) -> None:
         """The loop: every step to the end, or to the last stage of this command."""
         run, step = self.run, self.place.step
-        if (due := self.place.due) is not None:  # the evaluation that the last command was stopped in
+        if (due := self.place.due) is not None:  # the last command was stopped in this step's evaluation
             if self.log is not None:
                 self.log.push(due)
             self._after_step(step, due)
@@ -151,7 +148,7 @@ class Trainer:
             self._after_step(step, record)
 
     def _enter_stage(self, plan: StagePlan, step: int) -> Iterator[list[Batch]]:
-        """Begin a stage, or go on with one at a step; returns its batches."""
+        """Begin or resume a stage at a step; returns its batches."""
         run = self.run
         run.enter_stage(plan, fresh=step == plan.start)
         at_most = "at most " if plan.stage.until is not None else ""
@@ -159,7 +156,6 @@ class Trainer:
         run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
         batches = run.loaders.enter(plan)
         run.cache.enter(plan, step, run.loaders.current)
-        self.callbacks.total_steps = run.schedule.total_steps
         if not self.callbacks.asked:  # else the stop is agreed on before the next step
             self.callbacks.tell("on_stage_start", step, plan.stage.name)
         return batches
@@ -177,7 +173,7 @@ class Trainer:
             self.refusals.taken()
         except NonFiniteStep as error:
             total = run.schedule.total_steps
-            metrics = dict(self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, self.log))
+            metrics = dict(self.refusals.refuse(error, step + 1, total, plan.stage.name, loader, self._alarm))
             tokens = 0
         record = {"step": step + 1, "stage": plan.stage.name, **metrics}
         if self.log is not None:
@@ -190,7 +186,7 @@ class Trainer:
         return record
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        """The next step's micro-batches. A signal ends the waiting for them, and the other ranks are told."""
+        """The next step's micro-batches. A signal ends the wait for them, and the other ranks learn of it."""
         try:
             with self.run.runtime.stop.interruptible():
                 return next(batches)
@@ -199,15 +195,15 @@ class Trainer:
             raise
 
     def _after_step(self, step: int, record: dict[str, Any]) -> None:
-        """Evaluate and save where it is time to."""
+        """Compare the ranks, evaluate and save, each where it is due."""
         run, train = self.run, self.run.config.train
         run.runtime.hang.alive()
-        at_end = step == run.schedule.at(step - 1).stop
-        self.status.at(step, run.schedule.total_steps, run.schedule.at(step - 1).stage.name, run.saver.newest)
+        plan = run.schedule.at(step - 1)
+        self.status.at(step, run.schedule.total_steps, plan.stage.name, run.saver.newest)
         self._move_to(step)
+        at_end = step == plan.stop
         saves = at_end or step % train.checkpoint_every == 0
-        again = self._suspect is not None and step == self._suspect.step
-        self._judge(step, run.replicas.check(step, due=saves or again))
+        self._check_ranks(step, due=saves)
         if at_end or step % train.eval_every == 0:
             self._move_to(step, due=record)
             metrics = self._evaluate(step)
@@ -216,22 +212,29 @@ class Trainer:
             run.progress.total = run.schedule.total_steps
         if saves or at_end:
             if not saves:  # the evaluation ended the stage
-                self._judge(step, run.replicas.check(step, due=True))
+                self._check_ranks(step, due=True)
             if self.log is not None:
-                self.log.flush()  # before the checkpoint: a run that goes on from it does not log this step again
+                self.log.flush()  # before the checkpoint: a run that resumes from it does not log this step again
             self._save()
         self._tell_checkpoints()
         if at_end:
             self.callbacks.tell("on_stage_end", step, self.place.stage)
 
-    def _open_log(self) -> None:
-        if self.run.runtime.is_main:
-            self.callbacks.total_steps = self.run.schedule.total_steps
-            self.log = open_log(self.run, self.place, self.callbacks)
+    def _check_ranks(self, step: int, due: bool) -> None:
+        """Compare the ranks' copies where due; raises `RanksDiffer`.
 
-    def _tell_checkpoints(self) -> None:
-        saver = self.run.saver
-        self.callbacks.checkpoints(self.place.step, self.place.stage, self.run.folder / CHECKPOINTS, saver.whole)
+        At the step where they differed before, now taken again: the copies that differed from these were at fault.
+        """
+        suspect = self._suspect
+        again = suspect is not None and step == suspect.step
+        hashes = self.run.replicas.check(step, due or again)
+        if suspect is None or not again or hashes is None:
+            return
+        self._suspect = None
+        faulty = (hashes != suspect.hashes).any(1).nonzero().flatten().tolist()
+        machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
+        text = f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}"
+        self._alarm(Alarm(step, "ranks-differ", text))
 
     def _go_back(self, found: RanksDiffer) -> None:
         """Copies differ: go back to the last checkpoint, once, to learn whether it happens again.
@@ -250,39 +253,34 @@ class Trainer:
             self.log.close()
         self.place = restore(run, folder)
         self.saved_step = self.place.step
-        self._open_log()
-        self._tell(f"after step {found.step}: {found}; the steps after {self.place.step} are taken again")
+        self.log = open_log(run, self.place, self.callbacks)
+        text = f"after step {found.step}: {found}; the steps after {self.place.step} are taken again"
+        self._alarm(Alarm(self.place.step, "ranks-differ", text))
 
-    def _judge(self, step: int, hashes: Tensor | None) -> None:
-        """Where steps were taken again and ranks agree: the copies that are not what they were were the faulty ones."""
-        found = self._suspect
-        if found is None or hashes is None or step != found.step:
-            return
-        self._suspect = None
-        faulty = (hashes != found.hashes).any(1).nonzero().flatten().tolist()
-        machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
-        self._tell(f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}")
-
-    def _tell(self, text: str) -> None:
+    def _alarm(self, alarm: Alarm) -> None:
         if self.log is not None:
-            self.log.alarm(Alarm(self.place.step, "ranks-differ", text))
+            self.log.alarm(alarm)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         evaluations = self.run.evaluations
         metrics = evaluations(step, self.place.stage)
         if self.log is not None:
             self.log.add(metrics)
-            self.log.flush()  # they are on the host: an evaluation has waited for this step
+            self.log.flush()  # costs no wait: the evaluation has waited for this step
         if metrics:
             self.callbacks.tell("on_evaluation", step, self.place.stage, metrics)
         if shown := evaluations.shown(metrics):
             self.run.progress.say(f"  evaluation at step {step}: {shown}")
         return metrics
 
-    def _move_to(self, step: int, **about: Any) -> None:
-        """Set where the run is. about: further fields of `Place`; the metrics are by default the last known."""
+    def _tell_checkpoints(self) -> None:
+        saver = self.run.saver
+        self.callbacks.checkpoints(self.place.step, self.place.stage, self.run.folder / CHECKPOINTS, saver.whole)
+
+    def _move_to(self, step: int, **fields: Any) -> None:
+        """Set where the run is. fields: others of `Place`; the metrics stay the last known unless given."""
         stage = self.run.schedule.at(max(step - 1, 0)).stage.name
-        self.place = Place(step, stage, self.run.loaders.state_dict(), **{"figures": self.place.figures, **about})
+        self.place = Place(step, stage, self.run.loaders.state_dict(), **{"figures": self.place.figures, **fields})
 
     def _save(self) -> None:
         save(self.run, self.place)
@@ -302,12 +300,12 @@ class Trainer:
     def _already_done(self) -> dict[str, Any]:
         run = self.run
         run.progress.say(f"already done: {run.schedule.total_steps} steps in {run.folder}")
-        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # killed before it could say so
-            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops what a kill left half written
-            self._tell_status()
+        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # killed before it wrote that
+            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops a line that a kill cut off
+            self._note_status()
             self.status.write(status="done")
         return self.place.figures
 
-    def _tell_status(self) -> None:
+    def _note_status(self) -> None:
         schedule, step = self.run.schedule, self.place.step
         self.status.at(step, schedule.total_steps, schedule.at(step).stage.name)

@@ -1,7 +1,7 @@
-"""Begin with weights that were trained before: another run's or checkpoint's, or adapters that PEFT saved.
+"""Begin with trained weights: another run's or checkpoint's, or adapters that PEFT saved.
 
-Only weights: optimizers, stages and the data's order begin anew. Heads come with the unit they were trained in (the
-target transform's median and scale, b_noise's own rate), not the new data's, and are not calibrated.
+Only weights: optimizers, stages and the data's order begin anew. Heads keep the units that they were trained in (the
+target transform's median and scale, b_noise's own rate) instead of the new data's, and are not calibrated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
@@ -20,7 +19,7 @@ from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import LATEST
 from cqwen_dist.targets import TargetTransform
-from cqwen_dist.training.state import head_tensors
+from cqwen_dist.training.state import head_tensors, load_heads
 from cqwen_dist.training.zero.engine import Engine
 
 KEY = "model.warm_start"
@@ -41,14 +40,13 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Weights by name: adapters and the embedding's part; the heads, unless it is PEFT's folder."""
+    """Weights by name: adapters, w_num and <NUM>'s row; of a checkpoint also the heads and state.json's content."""
 
     source: Path
     features: dict[str, Tensor]
     heads: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
-    @torch.no_grad()
     def apply(self, engine: Engine, config: Config) -> None:
         """Load it into a new model. Collective. Raises `UserError` by key where it does not fit."""
         if self.state:
@@ -58,31 +56,22 @@ class WarmStart:
         parameters, moments, steps = engine.feature_state()
         engine.load_feature_state({**parameters, **self.features}, moments, steps)
         if self.heads:
-            tensors = head_tensors(engine)
-            shapes = {name: tensor.shape for name, tensor in tensors.items() if tensor.numel()}
+            shapes = {name: tensor.shape for name, tensor in head_tensors(engine).items() if tensor.numel()}
             refuse_strange(self.heads, shapes, self.source, key=KEY)
-            for name, value in self.heads.items():
-                tensors[name].copy_(value)
-            engine.heads.noise_unit = self.state["noise_unit"]
-            model, saved = engine.model, self.state["model"]
-            model.config.target = saved["target"]
-            model.config.scale_floor = model.abduction.scale_floor = saved["scale_floor"]
+            load_heads(engine, self.heads, self.state)
 
     def _check_shape(self, ours: Any, config: Config) -> None:
         saved = self.state["model"]
         for name, key in _SHAPE.items():
-            here, there = getattr(ours, name), saved.get(name)
-            if here != there:
-                raise UserError(key, here, f"{there!r}, as in {self.source}")
+            if getattr(ours, name) != saved.get(name):
+                raise UserError(key, getattr(ours, name), f"{saved.get(name)!r}, as in {self.source}")
         unit = TargetTransform.from_dict(saved["target"]).name
         if unit != config.target_transform:
             raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {self.source}")
         if ours.lora is not None and saved["lora"] is not None:
-            for name, there in saved["lora"].items():
-                if name in ("dropout", "lr_ratio"):  # of training, not of the weights
-                    continue
-                if ours.lora.get(name) != there:
-                    raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{there!r}, as in {self.source}")
+            for name, value in saved["lora"].items():
+                if name not in ("dropout", "lr_ratio") and ours.lora.get(name) != value:  # these two are of training
+                    raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{value!r}, as in {self.source}")
 
 
 def read_warm_start(config: Config, row_range: tuple[int, int]) -> WarmStart | None:
@@ -94,13 +83,11 @@ def read_warm_start(config: Config, row_range: tuple[int, int]) -> WarmStart | N
         raise UserError(KEY, str(path), "the folder of a run, of a checkpoint, or of an adapter that PEFT saved")
     if (path / adapter.CONFIG).is_file():
         adapter.refuse_lora_changes(path, config.model.lora)
-        return _with_adapters(WarmStart(path, adapter.read_adapter(path)), config)
-    _, folder = resolve_checkpoint(path)
-    saved = load_checkpoint(folder, row_range, moments=False)
-    return _with_adapters(WarmStart(folder, saved.features, {**saved.heads, **saved.rows}, saved.state), config)
-
-
-def _with_adapters(found: WarmStart, config: Config) -> WarmStart:
+        found = WarmStart(path, adapter.read_adapter(path))
+    else:
+        _, folder = resolve_checkpoint(path)
+        saved = load_checkpoint(folder, row_range, moments=False)
+        found = WarmStart(folder, saved.features, {**saved.heads, **saved.rows}, saved.state)
     if adapter.to_peft(found.features) and not config.trains("lora"):
         allowed = "weights without adapters, as no stage trains lora (`cqwen export --merge` folds them into a base)"
         raise UserError(KEY, Said(f"adapters in {found.source}"), allowed)

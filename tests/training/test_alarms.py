@@ -121,18 +121,18 @@ class Told:
 def test_refusals_pass_over_some_and_stop_at_the_limit_or_the_end() -> None:
     refusals, told = Refusals(3), Told()
     suspected, error = NonFiniteStep("nan", [0, 2]), NonFiniteStep("nan")
-    assert refusals.refuse(suspected, 5, 100, "lora", told, told) == {"train/refused": 1.0}
+    assert refusals.refuse(suspected, 5, 100, "lora", told, told.alarm) == {"train/refused": 1.0}
     (alarm,) = told.alarms
     assert alarm.text == "step 5, stage lora: nan; samples of the ranks whose features are not finite: 7, 9"
     assert alarm.samples == list(range(64))
-    refusals.refuse(error, 6, 100, "lora", told, None)
+    refusals.refuse(error, 6, 100, "lora", told, told.alarm)
     refusals.taken()
-    refusals.refuse(error, 8, 100, "lora", told, None)
-    refusals.refuse(error, 9, 100, "lora", told, None)
+    refusals.refuse(error, 8, 100, "lora", told, told.alarm)
+    refusals.refuse(error, 9, 100, "lora", told, told.alarm)
     with pytest.raises(NonFiniteStep, match=r"step 10, stage lora: nan; samples of the step: 0, 1, .*3 in a row"):
-        refusals.refuse(error, 10, 100, "lora", told, None)
+        refusals.refuse(error, 10, 100, "lora", told, told.alarm)
     with pytest.raises(NonFiniteStep, match="the run's last"):
-        Refusals(3).refuse(error, 100, 100, "lora", told, None)
+        Refusals(3).refuse(error, 100, 100, "lora", told, told.alarm)
 
 
 def test_the_gradient_of_the_noise_is_that_of_all_ranks(one_rank: Path, two_ranks: Path) -> None:

@@ -12,7 +12,7 @@ from support.runs import metrics
 from cqwen_dist.config import LossConfig, UserError
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.training.frequency import BANDS, ThresholdBands, class_weights
+from cqwen_dist.training.frequency import BANDS, band_of, class_weights, mean_thresholds
 
 COUNTS = np.array([0, 1, 4, 16, 64, 0, 1])
 
@@ -56,7 +56,7 @@ def banded(size: int) -> dict[str, float]:
     groups = build_groups(size)
     start, stop = vocab_range(len(counts), groups.vocab_rank, size)
     ranks = torch.from_numpy(len(counts) - 1 - counts).float()  # the most frequent word has rank 0
-    return ThresholdBands(counts, start, stop - start, groups)(ranks[start:stop])
+    return mean_thresholds(ranks[start:stop], torch.from_numpy(band_of(counts)[start:stop]), groups)
 
 
 def test_bands_are_means_by_rank_of_the_count_however_the_rows_are_spread() -> None:

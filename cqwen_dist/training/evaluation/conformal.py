@@ -1,11 +1,11 @@
-"""Intervals that hold what they promise: split-conformal recalibration of the Cauchy's own intervals.
+"""Split-conformal recalibration of the Cauchy's own intervals (Vovk; Lei et al. 2018).
 
-A Cauchy fitted to light-tailed residuals states intervals that are too wide. On a calibration part of the held-out
-numbers the scores r_i = |t_i - loc_i| / scale_i (in the target's unit, in which Y is Cauchy) are ordered; the
-ceil((n+1) level)-th smallest, q, makes loc +- q scale hold a new number of the same kind with probability >= level,
-whatever the model (Vovk; Lei et al. 2018). The factor of a level is q over the Cauchy's own half-width
-tan(pi level/2), so an interval of either kind is loc +- factor tan(pi level/2) scale; raw intervals have factor 1.
-The target's unit is monotone in the raw one, so the ends may be mapped back.
+Intervals of a Cauchy that is fitted to light-tailed residuals are too wide. A calibration part of the held-out numbers
+gives the scores r_i = |t_i - loc_i| / scale_i, in the target's unit, in which Y is Cauchy. With q, the
+ceil((n+1) level)-th smallest score, loc +- q scale contains a new number of the same kind with probability >= level,
+whatever the model. The factor of a level is q over the Cauchy's own half-width tan(pi level/2), so every interval is
+loc +- factor tan(pi level/2) scale; raw intervals have factor 1. The target's unit is monotone in the raw one, so the
+ends can be mapped back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from cqwen_dist.intervals import LEVELS
 
-CALIBRATION = "calibration"  # where a checkpoint's metrics hold the factors
+CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
 
 
 def half_width(level: float) -> float:
@@ -27,20 +27,19 @@ def half_width(level: float) -> float:
 
 
 def for_calibration(texts: np.ndarray) -> np.ndarray:
-    """Which held-out texts [n] int (numbered in the data's order) calibrate; the others measure. [n] bool.
+    """[n] bool: which held-out texts [n] int (numbered in the data's order) calibrate; the others measure.
 
-    The top bit of a golden-ratio hash of the number: about half, evenly spread, and the same on any number of ranks
-    and whatever else the data holds. By text, since the numbers of one text are not independent. Not by parity,
-    since data may alternate.
+    The top bit of a golden-ratio hash of the number: about half, evenly spread, the same on any number of ranks. By
+    text, as the numbers of one text are not independent. Not by parity, as data may alternate.
     """
     return (texts.astype(np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> np.uint64(31) == 1
 
 
 @dataclass(frozen=True)
 class IntervalFactors:
-    """By level ("0.9"): what to multiply the Cauchy's half-width by; n: the numbers they were measured on.
+    """levels: the factor of the Cauchy's half-width by level ("0.9"); n: the numbers they were measured on.
 
-    A level that n numbers cannot promise (ceil((n+1) level) > n) is not there.
+    A level that n numbers cannot guarantee (ceil((n+1) level) > n) is left out.
     """
 
     levels: dict[str, float]
@@ -52,7 +51,7 @@ class IntervalFactors:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> IntervalFactors:
-        """What `to_dict` wrote."""
+        """From what `to_dict` returned."""
         return cls({str(level): float(factor) for level, factor in data["levels"].items()}, int(data["n"]))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from cqwen_dist.ops.ovr.topk import topk
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.run.files import START, STATE
+from cqwen_dist.run.files import START, STATE, read_object
 from cqwen_dist.training.evaluation.conformal import CALIBRATION, IntervalFactors
 from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, as_spelt, perplexity
 
@@ -43,10 +42,9 @@ def evaluate_checkpoint(
 ) -> dict[str, float]:
     """The metrics of `training.evaluation.evaluator` on `data` (default: the run's own held-out texts).
 
-    With them come the base model's own on the same texts: of the run's base, or of `base`. An exported folder has no
-    run beside it: then `data` is needed, its field is `text`, there is no baseline, and no base unless it is given.
-    On other data than the run's own the interval factors that were saved with the model are tried too. Raises
-    `UserError`.
+    They include the base model's own on the same texts: of the run's base, or of `base`. An exported folder knows no
+    run: `data` is required, its field is `text`, and there is no baseline, and no base model unless `base` names one.
+    On other data than the run's own, the interval factors saved with the model are tried too. Raises `UserError`.
     """
     source = _exported(path, data) if is_exported(path) else _of_run(path, data)
     base = base or source.base
@@ -69,18 +67,18 @@ def evaluate_checkpoint(
         if base is not None:
             rows = inner.config.vocab_size
             own = rows - inner.config.added_rows
-            model_of_base: Any = load_base(
+            base_model: Any = load_base(
                 base, source.dtype, source.remote_code, rows_for=lambda found: rows if found == own else found
             )
             numerals = tokenizer.numeral_ids if source.spelt or inner.config.added_rows else []
-            found = base_figures(model_of_base.to(runtime.device), batches, base, tokenizer.num_token_id, numerals)
-            evaluator.base = found
+            base_model.to(runtime.device)
+            evaluator.base = base_metrics(base_model, batches, base, tokenizer.num_token_id, numerals)
         return evaluator()
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What a run, or an exported folder, knows of how its model is evaluated."""
+    """What a run, or an exported folder, knows about how its model is evaluated."""
 
     config: DataConfig
     base: str | None = None
@@ -95,15 +93,15 @@ class _Source:
 def _exported(path: Path, data: str | None) -> _Source:
     if data is None:
         raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
-    return _Source(DataConfig(train=data), known=_factors(_json(path / INTERVALS)))
+    return _Source(DataConfig(train=data), known=_factors(read_object(path / INTERVALS)))
 
 
 def _of_run(path: Path, data: str | None) -> _Source:
     run, folder = run_of(path)
-    start = _json(Path(run.run.dir) / START)
-    if start is None:
+    start = read_object(Path(run.run.dir) / START)
+    if not start:
         raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
-    saved = (_json(folder / STATE) or {}).get("figures") or {}
+    saved = read_object(folder / STATE).get("figures") or {}
     return _Source(
         run.data,
         base=run.base_folder,
@@ -114,6 +112,10 @@ def _of_run(path: Path, data: str | None) -> _Source:
         baseline=start["statistics"]["median"] if start["statistics"]["count"] else None,
         known=None if data is None else _factors(saved.get(CALIBRATION)),
     )
+
+
+def _factors(found: dict[str, Any] | None) -> IntervalFactors | None:
+    return IntervalFactors.from_dict(found) if found else None
 
 
 def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
@@ -129,14 +131,14 @@ def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareToke
 
 
 @torch.no_grad()
-def base_figures(
+def base_metrics(
     base: Any, batches: Iterable[Batch], name: str, num_token_id: int, numerals: Sequence[int] = ()
 ) -> dict[str, float]:
-    """The base model's own top-1 and perplexity on the same ids, numbers' values unseen; every labelled position.
+    """The base model's own top-1 and perplexity on the same ids, values of numbers unseen, at every label position.
 
-    base: a causal language model of transformers; its own head, all V rows. numerals: the tokens it spells numerals
-    with, where it never saw <NUM>: then it reads their mean there, and any of them is right where a number is next, as
-    at a run's start. Raises `UserError` where a label is not in its vocabulary.
+    base: a causal language model of transformers with its own head, all V rows. numerals: the tokens that it spells
+    numerals with, if it never saw <NUM>: it reads their mean there, and any of them is right where a number is next,
+    as at a run's start. Raises `UserError` where a label is not in its vocabulary.
     """
     base.eval()
     head, table = base.get_output_embeddings(), base.get_input_embeddings().weight
@@ -147,13 +149,14 @@ def base_figures(
     count = 0
     for batch in batches:
         keep = batch.kept.to(head.weight.device)
-        there = batch.to(head.weight.device)
-        labels = there.labels.flatten()[keep]
+        batch_on_device = batch.to(head.weight.device)
+        labels = batch_on_device.labels.flatten()[keep]
         if len(labels) and int(labels.max()) >= head.weight.shape[0]:
             raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
-        embeddings = table[there.input_ids]
-        embeddings[there.input_ids == num_token_id] = digits.to(table.dtype)
-        z = base.base_model(inputs_embeds=embeddings, position_ids=there.position_ids, use_cache=False)[0]
+        ids = batch_on_device.input_ids
+        embeddings = table[ids]
+        embeddings[ids == num_token_id] = digits.to(table.dtype)
+        z = base.base_model(inputs_embeds=embeddings, position_ids=batch_on_device.position_ids, use_cache=False)[0]
         z = z.flatten(0, 1)[keep]
         u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
         found = ovr_scores(u, words, labels)
@@ -166,15 +169,3 @@ def base_figures(
         "eval/base_accuracy": right / max(count, 1),
         "eval/base_perplexity": perplexity(surprise / max(count, 1)),
     }
-
-
-def _factors(found: Any) -> IntervalFactors | None:
-    return IntervalFactors.from_dict(found) if isinstance(found, dict) else None
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    """An object from a file; None where there is none."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None

@@ -3,8 +3,10 @@
 eval/accuracy          argmax P over every labelled position       eval/base_accuracy     the base model's own top-1
 eval/perplexity        of softmax(loc_S)                           eval/base_perplexity   the base model's own
 eval/perplexity_ovr    of P_k / sum P                              eval/num_*             telling <NUM> from words
-eval/accuracy_words_*                                              by the label's frequency (`frequency.band_names`)
+eval/accuracy_words_*                                              by the label's frequency (`frequency.BAND_NAMES`)
+dist/C_words_*                                                     the mean threshold, by the same bands
 eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
+eval/type_accuracy, eval/mdae_*                                    types of numbers, further values
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
 dist/U_*               over all tokens and dimensions (`Spread`)   dist/ovr_prob_sum_*    1 is calibrated
 """
@@ -39,11 +41,10 @@ from cqwen_dist.parallel.vocab_parallel import (
 from cqwen_dist.training.evaluation.conformal import IntervalFactors
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import Spread
-from cqwen_dist.training.frequency import band_names, band_of
-from cqwen_dist.training.number_labels import count_further
+from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
+from cqwen_dist.training.number_labels import number_labels
 
-Features = Callable[..., Tensor]  # (Batch on the device, keep [N]) -> z [N,H]
-PROBED = 48  # tokens whose U is followed from evaluation to evaluation
+PROBED = 48  # tokens whose U is compared from evaluation to evaluation
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a report draws beside the metrics.
+    """What a report draws besides the metrics.
 
-    numbers: `number_metrics`' drawing, None without numbers. labels [n] and probe [n,C]: the first few held-out tokens
-    of this rank and their U, on the CPU.
+    numbers: the drawing of `number_metrics`, None without numbers. labels [n] and probe [n,C]: this rank's first few
+    held-out tokens and their U, on the CPU.
     """
 
     numbers: dict[str, Any] | None
@@ -76,7 +77,7 @@ class Evaluator:
     def __init__(
         self,
         model: CausalQwenModel,
-        features: Features,
+        features: Callable[..., Tensor],
         batches: Iterable[Batch],
         groups: Groups,
         *,
@@ -89,19 +90,20 @@ class Evaluator:
         numerals: Sequence[int] = (),
         progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
-        """batches: iterated anew at each evaluation. baseline_value: the training numbers' median, raw unit.
+        """features: (batch on the device, keep [N]) -> z [N,H]. batches: iterated at each evaluation. baseline_value:
+        the training numbers' median, raw unit. used_rows: the word loss leaves out words from here on.
 
-        word_counts [V]: how often training has each word, for accuracy by frequency. known_factors: of intervals,
-        measured before, to be tried on this data. numerals: the tokens that the base spells numerals with: where a
-        number is next, any of them is right for the base. progress: told which batch is evaluated, and of how many.
+        word_counts [V]: occurrences in training, for metrics by frequency. known_factors: of intervals, measured
+        before, to be tried on this data. numerals: the tokens that the base spells numerals with; where a number is
+        next, any of them is right for the base. progress: called with (what, batch, number of batches).
         """
-        self.numerals, self.progress = list(numerals), progress
         self.model, self.features, self.batches, self.groups = model, features, batches, groups
+        self.numerals, self.progress = list(numerals), progress
         self.baseline_value, self.used_rows, self.gemm_dtype = baseline_value, used_rows, gemm_dtype
         self.decisions, self.known_factors = decisions or Decisions(), known_factors
         self.device = model.action.cls_weight.device
         self.band = None if word_counts is None else torch.from_numpy(band_of(word_counts)).to(self.device)
-        self.base: dict[str, float] = {}  # the base model's own metrics, which every evaluation repeats
+        self.base: dict[str, float] = {}  # the base model's own metrics; every evaluation repeats them
         self.factors: IntervalFactors | None = None  # of the last evaluation
         self.last: Evaluation | None = None
 
@@ -109,7 +111,8 @@ class Evaluator:
     def measure_base(self) -> dict[str, float]:
         """The base model's own top-1 and perplexity: values unseen, adapters off, the heads as inherited.
 
-        Where a number is next, a digit is as right as <NUM>, and likely as all of them together. Only before training.
+        Where a number is next, a digit counts as <NUM>, with the probability of all digits and <NUM> together. Call it
+        before training only.
         """
         rows, bias = rows_of(self.model.action, self.numerals, self.groups)
         spelt = torch.tensor(self.numerals, dtype=torch.int64, device=self.device)
@@ -122,7 +125,7 @@ class Evaluator:
                 labels = batch.labels.flatten()[keep]
                 scores = self._scores(u, labels)
                 digits = self.model.action.word_part(u).loc @ rows.T + bias
-                best = top1(self.model, u, self.groups, self.gemm_dtype, "loc")
+                best = best_word(self.model, u, self.groups, self.gemm_dtype, "loc")[1]
                 right, likely = as_spelt(best, scores.label_loc, labels, num, spelt, digits)
                 sums[0] += right.sum()
                 sums[1] += (scores.log_norm - likely).sum()
@@ -138,29 +141,28 @@ class Evaluator:
     def __call__(self) -> dict[str, float]:
         """All metrics, equal on every rank; `factors` and `last` hold the rest."""
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.device))
-        banded = torch.zeros(2, len(band_names()), dtype=torch.float64, device=self.device)
+        banded = torch.zeros(2, len(BAND_NAMES), dtype=torch.float64, device=self.device)
         lists: dict[str, list[Tensor]] = defaultdict(list)
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
         probe: tuple[Tensor, Cauchy] | None = None
         spreads = {"U_loc": Spread(self.device), "U_scale": Spread(self.device)}
         texts = 0
 
-        # Every batch of this rank: sums over tokens, and lists of what needs a median
+        # This rank's batches: sums over tokens, and lists of what needs a median
         for batch, keep in self._kept():
             labels = batch.labels.flatten()[keep]
             u = self.model.abduction(self.features(batch, keep))
             u_prime = self.model.action.add_noise(u)
             if probe is None and len(labels):
                 probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
-            lists["prob_sum"].append(self._count_words(u_prime, labels, sums, banded))
-            self._list_numbers(u_prime, batch, keep, texts, lists)
-            count_further(self.model, u_prime, batch, keep, sums, lists)
+            lists["prob_sum"].append(self._add_words(u_prime, labels, sums, banded))
+            self._add_numbers(u_prime, batch, keep, texts, sums, lists)
             texts += int(batch.attention_mask.any(1).sum())
             lists["prob_sum_causal"].append(self._causal_prob_sum(u, labels, generator))
             spreads["U_loc"].add(u.loc)
             spreads["U_scale"].add(u.scale)
 
-        # All ranks'
+        # The same of all ranks
         gathered = _gather({name: torch.cat(parts).double().cpu().numpy() for name, parts in lists.items()}, texts)
         names = sorted(sums)
         packed = sum_over(torch.cat([torch.stack([sums[name] for name in names]), banded.flatten()]))
@@ -176,13 +178,16 @@ class Evaluator:
             metrics.update(found.metrics)
             self.factors, numbers = found.factors, found.drawing
         if self.band is not None:
-            bands = zip(band_names(), *packed[len(names) :].view(2, -1).tolist(), strict=True)
+            bands = zip(BAND_NAMES, *packed[len(names) :].view(2, -1).tolist(), strict=True)
             metrics.update({f"eval/accuracy_words_{name}": h / n for name, h, n in bands if n})
+            action = self.model.action
+            own = self.band[action.vocab_start : action.vocab_start + action.rows]
+            metrics.update(mean_thresholds(action.threshold, own, self.groups))
         none = torch.zeros(0)
         self.last = Evaluation(numbers, *(probe or (none.long(), Cauchy(none, none))))
         return metrics
 
-    def _count_words(self, u_prime: Cauchy, labels: Tensor, sums: dict[str, Tensor], banded: Tensor) -> Tensor:
+    def _add_words(self, u_prime: Cauchy, labels: Tensor, sums: dict[str, Tensor], banded: Tensor) -> Tensor:
         """Add a batch's words to the sums; returns each token's sum of P [N]."""
         num_id = self.model.config.num_token_id
         words = self._words(u_prime, labels)
@@ -203,16 +208,33 @@ class Evaluator:
             banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
         return words.prob_sum
 
-    def _list_numbers(
-        self, u_prime: Cauchy, batch: Batch, keep: Tensor, texts: int, lists: dict[str, list[Tensor]]
+    def _add_numbers(
+        self,
+        u_prime: Cauchy,
+        batch: Batch,
+        keep: Tensor,
+        texts: int,
+        sums: dict[str, Tensor],
+        lists: dict[str, list[Tensor]],
     ) -> None:
-        """A batch's numbers: the truth, Y, and the text each is of. texts: how many were before."""
+        """List a batch's numbers: the truth, Y, its text, how far off further values are (raw unit); count types right.
+
+        texts: the number of texts in the batches before.
+        """
         is_number = batch.numeric_mask.flatten()[keep]
         y = self.model.action.value(Cauchy(u_prime.loc[is_number], u_prime.scale[is_number]))
         lists["true"].append(batch.numeric_labels.flatten()[keep][is_number])
         lists["loc"].append(y.loc)
         lists["scale"].append(y.scale)
         lists["text"].append(texts + torch.div(keep[is_number], batch.labels.shape[1], rounding_mode="floor"))
+        values, weights, types = number_labels(batch, keep, self.model.config)
+        if types is not None:
+            sums["types"] += (types >= 0).sum()
+            sums["types_right"] += ((self.model.action.number_type(u_prime) == types) & (types >= 0)).sum()
+        if weights is not None:
+            error = (self.model.target.inverse(self.model.action.values(u_prime).loc.double()) - values).abs()
+            for i, name in enumerate(self.model.config.more_values or (), 1):
+                lists[f"error {name}"].append(error[weights[:, i] > 0, i])
 
     def _causal_prob_sum(self, u: Cauchy, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Each token's sum of P [N] for one individual drawn from its U, with noise alone as its scale."""
@@ -221,7 +243,7 @@ class Evaluator:
         return self._words(causal, labels).prob_sum
 
     def _decide(self, sums: dict[str, Tensor], scores: OvrScores, strength: Tensor, right: Tensor) -> None:
-        """Count what the optional ways to predict come to."""
+        """Add the counts of the optional ways to predict."""
         if self.decisions.label_set is not None:
             size = scores.above[:, 0]
             sums["set_size"] += size.sum()
@@ -256,11 +278,10 @@ class Evaluator:
             metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
         if "types" in c:
             metrics["eval/type_accuracy"] = c["types_right"] / max(c["types"], 1)
-        metrics |= {
-            f"eval/mdae_{name}": _median(lists[f"error {name}"]) for name in self.model.config.more_values or ()
-        }
-        for mode, name in (("standard", "prob_sum"), ("causal", "prob_sum_causal")):
-            metrics[f"dist/ovr_prob_sum_median_{mode}"] = _median(lists[name])
+        for name in self.model.config.more_values or ():
+            metrics[f"eval/mdae_{name}"] = _median(lists[f"error {name}"])
+        metrics["dist/ovr_prob_sum_median_standard"] = _median(lists["prob_sum"])
+        metrics["dist/ovr_prob_sum_median_causal"] = _median(lists["prob_sum_causal"])
         return metrics
 
     def _kept(self) -> Iterable[tuple[Batch, Tensor]]:
@@ -291,25 +312,20 @@ def as_spelt(
 ) -> tuple[Tensor, Tensor]:
     """(right [N] bool, the label's logit [N]) of a base that spells numerals: any of `spelt` stands for <NUM>.
 
-    best, labels [N] words, label_loc [N] the labels' logits, digits [N,d] those of `spelt` [d]; d may be 0.
+    best, labels [N]: words. label_loc [N]: the labels' logits. digits [N,d]: the logits of `spelt` [d]; d may be 0.
     """
     number = labels == num_token_id
     likely = torch.where(number, torch.logaddexp(label_loc, digits.float().logsumexp(1)), label_loc)
     return (best == labels) | (number & torch.isin(best, spelt)), likely
 
 
-def top1(model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy) -> Tensor:
-    """The best word of each token [N], by P ("ovr", over the rows that the tokenizer uses) or by loc_S ("loc", all).
-
-    u_prime: Cauchy [N,C]. Collective over the vocabulary group.
-    """
-    return best_word(model, u_prime, groups, gemm_dtype, rank_by)[1]
-
-
 def best_word(
     model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy
 ) -> tuple[Tensor, Tensor]:
-    """`top1` with what it was ranked by: (z = (loc_S - C)/scale_S or loc_S [N] fp32, ids [N])."""
+    """The best word of each token, for U' [N,C]: (score [N] fp32, ids [N]). Collective over the vocabulary group.
+
+    rank_by: "ovr", by P, score z = (loc_S - C)/scale_S, over the rows that the tokenizer uses; "loc", by loc_S, all.
+    """
     action = model.action
     head = action.word_head(model.config.used_rows if rank_by == "ovr" else None)
     scores, ids = vocab_parallel_best(action.word_part(u_prime).to(gemm_dtype), head, 1, groups.vocab, rank_by)
@@ -317,7 +333,7 @@ def best_word(
 
 
 def _gather(mine: dict[str, np.ndarray], texts: int) -> dict[str, np.ndarray]:
-    """Every rank's lists one after the other (a median needs them all), texts numbered over all ranks; one exchange."""
+    """The lists of all ranks joined (a median needs all values), with texts numbered over all ranks; one exchange."""
     everyone = gather_objects((mine, texts))
     first = np.cumsum([0, *(count for _, count in everyone)])
     for (lists, _), offset in zip(everyone, first, strict=False):

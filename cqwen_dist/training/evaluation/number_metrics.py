@@ -1,4 +1,4 @@
-"""Metrics of the numbers' predictions: errors in the raw unit, intervals, CRPS, and what a report draws of them."""
+"""Metrics of predicted numbers: errors in the raw unit, intervals, CRPS, and what a report draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cqwen_dist.training.evaluation.conformal import (
     interval_factors,
 )
 
-DRAWN = 1000  # numbers a report gets to draw
+DRAWN = 1000  # numbers in a report's drawing, at most
 PIT_BINS = 20
 CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverage plot
 
@@ -48,16 +48,16 @@ class NumberMetrics:
 def number_metrics(
     numbers: Numbers, target: TargetTransform, baseline: float | None, known: IntervalFactors | None = None
 ) -> NumberMetrics:
-    """Everything about M >= 1 numbers. baseline: a constant prediction, raw unit.
+    """All metrics of M >= 1 numbers. baseline: a constant prediction, raw unit.
 
-    known: factors that were measured elsewhere (the run's own, saved with it), to be tried on these numbers.
+    known: factors that were measured elsewhere (saved with the run), to be tried on these numbers.
 
     eval/coverage_50, _90, _95        share inside the Cauchy's own interval, of all numbers
     eval/coverage_90_conformal, ...   the same recalibrated on one part (`conformal`), of the numbers of the other
     eval/coverage_90_known, ...       with the known factors, of all numbers
     eval/width_90, _90_conformal      median width of those intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
-    A transform that is not linear has eval/crps_target alone: a log-Cauchy's CRPS is infinite.
+    A transform that is not linear has eval/crps_target only: a log-Cauchy's CRPS is infinite.
     """
     y = Cauchy(torch.from_numpy(numbers.loc), torch.from_numpy(numbers.scale))
     goal = target.forward(torch.from_numpy(numbers.true)).double()
@@ -116,7 +116,6 @@ def _drawing(
     factors: IntervalFactors,
 ) -> dict[str, Any]:
     """Coverage curves, the histogram of PIT = F(truth), and at most DRAWN numbers with their 90 % intervals."""
-    pit = y.cdf(goal).numpy()
     curve = interval_factors(scores[calibrates], CURVE)
     measured = scores[~calibrates]
     conformal = [
@@ -127,6 +126,7 @@ def _drawing(
     ]
     factor = factors.levels.get("0.9")
     low, high = _interval(y, target, 0.9, 1.0 if factor is None else factor)
+    drawn = {"true": numbers.true, "predicted": target.inverse(y.loc).numpy(), "low": low, "high": high}
     some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
     return {
         "count": len(numbers),
@@ -134,20 +134,7 @@ def _drawing(
         "levels": list(CURVE),
         "raw": [float((scores <= half_width(p)).mean()) for p in CURVE],
         "conformal": conformal,
-        "pit": np.histogram(pit, PIT_BINS, (0.0, 1.0))[0].tolist(),
+        "pit": np.histogram(y.cdf(goal).numpy(), PIT_BINS, (0.0, 1.0))[0].tolist(),
         "interval": "raw" if factor is None else "conformal",
-        **{
-            name: [_short(x) for x in values[some]]
-            for name, values in (
-                ("true", numbers.true),
-                ("predicted", target.inverse(y.loc).numpy()),
-                ("low", low),
-                ("high", high),
-            )
-        },
+        **{name: [float(f"{value:.6g}") for value in values[some]] for name, values in drawn.items()},
     }
-
-
-def _short(value: float) -> float:
-    """Six digits: as many as a drawing shows."""
-    return float(f"{value:.6g}")

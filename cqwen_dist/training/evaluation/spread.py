@@ -1,4 +1,4 @@
-"""Mean, deviation and quartiles of more values than can be held, whatever batches and ranks they come in."""
+"""Mean, deviation and quartiles of more values than memory holds, from any batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _AT_ONCE = 1 << 20  # values: bounds what `add` holds
 class Spread:
     """A histogram over the bit patterns of fp32: count, sum and sum of squares of each bin, 6 MiB on the device.
 
-    Mean and deviation are exact. A quartile is taken from its bin's moments as if the values lay evenly around the
-    bin's mean: exact where the bin holds one value or equal ones, else off by less than 0.3 % of itself.
+    Mean and deviation are exact. A quartile is taken from its bin's moments as if the values were uniform around the
+    bin's mean: exact where a bin's values are equal, otherwise with a relative error below 0.3 %.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Alarms for people: a run whose loss looks good though it does not learn, and refused steps.
 
-Rank 0 checks every record once its values are read, so no step waits. An alarm is raised once, and again only after its
-cause was gone.
+Rank 0 checks every record when its values are on the host, so no step waits. An alarm is raised once, and again only
+after its cause has disappeared.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from cqwen_dist.config import LossConfig
 from cqwen_dist.data.loader import Loader
 from cqwen_dist.training.zero.engine import NonFiniteStep
 
@@ -22,38 +21,28 @@ SHOWN_SAMPLES = 64
 
 @dataclass(frozen=True)
 class Alarm:
-    """One finding: kind (a short name), the step, a sentence for a person, and the samples of that step if known."""
+    """One finding: the step, kind (a short name), a text for people, and the samples of that step if known."""
 
     step: int
     kind: str
     text: str
     samples: list[int] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
-        """A line of alarms.jsonl."""
-        return asdict(self)
-
-
-class AlarmLog(Protocol):
-    """Takes alarms."""
-
-    def alarm(self, alarm: Alarm) -> None: ...
-
 
 class Alarms:
     """Watches the records of a run.
 
-    words: how many words the loss sums over, None where its level says nothing (class weights). factor: what the
-    loss has to be multiplied by to be that sum (vocab_reduction: mean divides). base_accuracy: the base's own top-1,
-    None where unknown. calibrated: how the run began. gate_pays: whether the gate passes gradients to P of <NUM>.
+    words: the number of words in the loss; None where the loss's level means nothing (class weights). factor: from the
+    loss to the sum over words (vocab_reduction: mean divides). base_accuracy: the base's own top-1, None if unknown.
+    calibrated: how the run began. gate_pays: whether the gate passes gradients to P of <NUM>.
     """
 
-    TRAP_LOOKS = 3  # looks at train/accuracy in a row, of a base that knows words
-    UNTAUGHT_LOOKS = 30  # of one that knows none: at the uniform solution it begins
-    UNTAUGHT = 0.1  # top-1 below which a base knows none
+    TRAP_LOOKS = 3  # values of train/accuracy in a row, if the base knows words
+    UNTAUGHT_LOOKS = 30  # if it knows none: then training begins at the uniform solution
+    UNTAUGHT = 0.1  # top-1 of a base below which it knows none
     DEAD_STEPS = 20  # steps in a row without a gradient
-    UNLEARNT_STEPS = 100  # steps with <NUM> labels, in a row, at which P_NUM stays near 0
-    HISTORY = 64  # losses that a spike is measured against
+    UNLEARNT_STEPS = 100  # steps with <NUM> labels in a row at which P_NUM stays near 0
+    HISTORY = 64  # losses that a spike is compared with
     LEAST_HISTORY = 20
     SPIKE = 10.0  # robust deviations
 
@@ -71,23 +60,15 @@ class Alarms:
         self.untaught = base_accuracy is not None and base_accuracy < self.UNTAUGHT
         self.poor = max(0.02, 0.2 * (base_accuracy or 0.0))
         self._stage: str | None = None
-        self._told: set[str] = set()
+        self._raised: set[str] = set()
         self._trapped = self._dead = 0
         self._p_num: float | None = None
         self._best_p_num = self._accuracy = 0.0
         self._unlearnt = 0
         self._losses: deque[float] = deque(maxlen=self.HISTORY)
 
-    @classmethod
-    def of(cls, loss: LossConfig, words: int, base_accuracy: float | None, calibrated: bool) -> Alarms:
-        """For a run with this loss. words: rows that the loss sums over."""
-        weighted = loss.class_weights is not None
-        factor = words if loss.vocab_reduction == "mean" else 1.0
-        pays = loss.gate_grad == "full"
-        return cls(None if weighted else words, factor, base_accuracy, calibrated=calibrated, gate_pays=pays)
-
     def look(self, record: Mapping[str, Any], samples: Sequence[int] = ()) -> list[Alarm]:
-        """Alarms of one step's plain values. samples: that the step was taken with, over all ranks."""
+        """Alarms of one step's plain values. samples: of the step, over all ranks."""
         if record.get("stage") != self._stage:  # lambda, batch or length may differ, and with them the loss
             self._stage = record.get("stage")
             self._losses.clear()
@@ -99,19 +80,18 @@ class Alarms:
         ]
         alarms = []
         for kind, raised, text in found:
-            if raised and kind not in self._told:
+            if raised and kind not in self._raised:
                 which = list(samples)[:SHOWN_SAMPLES] if kind == "loss-spike" else []
                 alarms.append(Alarm(int(record["step"]), kind, text, which))
-            (self._told.add if raised else self._told.discard)(kind)
+            (self._raised.add if raised else self._raised.discard)(kind)
         return alarms
 
     def _uniform_trap(self, record: Mapping[str, Any]) -> tuple[bool, str]:
         """P = 1/V for all words has the loss 1 + ln V and sum P = 1: it looks trained and knows no word."""
-        accuracy, loss, prob_sum = (
-            record.get(f"train/{name}") for name in ("accuracy", "cls_loss_mean", "prob_sum_mean")
-        )
+        names = ("train/accuracy", "train/cls_loss_mean", "train/prob_sum_mean")
+        accuracy, loss, prob_sum = (record.get(name) for name in names)
         if self.uniform is None or accuracy is None or loss is None or prob_sum is None:
-            return "uniform-trap" in self._told, ""
+            return "uniform-trap" in self._raised, ""
         level = loss * self.factor
         near = abs(level - self.uniform) < 0.05 * self.uniform and 0.5 < prob_sum < 2.0 and accuracy < self.poor
         self._trapped = self._trapped + 1 if near else 0
@@ -121,7 +101,7 @@ class Alarms:
         )
 
     def _way_out(self) -> str:
-        """Of the uniform solution, by what the run began with."""
+        """How to leave the uniform solution: it depends on how the run began."""
         if self.untaught:
             return (
                 f"its base knows no words either (top-1 {self.base_accuracy:.1%}); begin again from a pretrained one "
@@ -133,23 +113,19 @@ class Alarms:
     def _p_num_collapse(self, record: Mapping[str, Any]) -> tuple[bool, str]:
         p_num = record.get("train/p_num_mean")
         if not p_num:  # 0: the step has no <NUM> label; P itself is never 0
-            return "p-num-collapse" in self._told, ""
+            return "p-num-collapse" in self._raised, ""
         self._p_num = p_num if self._p_num is None else 0.9 * self._p_num + 0.1 * p_num
         self._best_p_num = max(self._best_p_num, self._p_num)
         self._accuracy = record.get("train/accuracy", self._accuracy)
-        # or it never rises: words are learnt and <NUM> is not
+        # it may also never rise: words are learnt and <NUM> is not
         self._unlearnt = self._unlearnt + 1 if self._p_num < 0.02 and self._accuracy > max(0.1, self.poor) else 0
         fell = self._p_num < 0.1 * self._best_p_num and self._best_p_num > 0.05
         how = f"fell from {self._best_p_num:.2g}: numbers are being unlearnt"
         if not fell:
             how = f"has not risen in {self._unlearnt} steps while words are learnt: numbers are not"
+        remedy = "" if self.gate_pays else "`loss.gate_grad: full` pays for that; otherwise "
         return fell or self._unlearnt >= self.UNLEARNT_STEPS, (
-            f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}. "
-            + (
-                "lower the rates or reg_weight"
-                if self.gate_pays
-                else "`loss.gate_grad: full` pays for that; otherwise lower the rates or reg_weight"
-            )
+            f"P of <NUM> where <NUM> is right is {self._p_num:.2g}; it {how}. {remedy}lower the rates or reg_weight"
         )
 
     def _dead_noise(self, record: Mapping[str, Any]) -> tuple[bool, str]:
@@ -181,18 +157,24 @@ class Alarms:
 
 
 class Refusals:
-    """Skips steps whose loss or gradient is not finite, until there are `limit` in a row. The same on every rank."""
+    """Allows fewer than `limit` steps in a row whose loss or gradient is not finite. The same on every rank."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.in_a_row = limit, 0
 
     def refuse(
-        self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, log: AlarmLog | None
+        self,
+        error: NonFiniteStep,
+        step: int,
+        total: int,
+        stage: str,
+        loader: Loader,
+        alarm: Callable[[Alarm], None],
     ) -> dict[str, float]:
-        """Skip a step that was refused (no parameter was changed) and raise an alarm with its samples; its metrics.
+        """Note a refused step (no parameter was changed), with an alarm that names its samples; returns its metrics.
 
-        step: counted from 1, of `total`. loader: of its samples. Raises `NonFiniteStep` where it is the `limit`-th in a
-        row, or the run's last.
+        step: counted from 1, of `total`. loader: of its samples. alarm: takes the alarm. Raises `NonFiniteStep` at the
+        `limit`-th in a row, and at the run's last step.
         """
         self.in_a_row += 1
         samples, suspects = loader.handed_out(), loader.handed_out(error.ranks)
@@ -203,10 +185,9 @@ class Refusals:
             raise NonFiniteStep(f"{text}. {self.in_a_row} in a row were refused: stopping") from error
         if step == total:
             raise NonFiniteStep(f"{text}. It was the run's last: there is nothing after it to learn from") from error
-        if log is not None:
-            log.alarm(Alarm(step, "refused-step", text, samples[:SHOWN_SAMPLES]))
+        alarm(Alarm(step, "refused-step", text, samples[:SHOWN_SAMPLES]))
         return {"train/refused": 1.0}
 
     def taken(self) -> None:
-        """A step was taken."""
+        """Note that a step was taken."""
         self.in_a_row = 0

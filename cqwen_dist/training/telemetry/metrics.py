@@ -1,12 +1,13 @@
-"""The metrics of a run on rank 0: read late, watched, and handed to the writers.
+"""The metrics of a run on rank 0: read late, checked for alarms, and given to the writers.
 
-A step's metrics are read when the next step has begun. Until then they are tensors, packed into one vector that is
-copied while the device works. So no step waits for its own loss, and each costs one copy.
+A step's metrics are read when the next step has begun. Until then they are tensors, packed into one vector, which is
+copied while the device works. So no step waits for its own loss, and each step costs one copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import RunConfig
-from cqwen_dist.run.files import ALARMS
+from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
-from cqwen_dist.training.telemetry.writers import MetricsFile, Writer, open_writers
+from cqwen_dist.training.telemetry.writers import MetricsFile, TensorBoardWriter, WandbWriter, Writer
 
-# The names of seed S1 (6.1) beside those of S3 (5), which they are aliases of.
+# The names of seed S1 (6.1) for metrics of S3 (5).
 ALIASES = {
     "total_loss": "train/total_loss",
     "ovr_prob_sum": "train/prob_sum_mean",
@@ -61,8 +62,16 @@ class MetricsLog:
         say: Callable[[str], None] | None = None,
         further: Sequence[Writer] = (),
     ) -> None:
-        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. further: writers."""
-        self._writers = [*open_writers(run_dir, run, config, step), *further]
+        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. further: more writers.
+
+        metrics.jsonl is always written, W&B and TensorBoard if `run` says so.
+        """
+        self._writers: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
+        if run.wandb != "disabled":
+            self._writers.append(WandbWriter(run_dir, run, config))
+        if run.tensorboard:
+            self._writers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
+        self._writers += further
         self._alarm_file = MetricsFile(run_dir / ALARMS, step)
         self._alarms, self._say = alarms, say
         self._pending: dict[str, Any] | None = None
@@ -70,19 +79,19 @@ class MetricsLog:
         self._samples: Sequence[int] = ()
 
     def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> dict[str, Any] | None:
-        """Queue one step's record; writes and returns the one before it. samples: of the step, for an alarm."""
+        """Queue one step's record; writes and returns the record before it. samples: of the step, for an alarm."""
         before = self.flush()
         self._pending, self._late, self._samples = record, _Late(record), samples
         return before
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add metrics that are plain numbers (an evaluation's) to the step last pushed."""
+        """Add plain numbers (an evaluation's) to the step last pushed."""
         assert self._pending is not None
         self._pending.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm to every writer and the console."""
-        self._alarm_file.write(alarm.to_dict())
+        self._alarm_file.write(asdict(alarm))
         for writer in self._writers:
             writer.alarm(alarm.kind, alarm.text)
         if self._say is not None:

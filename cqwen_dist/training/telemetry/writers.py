@@ -1,7 +1,7 @@
-"""Writers of a run's metrics: a JSONL file, W&B, TensorBoard. Rank 0 alone has them.
+"""Writers of a run's metrics: a JSONL file, W&B, TensorBoard. Only rank 0 has them.
 
 A record is one optimizer step's plain values: `step`, `stage`, `train/...`, and where due `eval/...`, `dist/...`,
-`perf/...`. After a resume every writer goes on; steps that are done again are not written twice.
+`perf/...`. After a resume every writer continues; steps that are taken again are not written twice.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cqwen_dist.config import RunConfig, UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import METRICS, TENSORBOARD, WANDB_ID, write_atomically
+from cqwen_dist.run.files import WANDB_ID, write_atomically
 
 
-class Writer(Protocol):
-    """Takes metrics."""
+class Writer:
+    """Takes metrics; what a subclass does not override is ignored."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one step's record."""
@@ -32,11 +32,11 @@ class Writer(Protocol):
         """End writing; everything written is durable."""
 
 
-class MetricsFile:
-    """A JSONL file: one flushed line an optimizer step, each step once, also after a resume."""
+class MetricsFile(Writer):
+    """A JSONL file: one flushed line per optimizer step, each step once, also after a resume."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Opens for appending; lines of steps after `step` (done after the checkpoint, now done again) are dropped."""
+        """Open for appending; drops lines of steps after `step`, the checkpoint's: these steps are taken again."""
         if path.is_file():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line for line in lines if 0 < _step_of(line) <= step]
@@ -46,9 +46,6 @@ class MetricsFile:
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
         self._file.flush()
-
-    def alarm(self, title: str, text: str) -> None:
-        """Alarms have a file of their own."""
 
     def close(self) -> None:
         self._file.flush()
@@ -71,8 +68,8 @@ def _step_of(line: str) -> int:
     return step if isinstance(step, int) else 0
 
 
-class WandbWriter:
-    """Weights & Biases, online or offline; a resumed run goes on under the id in its folder."""
+class WandbWriter(Writer):
+    """Weights & Biases, online or offline; a resumed run continues under the id in its folder."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
         """Raises `UserError` where W&B cannot be reached or does not know the user."""
@@ -107,7 +104,7 @@ class WandbWriter:
         self._run.finish()
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Writer):
     """Event files in RUN/tensorboard, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -130,13 +127,3 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def open_writers(run_dir: Path, run: RunConfig, config: dict[str, Any], step: int) -> list[Writer]:
-    """The writers that a run's config names; metrics.jsonl always. step: of the checkpoint to resume from."""
-    writers: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
-    if run.wandb != "disabled":
-        writers.append(WandbWriter(run_dir, run, config))
-    if run.tensorboard:
-        writers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
-    return writers
