@@ -35,7 +35,6 @@ from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.run.files import DIGESTS
 from cqwen_dist.training.base import build_run_base, load_tokenizer
 from cqwen_dist.training.constraint import Constraint
-from cqwen_dist.training.evaluation.evaluation_folder import EvaluationFolder
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.run_evaluation import Evaluations, read_watched
 from cqwen_dist.training.features.cache import FeatureCache
@@ -276,7 +275,8 @@ def _evaluations(
     return Evaluations(
         None if held_out is None else evaluator(held_out, words.counts),
         {name: evaluator(dataset) for name, dataset in read_watched(config.data, tokenizer).items()},
-        EvaluationFolder(Path(config.run.dir), tokenizer) if runtime.is_main else None,
+        Path(config.run.dir) if runtime.is_main else None,
+        tokenizer,
     )
 
 

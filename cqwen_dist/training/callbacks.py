@@ -10,7 +10,7 @@ from typing import Any
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.training.stages import Schedule
-from cqwen_dist.training.telemetry.writers import Writer
+from cqwen_dist.training.telemetry.metrics import Writer
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from cqwen_dist.training.assembly import Run
 from cqwen_dist.training.session import check_best_metric
 from cqwen_dist.training.state import Place, restore, row_range
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
-from cqwen_dist.training.telemetry.metrics import MetricsLog
-from cqwen_dist.training.telemetry.writers import Writer
+from cqwen_dist.training.telemetry.metrics import MetricsLog, Writer
 from cqwen_dist.training.warm_start import read_warm_start
 
 CALIBRATION_TOKENS = 512  # of all ranks together

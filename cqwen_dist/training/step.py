@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,66 +23,55 @@ from cqwen_dist.training.number_labels import number_labels
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
-ACCURACY_EVERY = 10  # steps between looks at train/accuracy: of all tokens, two products more where the loss has six
+ACCURACY_EVERY = 10  # steps between values of train/accuracy: it takes two products of all tokens, the loss takes six
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What all ranks bring to one optimizer step, known before it begins."""
+    """Counts over all ranks for one optimizer step, known before it begins."""
 
     words: float  # denominator of L_cls
     numbers: float  # denominator of L_reg
     tokens: int  # input positions, for tokens/s
     labels: list[list[int]]  # [micro-batch][rank of the vocabulary group]: label positions
-    partial: list[list[int]]  # [micro-batch][rank of the vocabulary group]: partial labels
+    partial: list[list[int]]  # the same: partial labels
     all_labels: int  # label positions of all ranks and micro-batches
 
 
+@dataclass
 class Stepper:
     """Takes optimizer steps with an engine. Losses are sums over tokens, divided once, by counts of all ranks."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        constraint: Constraint,
-        loss: LossConfig,
-        *,
-        seed: int,
-        gemm_dtype: torch.dtype,
-        gate: Gate,
-        used_rows: int | None,
-        slope_limit: float,
-        word_counts: np.ndarray,
-    ) -> None:
-        """seed: of dropout. gemm_dtype: of the word head's products. gate: what `loss.gate` names. used_rows: the loss
-        leaves out words from here on.
+    engine: Engine
+    constraint: Constraint
+    loss: LossConfig
+    _: KW_ONLY
+    seed: int  # of dropout
+    gemm_dtype: torch.dtype  # of the word head's products
+    gate: Gate  # of `loss.gate`
+    used_rows: int | None  # the loss leaves out words from here on
+    slope_limit: float
+    word_counts: InitVar[np.ndarray]  # [V]: occurrences in the training data
 
-        word_counts [V]: how often each word occurs in the training data.
-        """
-        self.engine, self.constraint, self.loss, self.seed = engine, constraint, loss, seed
-        self.model, self.groups, self.device = engine.model, engine.groups, engine.runtime.device
-        self.gemm_dtype, self.used_rows, self.slope_limit = gemm_dtype, used_rows, slope_limit
-        self.gate = gate
-        action = self.model.action
-        self.class_weights = class_weights(
-            loss, word_counts, action.vocab_start, action.rows, self.model.config.vocab_size
-        )
-        if self.class_weights is not None:
-            self.class_weights = self.class_weights.to(self.device)
+    def __post_init__(self, word_counts: np.ndarray) -> None:
+        self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.runtime.device
+        action, vocab_size = self.model.action, self.model.config.vocab_size
+        weights = class_weights(self.loss, word_counts, action.vocab_start, action.rows, vocab_size)
+        self.class_weights = None if weights is None else weights.to(self.device)
 
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
     ) -> tuple[dict[str, Any], int]:
         """One optimizer step; returns its metrics (tensors, not yet read) and the input tokens of all ranks.
 
-        cached: z [N,H] of each micro-batch's label positions, where it is known.
+        cached: z [N,H] of each micro-batch's label positions, from a feature cache.
         """
         torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # of dropout
         reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         measures_kl = self.constraint.due(step)
         counts_hits = step % ACCURACY_EVERY == 0 or step == plan.stop - 1
 
-        # Denominators, from all ranks
+        # Denominators over all ranks
         keeps = [batch.learnt for batch in micro_batches]
         counts = self._exchange(micro_batches, keeps)
 
@@ -123,7 +112,7 @@ class Stepper:
         return metrics, counts.tokens
 
     def _metrics(self, sums: Tensor, norm: Tensor, counts: StepCounts, plan: StagePlan, step: int) -> dict[str, Any]:
-        """From sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> where it is the label, such labels."""
+        """From sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> where it is the label, count of these."""
         reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)
@@ -173,7 +162,7 @@ class Stepper:
         )
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
-        """Counts over all ranks and micro-batches, from the CPU's copies: one small all-gather a step."""
+        """Counts over all ranks and micro-batches, from the batches on the CPU: one small all-gather per step."""
         every = counts_text(self.gate)
         attended = self.loss.cls_denominator == "attention"
         kept = [keep.numel() for keep in keeps]
@@ -190,13 +179,13 @@ class Stepper:
         return StepCounts(totals[0], totals[1], totals[2], by_micro_batch[:n], by_micro_batch[n:], everything)
 
     def give_up(self, micro_steps: int) -> None:
-        """A rank that was told to stop while it waited for data says so in its place in the exchange: `Stopped`."""
+        """For a rank that was stopped while it waited for data: tell the others in the exchange; raises `Stopped`."""
         self._gather([0, 0, 0], [0] * (2 * micro_steps))
 
     def _gather(self, sums: list[int], kept: list[int]) -> list[list[int]]:
         """[rank][sums, told to stop, kept] of all ranks. kept: label positions, then partial labels, by micro-batch.
 
-        Raises `Stopped` on all of them where any was told to.
+        Raises `Stopped` on all ranks where any was told to stop.
         """
         stop = self.engine.runtime.stop
         mine = torch.tensor([*sums, stop.reason is not None, *kept], device=self.device)
@@ -206,13 +195,13 @@ class Stepper:
 
     @torch.no_grad()
     def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
-        """[right, seen] of argmax P over a micro-batch's tokens: U [N,C], labels [N]."""
+        """[right, seen]: counts of argmax P over a micro-batch's tokens. U [N,C], labels [N]."""
         u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
         ids = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")[1]
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
-        """Features that were computed before, on the device; a cache of other samples would train on nonsense."""
+        """Cached features on the device. Raises where their number is wrong: they would be of other samples."""
         if z.shape[0] != keep.numel():
             raise RuntimeError(f"the feature cache has {z.shape[0]} positions where the batch has {keep.numel()}")
         return z.to(self.device, non_blocking=True)

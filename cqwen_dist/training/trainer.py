@@ -23,9 +23,8 @@ from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.state import Place, restore, save
 from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
-from cqwen_dist.training.telemetry.metrics import MetricsLog
+from cqwen_dist.training.telemetry.metrics import MetricsFile, MetricsLog
 from cqwen_dist.training.telemetry.perf import Clock, of_model
-from cqwen_dist.training.telemetry.writers import MetricsFile
 from cqwen_dist.training.zero.engine import NonFiniteStep
 from cqwen_dist.training.zero.partitioned_base import leave_deepspeed
 

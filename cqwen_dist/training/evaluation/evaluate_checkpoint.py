@@ -61,7 +61,7 @@ def evaluate_checkpoint(
             baseline_value=source.baseline,
             used_rows=inner.config.used_rows if source.only_used else None,
             gemm_dtype=source.dtype,
-            decisions=decisions,
+            decisions=decisions or Decisions(),
             known_factors=source.known,
         )
         if base is not None:

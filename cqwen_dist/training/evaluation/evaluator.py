@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,41 +71,33 @@ class Evaluation:
     probe: Cauchy
 
 
+@dataclass
 class Evaluator:
     """Evaluates one model on one held-out set. Collective over the world: every rank takes part."""
 
-    def __init__(
-        self,
-        model: CausalQwenModel,
-        features: Callable[..., Tensor],
-        batches: Iterable[Batch],
-        groups: Groups,
-        *,
-        baseline_value: float | None,
-        used_rows: int | None = None,
-        gemm_dtype: torch.dtype = torch.float32,
-        word_counts: np.ndarray | None = None,
-        decisions: Decisions | None = None,
-        known_factors: IntervalFactors | None = None,
-        numerals: Sequence[int] = (),
-        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
-    ) -> None:
-        """features: (batch on the device, keep [N]) -> z [N,H]. batches: iterated at each evaluation. baseline_value:
-        the training numbers' median, raw unit. used_rows: the word loss leaves out words from here on.
+    model: CausalQwenModel
+    features: Callable[..., Tensor]  # (batch on the device, keep [N]) -> z [N,H]
+    batches: Iterable[Batch]  # iterated at each evaluation
+    groups: Groups
+    _: KW_ONLY
+    baseline_value: float | None  # the training numbers' median, raw unit
+    used_rows: int | None = None  # the word loss leaves out words from here on
+    gemm_dtype: torch.dtype = torch.float32
+    word_counts: np.ndarray | None = None  # [V] occurrences in training, for metrics by frequency
+    decisions: Decisions = field(default_factory=Decisions)
+    known_factors: IntervalFactors | None = None  # measured before, to be tried on this data
+    numerals: Sequence[int] = ()  # the base spells numerals with these tokens: any of them counts as <NUM> for it
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None  # (what, batch, number of batches)
 
-        word_counts [V]: occurrences in training, for metrics by frequency. known_factors: of intervals, measured
-        before, to be tried on this data. numerals: the tokens that the base spells numerals with; where a number is
-        next, any of them is right for the base. progress: called with (what, batch, number of batches).
-        """
-        self.model, self.features, self.batches, self.groups = model, features, batches, groups
-        self.numerals, self.progress = list(numerals), progress
-        self.baseline_value, self.used_rows, self.gemm_dtype = baseline_value, used_rows, gemm_dtype
-        self.decisions, self.known_factors = decisions or Decisions(), known_factors
-        self.device = model.action.cls_weight.device
-        self.band = None if word_counts is None else torch.from_numpy(band_of(word_counts)).to(self.device)
-        self.base: dict[str, float] = {}  # the base model's own metrics; every evaluation repeats them
-        self.factors: IntervalFactors | None = None  # of the last evaluation
-        self.last: Evaluation | None = None
+    base: dict[str, float] = field(
+        init=False, default_factory=dict
+    )  # the base's metrics; every evaluation repeats them
+    factors: IntervalFactors | None = field(init=False, default=None)  # of the last evaluation, as is `last`
+    last: Evaluation | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.device = self.model.action.cls_weight.device
+        self.band = None if self.word_counts is None else torch.from_numpy(band_of(self.word_counts)).to(self.device)
 
     @torch.no_grad()
     def measure_base(self) -> dict[str, float]:
@@ -114,8 +106,8 @@ class Evaluator:
         Where a number is next, a digit counts as <NUM>, with the probability of all digits and <NUM> together. Call it
         before training only.
         """
-        rows, bias = rows_of(self.model.action, self.numerals, self.groups)
-        spelt = torch.tensor(self.numerals, dtype=torch.int64, device=self.device)
+        rows, bias = rows_of(self.model.action, list(self.numerals), self.groups)
+        spelt = torch.tensor(list(self.numerals), dtype=torch.int64, device=self.device)
         num = self.model.config.num_token_id
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         with adapters_disabled(self.model.transformer):

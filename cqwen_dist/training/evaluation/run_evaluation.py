@@ -2,20 +2,31 @@
 
 watch/NAME/accuracy       argmax P over every labelled position of `data.watch.NAME`
 watch/NAME/base_accuracy  the base model's own top-1 on them; perplexity, base_perplexity and cls_loss_mean likewise
+
+RUN/evaluations has what a report draws, written by rank 0: of the evaluation before training and of each stage's last
+
+step-00000150.json        {"step", "stage", "numbers": the drawing of `number_metrics`, "tokens": [...]}
+probe_start.safetensors   U of the first few held-out tokens before training, which later ones are compared with
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, write_atomically, written_whole
 from cqwen_dist.training.evaluation.conformal import CALIBRATION, IntervalFactors
-from cqwen_dist.training.evaluation.evaluation_folder import EvaluationFolder
-from cqwen_dist.training.evaluation.evaluator import Evaluator
+from cqwen_dist.training.evaluation.evaluator import Evaluation, Evaluator
 
 WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 
@@ -35,10 +46,16 @@ class Evaluations:
     """Evaluates a run at its start and during training. Collective over the world."""
 
     def __init__(
-        self, held_out: Evaluator | None, watched: dict[str, Evaluator], store: EvaluationFolder | None
+        self,
+        held_out: Evaluator | None,
+        watched: dict[str, Evaluator],
+        run_dir: Path | None,
+        tokenizer: NumericalAwareTokenizer,
     ) -> None:
-        """held_out: None without such texts. watched: by name. store: the main rank's."""
-        self.held_out, self.watched, self.store = held_out, watched, store
+        """held_out: None without such texts. watched: by name. run_dir: None on all ranks but the main one."""
+        self.held_out, self.watched = held_out, watched
+        self.folder = None if run_dir is None else run_dir / EVALUATIONS
+        self.tokenizer = tokenizer
 
     @property
     def base_accuracy(self) -> float | None:
@@ -59,8 +76,8 @@ class Evaluations:
             metrics |= {f"watch/{name}/{key}": found[f"eval/{key}"] for key in WATCHED if f"eval/{key}" in found}
         if self.held_out is not None:
             metrics |= self.held_out()
-            if self.store is not None and self.held_out.last is not None:
-                self.store.write(step, stage, self.held_out.last)
+            if self.folder is not None and self.held_out.last is not None:
+                self._write(self.folder, step, stage, self.held_out.last)
         return metrics
 
     def shown(self, metrics: dict[str, Any]) -> str:
@@ -77,6 +94,38 @@ class Evaluations:
             now, base = (metrics[f"watch/{name}/{key}"] for key in ("accuracy", "base_accuracy"))
             parts.append(f"{name} {now:.1%} (base {base:.1%})")
         return ", ".join(parts)
+
+    # ---------------------------------------------------------------------------- what a report draws
+
+    def _write(self, folder: Path, step: int, stage: str, found: Evaluation) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        start = folder / PROBE
+        if step == 0 or not start.is_file():
+            with written_whole(start) as beside:
+                save_file({"loc": found.probe.loc.contiguous(), "scale": found.probe.scale.contiguous()}, beside)
+                let_read(beside)
+        tokens = self._tokens(found, Cauchy(**load_file(start)))
+        content = {"step": step, "stage": stage, "numbers": found.numbers, "tokens": tokens}
+        write_atomically(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False))
+        for other in folder.glob("step-*.json"):
+            at = int(other.stem.removeprefix("step-"))
+            if at > step or (0 < at < step and json.loads(other.read_text(encoding="utf-8"))["stage"] == stage):
+                other.unlink()
+
+    def _tokens(self, found: Evaluation, start: Cauchy) -> list[dict[str, Any]]:
+        """For each probed token: the word that follows, how far U has moved, how wide it is."""
+        if not len(found.labels) or start.loc.shape != found.probe.loc.shape:
+            return []
+        kl = found.probe.kl(start).mean(1)
+        # pooled over dimensions: number dimensions have no spread of their own before training
+        spread = start.loc.var(0).mean().sqrt().clamp(min=1e-12) if len(start.loc) > 1 else torch.ones(())
+        shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
+        widened = (found.probe.scale.log() - start.scale.log()).median(1).values
+        rows = zip(found.labels.tolist(), kl.tolist(), shift.tolist(), widened.exp().tolist(), strict=True)
+        return [{"word": self._word(i), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows]
+
+    def _word(self, word_id: int) -> str:
+        return "<NUM>" if word_id == self.tokenizer.num_token_id else self.tokenizer.decode([word_id], [0.0])
 
     # ------------------------------------------------------------------------------------ checkpoint
 
@@ -97,3 +146,7 @@ class Evaluations:
         if self.held_out is not None:
             self.held_out.base = state["base"]
             self.held_out.factors = None if factors is None else IntervalFactors.from_dict(factors)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,11 +1,11 @@
-"""One optimizer step of everything that trains: features under DeepSpeed ZeRO, heads beside it.
+"""One optimizer step of all that trains: features under DeepSpeed ZeRO, heads under their own optimizer.
 
     DeepSpeed engine      frozen backbone, LoRA, w_num, <NUM>'s row    ZeRO 1-3, fp32 or bf16
     HeadOptimizer         abduction, action                            fp32, rows over the vocabulary group
 
-The engine returns z of the label positions; the heads turn it into the loss; `engine.backward` differentiates through
-both. A new stage needs no new engine: parameters of frozen groups need no gradient and have lr 0. While no feature
-group trains, z is computed without a graph and DeepSpeed takes no step.
+The engine returns z of the label positions, the heads compute the loss, `engine.backward` differentiates through both.
+A new stage needs no new engine: parameters of frozen groups need no gradient and have lr 0. While no feature group
+trains, z is computed without a graph and DeepSpeed takes no step.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from cqwen_dist.training.zero.settings import deepspeed_config
 
 
 class NonFiniteStep(RuntimeError):
-    """The gradient's norm over the world is not finite: every rank refused the step, no parameter was changed.
+    """The gradient norm over the world is not finite: every rank refused the step, no parameter was changed.
 
-    ranks: those whose features were not finite either.
+    ranks: those whose features were not finite.
     """
 
     def __init__(self, text: str, ranks: list[int] | None = None) -> None:
@@ -45,21 +45,21 @@ class NonFiniteStep(RuntimeError):
 
 
 class UsualNorm:
-    """Where a step's gradient is clipped: at a number, or at three times what is usual in this stage.
+    """The norm at which a step's gradient is clipped: a number, or three times the median of this stage's last steps.
 
-    The loss is a sum over V words divided by scales of 1e-3, so its gradient's norm is about 1,000 on a real base.
-    AdamW does not depend on that size; only a step unlike the others is to be limited. The first `KNOWN` are not.
+    The loss is a sum over V words divided by scales of 1e-3, so its gradient norm is about 1,000 on a real base. AdamW
+    does not depend on that size; only a step unlike the others is to be clipped. The first `KNOWN` are not.
     """
 
     TIMES, LAST, KNOWN = 3.0, 64, 5
 
     def __init__(self, limit: float | None) -> None:
-        """limit: a number, or None: three times what is usual."""
+        """limit: a number, or None: three times the median."""
         self.fixed = limit
         self.seen: list[float] = []  # norms of this stage's last steps: part of a checkpoint
 
     def limit(self) -> float:
-        """Of the step that is being taken."""
+        """The limit of the present step."""
         if self.fixed is not None:
             return self.fixed
         usual = statistics.median(self.seen) if len(self.seen) >= self.KNOWN else 0.0
@@ -83,16 +83,16 @@ class Engine:
         self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay)
         self.lr_ratio_b = config.model.lora.lr_ratio
         self.feature_members = feature_members(model.features, separate_b=self.lr_ratio_b != 1.0)
-        self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # each by one of its own
+        self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # a member of each slot
         self.names = {m.parameter: m.name for m in self.feature_members}
         trained = sum(m.parameter.numel() for m in self.feature_members)
         self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
         self.engine = self._start_deepspeed()
         self.features_train = False
         self._head_norm_sq = torch.zeros((), device=runtime.device)
-        self._norm: Tensor | None = None  # joint, of the step that is being taken
-        self.usual = UsualNorm(config.max_grad_norm)
+        self._norm: Tensor | None = None  # the joint norm of the present step
         self._norm_read = math.nan  # the same on the host
+        self.usual = UsualNorm(config.max_grad_norm)
         self.clipped = False
         self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features of the step
 
@@ -102,7 +102,7 @@ class Engine:
             members = [m for m in self.feature_members if m.slot == slot]
             for m in members:
                 m.parameter.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
-                if self.bf16:  # it casts a whole model itself, but wants a partitioned one in one dtype
+                if self.bf16:  # it casts a whole model itself, but a partitioned one must have one dtype
                     m.parameter.data = m.parameter.data.bfloat16()
             decay = self.config.train.weight_decay if slot in ("lora", "lora.B") else 0.0
             parameter_groups.append({"params": [m.parameter for m in members], "lr": 0.0, "weight_decay": decay})
@@ -129,7 +129,7 @@ class Engine:
         return engine
 
     def _norm_over_limit(self, feature_norm: Any) -> Tensor:
-        """The joint norm of features and heads over its limit; computed at the first parameter group of a step."""
+        """The joint norm of features and heads divided by its limit; computed at a step's first parameter group."""
         if self._norm is None:
             norm = torch.as_tensor(feature_norm, device=self.runtime.device).float()
             norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed reports a norm that is not finite as -1
@@ -139,7 +139,7 @@ class Engine:
     # ---------------------------------------------------------------------------------------- stages
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
-        """Set which groups train. Those in `newly_trained` begin with zero moments, and the usual norm is forgotten."""
+        """Set which groups train. Those in `newly_trained` begin with zero moments and clear the usual norm."""
         if newly_trained:
             self.usual.seen = []
         trained = plan.stage.groups
@@ -171,7 +171,7 @@ class Engine:
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
-        # times 1, or NaN where the loss is infinite: its gradient may be finite, and the step must be refused
+        # times 1, or NaN if the loss is infinite: its gradient may be finite, but the step must be refused
         loss = loss * (1.0 + 0.0 * loss.detach())
         if self.features_train:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -181,11 +181,11 @@ class Engine:
             loss.backward()
 
     def step(self) -> Tensor:
-        """Clip by the joint norm and step; returns that norm, [] fp32. `clipped`: whether it was.
+        """Clip by the joint norm and step; returns that norm, [] fp32. `clipped`: whether it was clipped.
 
         Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
-        `CollectiveError` where a rank is lost. The heads step last: they need no other rank for it. (Where a rank is
-        lost inside DeepSpeed's own step, the others are half updated; they end, and no checkpoint is of that step.)
+        `CollectiveError` where a rank is lost. The heads step last, as they need no other rank for it. (If a rank is
+        lost inside DeepSpeed's own step, the others are half updated; they end without a checkpoint of that step.)
         """
         self._norm = None
         self._head_norm_sq = self.heads.reduce_gradients()
@@ -197,7 +197,7 @@ class Engine:
                     self._finite_norm(torch.tensor(torch.nan))
             else:
                 self._norm = self._finite_norm(self._head_norm_sq.sqrt())
-        except NonFiniteStep:  # leave nothing of it to the next step
+        except NonFiniteStep:  # drop the gradients, so that the next step does not see them
             self.heads.adamw.zero_grad(set_to_none=True)
             if self.features_train:
                 zero_state.discard_gradients(self.engine)
@@ -212,9 +212,9 @@ class Engine:
         return self._norm
 
     def _finite_norm(self, norm: Tensor) -> Tensor:
-        """The norm, equal on every rank. Raises `NonFiniteStep` on all of them where it is not finite.
+        """The norm, equal on every rank. Raises `NonFiniteStep` on all ranks where it is not finite.
 
-        This is the step's only host synchronisation. Without it a NaN would reach the parameters before it is seen.
+        This is the step's only host synchronisation. Without it a NaN would reach the parameters unnoticed.
         """
         number = float(norm)
         if not math.isfinite(number):
@@ -232,18 +232,17 @@ class Engine:
     def feature_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
         """(parameters, moments, Adam steps by slot) of the features: whole tensors, fp32, on the CPU. Collective."""
         parameters, moments = zero_state.read_state(self.engine, self.names)
-        steps = zero_state.read_steps(self.engine)
         slots = list(self.slots)
-        return parameters, moments, {slots[i]: n for i, n in steps.items()}
+        return parameters, moments, {slots[i]: n for i, n in zero_state.read_steps(self.engine).items()}
 
     def feature_shapes(self) -> dict[str, torch.Size]:
-        """Whole shapes of what `feature_state` gives, by name."""
-        return zero_state.read_shapes(self.engine, self.names)
+        """Shapes of the parameters that `feature_state` returns, by name."""
+        return {m.name: zero_state.whole_shape(m.parameter) for m in self.feature_members}
 
     def load_feature_state(
         self, parameters: dict[str, Tensor], moments: dict[str, Tensor], steps: dict[str, int]
     ) -> None:
-        """Put back what `feature_state` gave."""
+        """Restore what `feature_state` returned."""
         zero_state.write_state(self.engine, self.names, parameters, moments)
         slots = list(self.slots)
         zero_state.write_steps(self.engine, {slots.index(name): n for name, n in steps.items()})

@@ -1,8 +1,8 @@
-"""Loading a base model under ZeRO-3: partitions are filled module by module, and no rank ever holds it whole.
+"""Loads a base model under ZeRO-3, module by module, so that no rank ever holds the whole model.
 
-The architecture is built without weights. Rank 0 reads one module's weights from the safetensors files, DeepSpeed
-broadcasts and partitions them, then the next module follows. A rank holds its share and at most one module. The output
-head is not built; its rows are read by range where they are needed.
+The architecture is built without weights. For one module at a time rank 0 reads the weights from the safetensors files,
+and DeepSpeed broadcasts and partitions them. A rank holds its share and at most one module. The output head is not
+built; its rows are read by range where they are needed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def join_deepspeed() -> None:
 
 
 def leave_deepspeed() -> None:
-    """Let it forget the process group, which ends with the run: the process may train again."""
+    """Let DeepSpeed forget the process group, which ends with the run, so that the process may train again."""
     deepspeed.utils.groups._WORLD_GROUP = None
 
 
 class WeightFiles:
-    """Tensors of a model's safetensors files by name; a tensor is read where it is sliced."""
+    """Tensors of a model's safetensors files by name; slicing a tensor reads it."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if index.is_file():
@@ -57,7 +58,6 @@ class WeightFiles:
             raise UserError(
                 "model.name_or_path", str(folder), "a folder with model.safetensors, or its index and parts"
             )
-        self.folder = folder
 
     def slice_of(self, name: str) -> Any:
         """A tensor that is read by slicing: `[:]`, `[a:b]`. Raises `UserError` where it is missing."""
@@ -72,9 +72,9 @@ class WeightFiles:
 
 
 class WithMeanRows:
-    """A file's matrix [V,H] with rows behind it, each the mean of its own: read by what is cut out of it.
+    """A file's matrix [V,H] with further rows, each the mean of the file's; slicing it reads it.
 
-    dtype: what its numbers are held in before their mean is taken (default: the file's).
+    dtype: in which the mean is taken (default: the file's).
     """
 
     def __init__(self, own: Any, rows: int, dtype: torch.dtype | None = None) -> None:
@@ -104,9 +104,9 @@ def load_partitioned_base(
 ) -> tuple[PreTrainedModel, Any, Any]:
     """(base, its output head and its token table as slices of the file). Collective over the world. Raises `UserError`.
 
-    deepspeed_config: the one of the engine that will hold it, stage 3. rows_for: as `load_base`'s.
+    deepspeed_config: of the engine that will hold the base, stage 3. rows_for: as of `load_base`.
     """
-    main_rank_first(lambda: base_folder_of(name_or_path))  # one downloads, the others find it there
+    main_rank_first(lambda: base_folder_of(name_or_path))  # one rank downloads it for all
     folder = base_folder_of(name_or_path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -137,7 +137,7 @@ def load_partitioned_base(
 
 
 def _whole(files: WeightFiles, name: str, shape: torch.Size, table: Any) -> Tensor:
-    """A parameter as the files have it; `table` is the token table, with the rows that are added."""
+    """A parameter from the files; table: the token table with its added rows."""
     value: Tensor = (table if name == EMBEDDING else files.slice_of(name))[:]
     if value.shape != shape:
         raise UserError("model.name_or_path", f"{name} of shape {tuple(value.shape)}", f"{tuple(shape)}")

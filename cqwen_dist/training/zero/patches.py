@@ -1,12 +1,12 @@
-"""What is replaced on DeepSpeed's ZeRO optimizers. `tests/training/test_deepspeed_names.py` lists every private name.
+"""Methods that are replaced on DeepSpeed's ZeRO optimizers (`tests/training/test_deepspeed_names.py` lists the names).
 
 patch_clip           gradients are clipped by the joint norm of features and heads
 patch_tensor_loops   loops over tensors become a few kernels (ZeRO 1 and 2)
 skip_frozen_groups   Adam leaves out the parameter groups that do not train in this stage
 
-The loops: a LoRA run has hundreds of small tensors (14 a layer). For each, DeepSpeed checks whether it is finite, takes
-its norm and sets its storage anew: some twenty kernels and as many Python calls. On an H200 that is 65 ms of a step
-whose products take 60 (Qwen2.5-0.5B, 8,192 tokens). The results here are the same numbers.
+The loops: a LoRA run has hundreds of small tensors (14 per layer). For each of them DeepSpeed checks whether it is
+finite, takes its norm and sets its storage again: some twenty kernels and as many Python calls. On an H200 that is
+65 ms of a step whose products take 60 (Qwen2.5-0.5B, 8,192 tokens). The results here are the same numbers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cqwen_dist.parallel.collectives import sum_over
 
 
 def patch_clip(optimizer: Any, over_limit: Callable[[Any], Tensor]) -> None:
-    """Clip by another norm than DeepSpeed's own, called for each parameter group.
+    """Clip by another norm than DeepSpeed's own, which is called for each parameter group.
 
-    over_limit: from DeepSpeed's norm of the features (-1: not finite) to the norm over its limit.
+    over_limit: from DeepSpeed's norm of the features (-1: not finite) to the norm divided by its limit.
     """
     clip = optimizer.unscale_and_clip_grads
 
@@ -34,7 +34,7 @@ def patch_clip(optimizer: Any, over_limit: Callable[[Any], Tensor]) -> None:
 
 
 def patch_tensor_loops(optimizer: Any) -> None:
-    """On a ZeRO-1 or -2 optimizer that keeps its state on the device; other optimizers are left as they are."""
+    """Patch a ZeRO-1 or -2 optimizer that keeps its state on the device; leave others as they are."""
     if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
         return
 
@@ -50,7 +50,7 @@ def patch_tensor_loops(optimizer: Any) -> None:
         return torch.where(total.isfinite(), total, -1.0)
 
     def check(partition_gradients: bool = True) -> None:
-        """The norm is checked next, by all ranks alike, and it is not finite where any gradient is not."""
+        """Nothing to check: the norm, checked next by all ranks alike, is not finite where any gradient is not."""
         optimizer.overflow = False
 
     def update(group_index: int) -> None:
@@ -62,9 +62,9 @@ def patch_tensor_loops(optimizer: Any) -> None:
 
 
 def skip_frozen_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Take the gradients of groups marked `frozen` away for the step: DeepSpeed gives zeros, Adam would step on.
+    """Hide the gradients of groups marked `frozen` during the step: DeepSpeed gives zeros, and Adam would step.
 
-    They are put back afterwards: with an offloaded optimizer DeepSpeed keeps one buffer for them.
+    They are put back afterwards, as DeepSpeed keeps one buffer for them with an offloaded optimizer.
     """
     held: list[tuple[Tensor, Tensor | None]] = []
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, derived from ours by one pure function; the user's additions merged, conflicts refused."""
+"""DeepSpeed's configuration, derived from ours by a pure function; merges the user's additions, refuses conflicts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import Architecture
 
-# Settings of ours that the user may change: speed and logging, not results.
+# Our settings that the user may change: speed and logging, not results.
 TUNABLE = {
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
     "steps_per_print",
     "wall_clock_breakdown",
 }
-# Settings that would contradict ours though we do not make them, and what sets them instead.
+# Settings that would contradict ours though we do not make them -> what sets them instead.
 ELSEWHERE = {
     "optimizer": "stages (AdamW with a schedule for each group)",
     "scheduler": "stages",
@@ -37,7 +37,7 @@ FOLLOWS = {
 
 
 def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
-    """How many numbers the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
+    """The number of parameters that the engine trains (adapters, w_num, <NUM>'s row), without building the model."""
     base = Architecture.of(architecture)
     lora = config.model.lora
     adapters = base.lora_parameters(lora.r, lora.target_modules, lora.dora) if config.trains("lora") else 0
@@ -45,7 +45,7 @@ def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given. trained: numbers that the engine trains (`feature_parameters`).
+    """The config for `deepspeed.initialize`. trained: parameters that the engine trains (`feature_parameters`).
 
     Raises `UserError` for an addition under `deepspeed:` that contradicts the rest of the config.
     """
@@ -53,14 +53,14 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
     bf16 = config.train.precision == "bf16"
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        # Accumulation is ours: a step may hold fewer micro-batches at the end of an epoch, so the boundary is set
-        # by hand and the loss is scaled by global counts.
+        # The trainer accumulates: a step may have fewer micro-batches at the end of an epoch, so it sets the boundary
+        # and scales the loss by global counts.
         "gradient_accumulation_steps": 1,
         "train_batch_size": config.train.micro_batch_size * world_size,
-        "gradient_clipping": 1.0,  # in units of the step's limit: the engine hands it the norm over that
+        "gradient_clipping": 1.0,  # the engine hands it the norm divided by the step's limit
         "zero_optimization": {
             "stage": stage,
-            # One bucket for all that trains: DeepSpeed's default of 5e8 numbers is a buffer of 1 to 2 GB.
+            # One bucket for all that trains: DeepSpeed's default of 5e8 numbers takes 1 to 2 GB.
             "reduce_bucket_size": trained,
             "allgather_bucket_size": trained,
         },
@@ -70,7 +70,7 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
-    if bf16 and stage >= 2:  # in stage 1 it would bring an optimizer that has no place to join the heads' norm
+    if bf16 and stage >= 2:  # in stage 1 DeepSpeed would take an optimizer that cannot join the heads' norm
         result["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.offload == "optimizer":
         result["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}

@@ -1,6 +1,6 @@
 """Parameters and moments of a DeepSpeed ZeRO engine, by name and whole, for any stage and number of ranks.
 
-DeepSpeed holds each group's fp32 masters as one flat tensor a rank, with a piece of each parameter in it. Its own
+On each rank DeepSpeed holds a group's fp32 masters as one flat tensor, with a piece of each parameter. Its own
 accessors (`safe_get_full_*`) fail before the first step, and for a second parameter group in stages 1 and 2. So the
 pieces are read here from the flat optimizer state. They are small: adapters, w_num, <NUM>'s row.
 """
@@ -20,7 +20,7 @@ from cqwen_dist.training.optim import MOMENTS
 
 @dataclass(frozen=True)
 class _Piece:
-    """The part of a parameter that this rank holds: [start, start+numel) of it, at `offset` of the flat master."""
+    """The part of a parameter on this rank: its numbers [start, start+numel), at `offset` of the flat master."""
 
     flat: Tensor
     offset: int
@@ -29,7 +29,7 @@ class _Piece:
 
 
 def flat_masters(engine: Any) -> list[tuple[int, Tensor]]:
-    """(parameter group index, this rank's flat fp32 master) of every flat tensor the engine's optimizer steps."""
+    """(parameter group index, this rank's flat fp32 master) of every flat tensor of the engine's optimizer."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
         to_group = optimizer.sub_group_to_group_id
@@ -54,7 +54,7 @@ def discard_gradients(engine: Any) -> None:
 
 
 def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, _Piece | None]]:
-    """Every trainable parameter with the piece this rank holds (None: another rank's)."""
+    """Every trainable parameter with this rank's piece of it (None: other ranks hold it)."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         rank = engine.global_rank
@@ -77,17 +77,13 @@ def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, _Piece | None]]:
             yield p, _Piece(flat, whole.start, piece.start, piece.numel)
 
 
-def _numel(p: nn.Parameter) -> int:
-    return int(getattr(p, "ds_numel", p.numel()))
-
-
 def whole_shape(p: nn.Parameter) -> torch.Size:
     """The parameter's shape, also where ZeRO-3 has partitioned it."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
 
 def _state(engine: Any, flat: Tensor) -> dict[str, Any]:
-    """Adam's state of a flat master, made (zeros, step 0) where no step has been taken yet."""
+    """Adam's state of a flat master; zeros and step 0 before the first step."""
     state = engine.optimizer.optimizer.state[flat]
     if not state:
         state["step"] = torch.tensor(0.0)
@@ -97,7 +93,7 @@ def _state(engine: Any, flat: Tensor) -> dict[str, Any]:
 
 
 def reset_moments(engine: Any, group_indices: set[int]) -> None:
-    """Zero moments and Adam step of the given parameter groups: how a group begins to train."""
+    """Zero moments and Adam step of parameter groups that begin to train."""
     for index, flat in flat_masters(engine):
         if index in group_indices:
             state = _state(engine, flat)
@@ -106,35 +102,29 @@ def reset_moments(engine: Any, group_indices: set[int]) -> None:
                 state[key].zero_()
 
 
-def read_shapes(engine: Any, names: dict[nn.Parameter, str]) -> dict[str, torch.Size]:
-    """The whole shape of every parameter that `read_state` gives."""
-    return {names[p]: whole_shape(p) for p, _ in _pieces(engine)}
-
-
 def read_state(engine: Any, names: dict[nn.Parameter, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(parameters, moments) whole, fp32, on the CPU; moments as `<name>.exp_avg`. Collective over the world."""
     parameters: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     pieces = list(_pieces(engine))
+    shapes = [whole_shape(p) for p, _ in pieces]
     for key in (None, *MOMENTS):
-        total = sum(_numel(p) for p, _ in pieces)
-        buffer = torch.zeros(total, device=engine.device)
-        at = 0
-        for p, piece in pieces:
+        # Every rank puts its pieces into zeros; the sum over ranks is whole
+        buffer = torch.zeros(sum(shape.numel() for shape in shapes), device=engine.device)
+        wholes = [
+            part.view(shape) for part, shape in zip(buffer.split([s.numel() for s in shapes]), shapes, strict=True)
+        ]
+        for (_, piece), whole in zip(pieces, wholes, strict=True):
             if piece is not None:
                 source = piece.flat if key is None else _state(engine, piece.flat)[key]
                 values = source.detach().narrow(0, piece.offset, piece.numel)
-                buffer[at + piece.start : at + piece.start + piece.numel] = values.to(buffer)
-            at += _numel(p)
+                whole.view(-1)[piece.start : piece.start + piece.numel] = values.to(buffer)
         sum_over(buffer)
-        at = 0
-        for p, _ in pieces:
-            whole = buffer[at : at + _numel(p)].view(whole_shape(p)).cpu().clone()
-            at += _numel(p)
+        for (p, _), whole in zip(pieces, wholes, strict=True):
             if key is None:
-                parameters[names[p]] = whole
+                parameters[names[p]] = whole.cpu().clone()
             else:
-                moments[f"{names[p]}.{key}"] = whole
+                moments[f"{names[p]}.{key}"] = whole.cpu().clone()
     return parameters, moments
 
 
@@ -146,18 +136,17 @@ def write_state(
     for p, piece in _pieces(engine):
         name = names[p]
         value = parameters[name]
-        if hasattr(p, "ds_tensor"):
-            if piece is not None:
-                p.ds_tensor[: piece.numel] = value.flatten()[piece.start : piece.start + piece.numel].to(p.ds_tensor)
-        else:
+        partitioned = hasattr(p, "ds_tensor")
+        if not partitioned:
             p.copy_(value.to(p))
         if piece is None:
             continue
         part = slice(piece.start, piece.start + piece.numel)
-        piece.flat.narrow(0, piece.offset, piece.numel).copy_(value.flatten()[part])
+        if partitioned:
+            p.ds_tensor[: piece.numel] = value.flatten()[part].to(p.ds_tensor)  # type: ignore[attr-defined]
         state = _state(engine, piece.flat)
-        for key in MOMENTS:
-            state[key].narrow(0, piece.offset, piece.numel).copy_(moments[f"{name}.{key}"].flatten()[part])
+        for flat, whole in ((piece.flat, value), *((state[key], moments[f"{name}.{key}"]) for key in MOMENTS)):
+            flat.narrow(0, piece.offset, piece.numel).copy_(whole.flatten()[part])
 
 
 def read_steps(engine: Any) -> dict[int, int]:
@@ -166,7 +155,7 @@ def read_steps(engine: Any) -> dict[int, int]:
 
 
 def write_steps(engine: Any, steps: dict[int, int]) -> None:
-    """Set Adam's step by parameter group index (a tensor each: shared ones would step twice)."""
+    """Set Adam's step by parameter group index, each in a tensor of its own: a shared one would step twice."""
     for index, flat in flat_masters(engine):
         if index in steps:
             _state(engine, flat)["step"] = torch.tensor(float(steps[index]))
