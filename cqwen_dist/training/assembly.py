@@ -241,7 +241,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         statistics=statistics,
         loaders=loaders,
         inputs=inputs,
-        cache=FeatureCache(config, runtime, training.engine, training.forward, inputs, progress.say),
+        cache=FeatureCache(config, runtime, training.engine, training.forward, inputs, progress),
         evaluations=_evaluations(training, datasets.eval, tokenizer, statistics, progress),
         saver=run_saver(config, groups, runtime, progress.say),
         progress=progress,

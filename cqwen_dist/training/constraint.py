@@ -1,19 +1,18 @@
 """KL(U || U at the start) against forgetting (seed S3 2.3): monitored, or constrained.
 
     U at the start = the start's abduction of the base's features, in every stage (adapters off, w_num and <NUM>'s row
-                     as they began); a run that begins with trained adapters has a KL from its first step on
+                     of the start); a run that begins with trained adapters has a KL from its first step on
     KL of a token  = the mean over the C dimensions of the closed form of two Cauchys (`ops.cauchy.Cauchy.kl`)
 
-Cost. Until a feature group has trained, z is still the start's z. The start's U then takes two products [N,H]x[H,C]
-beside the six [N,C]x[C,V] of the loss. After that the start's features need a second forward pass of the backbone,
-without gradient: at every step for `hinge` and `dual`, at every `every`-th for `monitor`. A copy of the abduction,
-2 H C numbers, stays in memory.
+Cost: until a feature group has trained, z is the start's z, and the start's U takes two products [N,H]x[H,C]; the loss
+takes six [N,C]x[C,V]. After that the start's features need a second forward pass of the backbone without gradient: at
+every step for `hinge` and `dual`, at every `every`-th for `monitor`. A copy of the abduction, 2 H C numbers, is kept.
 
-`hinge` adds beta times each token's excess over eps. It decomposes over ranks and micro-batches. `dual` adds
-weight * KL with weight = multiplier * (KL / eps)^4. The power is nearly 0 far below eps, and reacts at the next step
-near it; an integral alone reacts too late, since KL is 0 at the start and rises within some steps. After each step the
+`hinge` adds beta times each token's excess over eps, which decomposes over ranks and micro-batches. `dual` adds
+weight * KL with weight = multiplier * (KL / eps)^4. The power is nearly 0 far below eps, and near eps it reacts at the
+next step; an integral alone reacts too late, as KL is 0 at the start and rises within some steps. After each step the
 multiplier's logarithm moves by rate times the relative distance of the global mean from its aim, faster up than down.
-The power takes the KL of the step before, so the term is linear in the tokens and decomposes as the hinge does. Both
+The power takes the KL of the step before, so the term is linear in the tokens and decomposes as `hinge` does. Both
 factors are tensors, and no step waits for them.
 """
 
@@ -39,7 +38,6 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.run.files import let_read, written_whole
 
-Features = Callable[[Batch, Tensor], Tensor]  # (batch on the device, keep [N]) -> z [N,H]
 AIM = 0.8  # of eps: the multiplier's target; below 1, since batch means scatter
 _STEEPNESS = 4  # the power in (KL/eps)^4,
 _ANSWER = (1e-3, 16.0)  # clamped to this range
@@ -57,8 +55,10 @@ class ConstraintTerm(NamedTuple):
 class Constraint:
     """The start's U, and the distance of the present U from it. The same on every rank."""
 
-    def __init__(self, model: CausalQwenModel, config: ConstraintConfig, features: Features) -> None:
-        """features: the engine's forward pass."""
+    def __init__(
+        self, model: CausalQwenModel, config: ConstraintConfig, features: Callable[[Batch, Tensor], Tensor]
+    ) -> None:
+        """features: the engine's forward pass, (batch on the device, keep [N]) -> z [N,H]."""
         self.model, self.config, self._features = model, config, features
         self.device = model.action.cls_weight.device
         self.features_moved = False  # whether embedding or lora has ever trained
@@ -76,21 +76,20 @@ class Constraint:
         """Take the present model as the start. Collective over the world.
 
         features: the engine's parameters by name, whole. batches: this rank's share of some texts, for the spread of
-        U's location: its standard deviation over tokens, with U's scale at the start added in quadrature, so that a
+        U's location: its standard deviation over tokens, with U's scale at the start added in quadrature. So a
         dimension in which nothing varies (a number dimension) is measured in its own scale.
         """
         self._abduction = _frozen_copy(self.model)
         self._embedding = self._own(features["embedding.w_num"]), self._own(features["embedding.num_row"])
         self._adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
         size = self.model.config.causal_hidden_size
-        kept = []
+        locs = scales = (torch.zeros(0, size, device=self.device),)
         for batch in batches:
-            keep = batch.kept.to(self.device)
-            kept.append(self._abduction(self._features(batch.to(self.device), keep)))
-        loc = torch.cat([u.loc for u in kept]).double() if kept else torch.zeros(0, size, dtype=torch.float64)
-        scale = torch.cat([u.scale for u in kept]).double() if kept else torch.zeros(0, size, dtype=torch.float64)
-        count = torch.tensor(float(len(loc)), dtype=torch.float64, device=loc.device)
-        total = sum_over(torch.stack([loc.sum(0), scale.sum(0), count.expand(size)]))
+            u = self._abduction(self._features(batch.to(self.device), batch.kept.to(self.device)))
+            locs, scales = (*locs, u.loc), (*scales, u.scale)
+        loc, scale = torch.cat(locs).double(), torch.cat(scales).double()
+        count = torch.full((size,), len(loc), dtype=torch.float64, device=self.device)
+        total = sum_over(torch.stack([loc.sum(0), scale.sum(0), count]))
         mean, mean_scale = total[0] / total[2].clamp(min=1), total[1] / total[2].clamp(min=1)
         variance = sum_over((loc - mean).square().sum(0)) / total[2].clamp(min=1)
         self.spread = (variance + mean_scale.square()).sqrt().float().to(self.device)
@@ -111,14 +110,14 @@ class Constraint:
             let_read(beside)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Restore what `save` wrote and `state_dict` returned. Raises `UserError`."""
+        """Restore what `save` wrote and `state_dict` returned. Raises `UserError` for a strange file."""
         try:
             tensors = load_file(path)
             adapted = tensors.pop("adapted").reshape(())
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
             raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
-        self._abduction = _frozen_copy(self.model)  # for its scale's floor, which is no tensor
+        self._abduction = _frozen_copy(self.model)  # with its scale floor, which is no tensor
         own, config = self._abduction.state_dict(), self.model.config
         shapes = {f"abduction.{name}": value.shape for name, value in own.items()}
         shapes |= {name: torch.Size([config.hidden_size]) for name in ("w_num", "num_row")}
@@ -149,7 +148,7 @@ class Constraint:
 
     @contextmanager
     def start_model(self) -> Iterator[None]:
-        """Within this context, features are the start's."""
+        """In this context features are those of the start."""
         assert self._embedding is not None
         with adapters_disabled(self.model.transformer), self.model.features.embedding.using(*self._embedding):
             yield

@@ -1,12 +1,12 @@
-"""Epochs on the heads alone: where nothing before z trains, z is read from disk instead of computed.
+"""Epochs on the heads only: where nothing before z trains, z is read from disk instead of computed.
 
 A stage without `embedding` and `lora` runs the features without a graph and in eval mode, so z of a sample is the same
-in every epoch, whatever dropout there is. A cache belongs to a data set, a sequence length and a state of the features.
-Its key holds hashes of the base model's files, of the weights trained before z, of the data and of the tokenizer, and
-what computes (dtype, device, package versions).
+in every epoch, whatever dropout is set. A cache belongs to a data set, a sequence length and a state of the features.
+Its key has hashes of the base model's files, of the weights trained before z, of the data and of the tokenizer, and the
+dtype, device and package versions.
 
 A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
-has room. Losses are those of the run without it, up to the rounding of other batch shapes.
+has room. Losses equal those of the run without it, up to the rounding of other batch shapes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,44 +41,42 @@ from cqwen_dist.training.features.shards import (
     open_shards,
 )
 from cqwen_dist.training.stages import StagePlan
+from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 
-_TELL_S = 10.0
 
-
+@dataclass
 class FeatureCache:
     """Decides for each stage, makes or opens the cache, and reads z of the next step."""
 
-    def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        engine: Engine,
-        features: Callable[[Batch, Tensor], Tensor],
-        inputs: Mapping[str, str],
-        say: Callable[[str], None],
-    ) -> None:
-        """features: z of a batch's label positions, outside of steps. inputs: digests (`checkpoint.identity`)."""
-        self.config, self.runtime, self.engine, self.inputs = config, runtime, engine, inputs
-        self.features, self.say = features, say
-        self.settings = config.train.feature_cache
-        self.dtype = dtype_of(config.train.precision)
+    config: Config
+    runtime: Runtime
+    engine: Engine
+    features: Callable[[Batch, Tensor], Tensor]  # z of a batch's label positions, outside of steps
+    inputs: Mapping[str, str]  # digests (`checkpoint.identity`)
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.settings = self.config.train.feature_cache
+        self.dtype = dtype_of(self.config.train.precision)
         named = self.settings.dir
-        self.folder = Path(config.run.dir) / FEATURE_CACHE if named is None else Path(named).expanduser()
+        self.folder = Path(self.config.run.dir) / FEATURE_CACHE if named is None else Path(named).expanduser()
         self._loader: Loader | None = None
         self._shards: FeatureShards | None = None
 
     def enter(self, plan: StagePlan, step: int, loader: Loader) -> None:
-        """Begin a stage or go on with one, with a cache where possible. Collective over the world.
+        """Begin or resume a stage, with a cache where possible. Collective over the world.
 
-        Raises `UserError` by key where one is required and cannot be.
+        Raises `UserError` by key where a cache is required and impossible.
         """
         self._loader, self._shards = loader, None
         if self.settings.mode == "never":
             return
         left = (plan.stop - step) / loader.steps_per_epoch
         try:
-            self._refuse_invalid(plan)
+            if trained := sorted(plan.stage.groups & {"embedding", "lora"}):
+                verb = "trains" if len(trained) == 1 else "train"
+                raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
             if self.settings.mode == "auto" and left <= 1.0:
                 raise CacheRefused(f"the stage has {left:.2g} of an epoch left: nothing would be read twice")
             self._shards = self._open_or_build(loader)
@@ -85,11 +84,11 @@ class FeatureCache:
             if self.settings.mode == "require":
                 key = f"stages.{plan.index}"
                 raise UserError("train.feature_cache.mode", "require", f"auto: {key}: {refusal}") from None
-            self.say(f"  no feature cache: {refusal}")
-        self._sweep(keep=None if self._shards is None else self._shards.folder)
+            self.progress.say(f"  no feature cache: {refusal}")
+        self._delete_others(None if self._shards is None else self._shards.folder)
 
     def next(self) -> list[Tensor] | None:
-        """z [N,H] (CPU) by micro-batch, of the loader's next step; None without a cache."""
+        """z [N,H] (CPU) of each micro-batch of the loader's next step; None without a cache."""
         if self._shards is None or self._loader is None:
             return None
         loader = self._loader
@@ -97,66 +96,49 @@ class FeatureCache:
         return [self._shards.read(mine[k * size : (k + 1) * size]) for k in range(loader.micro_steps)]
 
     def close(self) -> None:
-        """The run ends: delete the caches in its folder."""
+        """End the run: delete the caches in its folder."""
         self._shards = None
-        self._sweep(keep=None)
+        self._delete_others(None)
 
-    # ------------------------------------------------------------------------------------------ parts
+    def _delete_others(self, kept: Path | None) -> None:
+        """Delete the caches of other stages, in the run's own folder only.
 
-    def _sweep(self, keep: Path | None) -> None:
-        """Delete the previous stage's cache, in the run's own folder only.
-
-        A folder that the user names, also by a link, is left for other runs; so is what is no cache.
+        A folder that the user names, also by a link, is left for other runs; so is anything that is no cache.
         """
         own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
         if not self.runtime.is_main or not own:
             return
         for found in self.folder.iterdir():
-            if found != keep and is_cache(found):
+            if found != kept and is_cache(found):
                 shutil.rmtree(found, ignore_errors=True)
-        if keep is None:
+        if kept is None:
             with suppress(OSError):  # not empty
                 self.folder.rmdir()
 
-    def _refuse_invalid(self, plan: StagePlan) -> None:
-        trained = sorted(plan.stage.groups & {"embedding", "lora"})
-        if trained:
-            verb = "trains" if len(trained) == 1 else "train"
-            raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
-
     def _open_or_build(self, loader: Loader) -> FeatureShards:
-        dataset = loader.dataset
+        dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
         assert isinstance(dataset, TextDataset)
         hidden = self.engine.model.config.hidden_size
         key = self._key(dataset)
         folder = self.folder / key_digest(key)
         found = open_shards(folder, key, hidden, self.dtype, self.runtime)
         if found is not None:
-            self.say(f"  feature cache: {folder}")
+            self.progress.say(f"  feature cache: {folder}")
             return found
         self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
-        batches = EvalLoader(
-            dataset,
-            rank=self.runtime.rank,
-            world=self.runtime.world_size,
-            micro_batch_size=loader.micro_batch_size,
-        )
-        mine = share(len(dataset), self.runtime.rank, self.runtime.world_size)
-        began = self._told = time.monotonic()
-        build_shards(folder, key, iter(batches), mine, self.features, self.runtime, self._tell(len(mine)))
+        batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
+        mine = share(len(dataset), rank, world)
+        began = time.monotonic()
+
+        def show(done: int) -> None:
+            self.progress.part("feature cache", done, len(mine))
+
+        build_shards(folder, key, iter(batches), mine, self.features, self.runtime, show)
         found = open_shards(folder, key, hidden, self.dtype, self.runtime)
         if found is None:
             raise CacheRefused(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
-        self.say(f"  feature cache made in {time.monotonic() - began:.1f} s: {folder}")
+        self.progress.say(f"  feature cache made in {time.monotonic() - began:.1f} s: {folder}")
         return found
-
-    def _tell(self, total: int) -> Callable[[int], None]:
-        def tell(done: int) -> None:
-            if time.monotonic() - self._told > _TELL_S:
-                self._told = time.monotonic()
-                self.say(f"  feature cache: {done / max(total, 1):.0%}")
-
-        return tell
 
     def _refuse_size(self, size: int) -> None:
         """size: bytes, at most."""
@@ -168,17 +150,17 @@ class FeatureCache:
             raise CacheRefused(f"it takes {size / 2**30:.3g} GiB, {self.folder} has {free / 2**30:.3g} GiB free")
 
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
-        """Everything that z depends on. Collective over the world."""
+        """All that z depends on. Collective over the world."""
         trained, _, _ = self.engine.feature_state()
-        found = hashlib.sha256()
+        weights = hashlib.sha256()
         for name, value in sorted(trained.items()):
-            found.update(name.encode())
-            found.update(value.numpy().tobytes())
+            weights.update(name.encode())
+            weights.update(value.numpy().tobytes())
         packages = versions()
         return {
             "format": 2,
             "base": self.inputs["base"],
-            "trained": found.hexdigest(),
+            "trained": weights.hexdigest(),
             "data": dataset.digest(),
             "tokenizer": self.inputs["tokenizer"],
             "dtype": str(self.dtype),

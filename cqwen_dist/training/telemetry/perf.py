@@ -1,7 +1,6 @@
-"""How fast a run is: tokens/s, seconds a step, waiting for data, FLOP/s against the device's peak, peak memory.
+"""A run's speed: tokens/s, seconds per step, waiting for data, FLOP/s relative to the device's peak, peak memory.
 
-It does not synchronise: a step waits for its gradient norm anyway, so the time is right but for the optimizer's last
-kernels.
+Nothing synchronises here: a step waits for its gradient norm anyway, so only the optimizer's last kernels are missed.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from cqwen_dist.training.zero.zero_state import whole_shape
 
 
 def device_peak(device: torch.device) -> float | None:
-    """Peak in TFLOP/s of a known GPU, None of others and of CPUs."""
+    """Peak in TFLOP/s of a known GPU; None for others and for CPUs."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def of_model(model: Any) -> Work:
-    """What the operations of a `CausalQwenModel` depend on."""
+    """The sizes that the operations of a `CausalQwenModel` depend on."""
     base = model.transformer.config
     matrices = {name: p for name, p in model.transformer.named_parameters() if len(whole_shape(p)) == 2}
     adapters = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if ".lora_" in name)
@@ -46,29 +45,29 @@ def of_model(model: Any) -> Work:
 
 
 class Clock:
-    """Times the steps of this rank. Call `data` when a step's batches are asked for, `work` when they have come."""
+    """Times the steps of this rank: call `data` when a step asks for its batches, `work` when it has them."""
 
     def __init__(self, work: Work, device: torch.device, world: int, peak: float | None) -> None:
-        """peak: in TFLOP/s; None: the device's own, where it is known."""
+        """peak: in TFLOP/s; None: the device's own, if known."""
         self.of, self.device, self.world = work, device, world
         self.peak = device_peak(device) if peak is None else peak
         self._began = self._ready = time.perf_counter()
         self._shape = (0, 0)
 
     def data(self) -> None:
-        """A step begins: its batches are asked for."""
+        """A step begins and asks for its batches."""
         self._began = time.perf_counter()
 
     def work(self, micro_batches: Sequence[Batch]) -> None:
-        """They have come (they are still on the CPU)."""
+        """The batches, still on the CPU, are here."""
         self._ready = time.perf_counter()
         rows = sum(int(batch.attention_mask.any(1).sum()) for batch in micro_batches)
         self._shape = (rows, sum(int(batch.label_mask.sum()) for batch in micro_batches))
 
     def metrics(self, tokens: int, groups: frozenset[str], cached: bool = False) -> dict[str, float]:
-        """perf/... of the step just taken. tokens: of all ranks; groups: that train; cached: z was not computed.
+        """perf/... of the last step. tokens: of all ranks. groups: those that train. cached: z was read from a cache.
 
-        The FLOPs are this rank's share of the useful ones, attention's over the mean length.
+        The FLOPs are this rank's share of the useful ones, with attention at the mean length.
         """
         seconds = max(time.perf_counter() - self._began, 1e-9)
         rows, labels = self._shape
@@ -88,7 +87,7 @@ class Clock:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """This rank's peak since it began: of the allocator on a GPU, of resident memory on a CPU."""
+    """This rank's peak so far: of the allocator on a GPU, of resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

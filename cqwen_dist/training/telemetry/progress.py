@@ -1,4 +1,4 @@
-"""A run on the console of rank 0: on a terminal a live bar, elsewhere a line now and then."""
+"""A run on the console of rank 0: a live bar on a terminal, elsewhere a line from time to time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SHOWN = {  # of a step's record
     "train/grad_norm": "gradient {:.2g}",
     "perf/peak_memory_gib": "{:.1f} GiB",
 }
-SPARSER = 0.01  # lines are at least this share of the time so far apart: some hundreds in a run of any length
+SPARSER = 0.01  # the least time between two lines, as a share of the time so far: a run has some hundred lines
 
 
 class Progress:
-    """Where the run is, how fast, how long still."""
+    """Shows where the run is, its speed, and the time left."""
 
     def __init__(self, total_steps: int, start_step: int, every_s: float = 5.0, silent: bool = False) -> None:
-        """every_s: least seconds between two lines. silent: print nothing (the other ranks)."""
+        """every_s: least seconds between two lines. silent: print nothing (on the other ranks)."""
         self.console = Console(highlight=False, markup=False, emoji=False, quiet=silent)
         self.every_s = every_s
         self._part, self._part_began = "", 0.0
@@ -34,23 +34,23 @@ class Progress:
         self.begin(total_steps, start_step)
 
     def begin(self, total_steps: int, start_step: int) -> None:
-        """Training begins: rates count from here."""
+        """Begin training; speed is measured from here."""
         self.total, self.start = total_steps, start_step
         self._began = self._shown = time.monotonic()
         self._tokens = 0
 
     def step(self, step: int, stage: str, tokens: int, record: Mapping[str, Any], force: bool = False) -> float:
-        """Count a finished step. record: metrics on the host, this step's or those of the one before. force: a line.
+        """Show a finished step. record: metrics on the host, of this step or the one before. force: print a line.
 
-        Returns tokens/s over the run so far.
+        Returns tokens/s since `begin`.
         """
         now = time.monotonic()
         self._tokens += tokens
         elapsed = max(now - self._began, 1e-9)
         rate = self._tokens / elapsed
         left = (self.total - step) * elapsed / max(step - self.start, 1)
-        told = [form.format(record[name]) for name, form in _SHOWN.items() if name in record]
-        text = "  ".join([*told, f"{rate:,.0f} tokens/s", f"{_duration(left)} left"])
+        parts = [form.format(record[name]) for name, form in _SHOWN.items() if name in record]
+        text = "  ".join([*parts, f"{rate:,.0f} tokens/s", f"{_duration(left)} left"])
         self._bar(stage, step, self.total, text)
         if force or (not self._live and now - self._shown >= max(self.every_s, SPARSER * elapsed)):
             self._shown = now
@@ -58,9 +58,9 @@ class Progress:
         return rate
 
     def part(self, what: str, done: int, of: int) -> None:
-        """How far one part of the work before and between steps is, with the time left of it."""
+        """Show the progress of work before or between steps, with its time left."""
         now = time.monotonic()
-        if what != self._part or not done:  # the same part may come again
+        if what != self._part or not done:  # the same part may begin again
             self._part, self._part_began = what, now
         left = f"  {_duration((of - done) * (now - self._part_began) / done)} left" if 0 < done < of else ""
         self._bar(what, done, of, left)
@@ -69,14 +69,14 @@ class Progress:
             self.say(f"  {what}" + (f" {done}/{of}" if of > 1 else "") + left)
 
     def say(self, text: str) -> None:
-        """A line as it is: names may hold square brackets, so what is to stand out does by how a line begins."""
+        """Print a line; its beginning decides the style. It has no markup, as names may contain square brackets."""
         line = Text(text)
         for start, style in _STYLES.items():
             line.highlight_regex(start, style)
         self.console.print(line, soft_wrap=True)
 
     def close(self) -> None:
-        """The bar goes."""
+        """Remove the bar."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
