@@ -36,9 +36,7 @@ Change = tuple[str, object, object]  # key, before, now
 
 
 def open_run(
-    config: Config,
-    before_writing: Callable[[], object] = lambda: None,
-    say: Callable[[str], None] = lambda text: None,
+    config: Config, before_writing: Callable[[], object] = lambda: None, say: Callable[[str], None] = lambda text: None
 ) -> Path:
     """Make the run's folder, or check that it belongs to this run, and write the config into it.
 

@@ -290,7 +290,5 @@ def _load_base(config: Config, runtime: Runtime, world: int) -> tuple[Base, Nume
 
     if config.parallel.zero_stage == 3:
         settings = deepspeed_config(config, world, 1)
-        base = Base(*load_partitioned_base(name, dtype, settings, runtime, code, rows_for=rows_for))
-    else:
-        base = Base(load_base(name, dtype, code, config.model.quantize, runtime.device, rows_for=rows_for))
-    return base, tokenizer()
+        return Base(*load_partitioned_base(name, dtype, settings, runtime, code, rows_for=rows_for)), tokenizer()
+    return Base(load_base(name, dtype, code, config.model.quantize, runtime.device, rows_for=rows_for)), tokenizer()

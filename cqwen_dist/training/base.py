@@ -80,8 +80,7 @@ def _pretrain(base: Any, dataset: Samples, plan: PretrainConfig, seed: int, say:
     optimizer = torch.optim.AdamW(base.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, plan.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / plan.steps))),
+        optimizer, lambda step: min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / plan.steps)))
     )
     say(f"pretraining the tiny base model by cross-entropy: {plan.steps} steps (bounded, once, no stage)")
     began = time.monotonic()

@@ -83,10 +83,11 @@ class Constraint:
         self._embedding = self._own(features["embedding.w_num"]), self._own(features["embedding.num_row"])
         self._adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
         size = self.model.config.causal_hidden_size
-        locs = scales = (torch.zeros(0, size, device=self.device),)
+        locs, scales = [torch.zeros(0, size, device=self.device)], [torch.zeros(0, size, device=self.device)]
         for batch in batches:
             u = self._abduction(self._features(batch.to(self.device), batch.kept.to(self.device)))
-            locs, scales = (*locs, u.loc), (*scales, u.scale)
+            locs.append(u.loc)
+            scales.append(u.scale)
         loc, scale = torch.cat(locs).double(), torch.cat(scales).double()
         count = torch.full((size,), len(loc), dtype=torch.float64, device=self.device)
         total = sum_over(torch.stack([loc.sum(0), scale.sum(0), count]))

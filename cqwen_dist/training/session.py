@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
 
 from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.config import Config, rises
-from cqwen_dist.parallel.collectives import Stopped, main_rank_first
+from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config.errors import DiskError, Said
+from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
 from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
-from cqwen_dist.training.causes import cause_of, of_disk
+from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.stages import refuse_unknown_metric
 from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.zero.engine import NonFiniteStep
 
 
 @contextmanager
@@ -29,7 +35,7 @@ def open_session(
     """Open and lock the run's folder for as long as the context lasts. Collective over the world.
 
     write_inputs: called by rank 0 when the folder is known to be this run's, before anything is read. Where the body
-    raises, status.json says why: `preempted` for `Stopped`, else by the failure's cause (`training.causes`). A failure
+    raises, status.json says why: `preempted` for `Stopped`, else by the failure's cause. A failure
     of a disk is raised as `DiskError`.
     """
     folder = Path(config.run.dir)
@@ -106,3 +112,53 @@ def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
     with suppress(OSError):  # the disk may be what failed; the error itself is on the console
         status = "running" if cause.passing else "fatal"
         end_status(folder, status, f"{cause.name}: {rank}{type(error).__name__}: {error}")
+
+
+class Cause(NamedTuple):
+    """A class of failures. passing: the same command, perhaps on other nodes, may go on; else a fix is needed first."""
+
+    name: str
+    passing: bool
+
+
+RANK = Cause("a lost rank", True)
+AWAY_DISK = Cause("a file system that is away", True)
+REFUSING_DISK = Cause("a disk that takes no more", False)
+DEVICE = Cause("a device", True)
+MEMORY = Cause("memory", False)
+CORRUPTION = Cause("ranks that differ", True)
+LASTING_CORRUPTION = Cause("ranks that differ again", False)
+DIVERGED = Cause("a loss that is not finite", False)
+INPUT = Cause("input", False)
+PROGRAM = Cause("the program", False)
+
+_DEVICE_SIGNS = ("CUDA error", "ECC", "NVLink", "device is lost")
+_PROGRAM_SIGNS = ("device-side assert",)
+
+
+def cause_of(error: BaseException) -> Cause:
+    """The class of a failure."""
+    if isinstance(error, DiskError):
+        return AWAY_DISK if error.away else REFUSING_DISK
+    if isinstance(error, UserError):
+        return INPUT
+    if isinstance(error, RanksDiffer):
+        return LASTING_CORRUPTION if error.again else CORRUPTION
+    if isinstance(error, NonFiniteStep):
+        return DIVERGED
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return MEMORY
+    if is_communication(error):
+        return RANK
+    text = str(error)
+    of_device = isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_SIGNS)
+    return DEVICE if of_device and not any(sign in text for sign in _PROGRAM_SIGNS) else PROGRAM
+
+
+def of_disk(error: Exception, folder: Path) -> DiskError | None:
+    """A disk's failure as a `DiskError`, in one line; None for other failures."""
+    if not isinstance(error, SafetensorError) and not (isinstance(error, OSError) and error.errno in REFUSED + AWAY):
+        return None
+    place, message, away = words_of_disk(error, folder)
+    allowed = "a disk that can be read and written; then the same command goes on"
+    return DiskError("run.dir", Said(message), allowed, place, away)

@@ -22,7 +22,7 @@ from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.training.evaluation.evaluate_checkpoint import base_metrics
+from cqwen_dist.training.evaluation.evaluate_checkpoint import measure_base
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.spread import Spread
 
@@ -180,7 +180,7 @@ def _base_measured(numerals: list[int]) -> list[dict[str, float]]:
     evaluator = Evaluator(
         model, model.kept_features, batches[rank::world], groups, baseline_value=None, numerals=numerals
     )
-    return [evaluator.measure_base(), base_metrics(tiny.tiny_base(), batches, "x", tiny.NUM, numerals)]
+    return [evaluator.measure_base(), measure_base(tiny.tiny_base(), batches, "x", tiny.NUM, numerals)]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -14,9 +14,8 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
 from cqwen_dist.training import session
-from cqwen_dist.training.causes import cause_of
 from cqwen_dist.training.replicas import RanksDiffer
-from cqwen_dist.training.session import check_best_metric, open_session
+from cqwen_dist.training.session import cause_of, check_best_metric, open_session
 from cqwen_dist.training.state import Place
 
 FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}

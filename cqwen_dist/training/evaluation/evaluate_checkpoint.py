@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
@@ -22,14 +23,14 @@ from cqwen_dist.intervals import FILE as INTERVALS
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
-from cqwen_dist.ops.ovr.scores import ovr_scores
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
 from cqwen_dist.ops.ovr.topk import topk
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.run.files import START, STATE, read_object
 from cqwen_dist.training.evaluation.conformal import CALIBRATION, IntervalFactors
-from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, as_spelt, perplexity
+from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, base_metrics
 
 
 def evaluate_checkpoint(
@@ -46,7 +47,12 @@ def evaluate_checkpoint(
     run: `data` is required, its field is `text`, and there is no baseline, and no base model unless `base` names one.
     On other data than the run's own, the interval factors saved with the model are tried too. Raises `UserError`.
     """
-    source = _exported(path, data) if is_exported(path) else _of_run(path, data)
+    if not is_exported(path):
+        source = _of_run(path, data)
+    elif data is None:
+        raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
+    else:
+        source = _Source(DataConfig(train=data), known=_factors(read_object(path / INTERVALS)))
     base = base or source.base
     model, tokenizer = load_trained(path)
     dataset = _dataset(source.config, data, tokenizer)
@@ -72,7 +78,7 @@ def evaluate_checkpoint(
             )
             numerals = tokenizer.numeral_ids if source.spelt or inner.config.added_rows else []
             base_model.to(runtime.device)
-            evaluator.base = base_metrics(base_model, batches, base, tokenizer.num_token_id, numerals)
+            evaluator.base = measure_base(base_model, batches, base, tokenizer.num_token_id, numerals)
         return evaluator()
 
 
@@ -88,12 +94,6 @@ class _Source:
     spelt: bool = False  # <NUM>'s rows began as the mean of the digits'
     baseline: float | None = None  # the training median
     known: IntervalFactors | None = None
-
-
-def _exported(path: Path, data: str | None) -> _Source:
-    if data is None:
-        raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
-    return _Source(DataConfig(train=data), known=_factors(read_object(path / INTERVALS)))
 
 
 def _of_run(path: Path, data: str | None) -> _Source:
@@ -131,7 +131,7 @@ def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareToke
 
 
 @torch.no_grad()
-def base_metrics(
+def measure_base(
     base: Any, batches: Iterable[Batch], name: str, num_token_id: int, numerals: Sequence[int] = ()
 ) -> dict[str, float]:
     """The base model's own top-1 and perplexity on the same ids, values of numbers unseen, at every label position.
@@ -142,30 +142,23 @@ def base_metrics(
     """
     base.eval()
     head, table = base.get_output_embeddings(), base.get_input_embeddings().weight
-    spelt = torch.tensor(list(numerals), dtype=torch.int64, device=head.weight.device)
+    device = head.weight.device
+    spelt = torch.tensor(list(numerals), dtype=torch.int64, device=device)
     rows, bias = head.weight[spelt], 0.0 if head.bias is None else head.bias[spelt]
     digits = table[spelt].float().mean(0) if len(spelt) else table[num_token_id]
-    right = surprise = 0.0
-    count = 0
-    for batch in batches:
-        keep = batch.kept.to(head.weight.device)
-        batch_on_device = batch.to(head.weight.device)
-        labels = batch_on_device.labels.flatten()[keep]
-        if len(labels) and int(labels.max()) >= head.weight.shape[0]:
-            raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
-        ids = batch_on_device.input_ids
-        embeddings = table[ids]
-        embeddings[ids == num_token_id] = digits.to(table.dtype)
-        z = base.base_model(inputs_embeds=embeddings, position_ids=batch_on_device.position_ids, use_cache=False)[0]
-        z = z.flatten(0, 1)[keep]
-        u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
-        found = ovr_scores(u, words, labels)
-        _, best = topk(u, words, 1, rank_by="loc")
-        hits, likely = as_spelt(best[:, 0], found.label_loc, labels, num_token_id, spelt, z @ rows.T + bias)
-        right += float(hits.sum())
-        surprise += float((found.log_norm - likely).double().sum())
-        count += len(labels)
-    return {
-        "eval/base_accuracy": right / max(count, 1),
-        "eval/base_perplexity": perplexity(surprise / max(count, 1)),
-    }
+
+    def scored() -> Iterator[tuple[Tensor, OvrScores, Tensor, Tensor]]:
+        for cpu_batch in batches:
+            batch, keep = cpu_batch.to(device), cpu_batch.kept.to(device)
+            labels = batch.labels.flatten()[keep]
+            if len(labels) and int(labels.max()) >= head.weight.shape[0]:
+                raise UserError("--base", name, f"a model with at least {int(labels.max()) + 1} words")
+            embeddings = table[batch.input_ids]
+            embeddings[batch.input_ids == num_token_id] = digits.to(table.dtype)
+            z = base.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)[0]
+            z = z.flatten(0, 1)[keep]
+            u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
+            _, best = topk(u, words, 1, rank_by="loc")
+            yield best[:, 0], ovr_scores(u, words, labels), labels, z @ rows.T + bias
+
+    return base_metrics(scored(), num_token_id, spelt)

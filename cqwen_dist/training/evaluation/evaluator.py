@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -106,27 +106,20 @@ class Evaluator:
         Where a number is next, a digit counts as <NUM>, with the probability of all digits and <NUM> together. Call it
         before training only.
         """
-        rows, bias = rows_of(self.model.action, list(self.numerals), self.groups)
+        action = self.model.action
+        rows, bias = rows_of(action, list(self.numerals), self.groups)
         spelt = torch.tensor(list(self.numerals), dtype=torch.int64, device=self.device)
-        num = self.model.config.num_token_id
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        with adapters_disabled(self.model.transformer):
+
+        def scored() -> Iterator[tuple[Tensor, OvrScores, Tensor, Tensor]]:
             for batch, keep in self._kept():
                 unseen = replace(batch, numeric_values=torch.zeros_like(batch.numeric_values))
                 u = self.model.abduction(self.features(unseen, keep))
                 labels = batch.labels.flatten()[keep]
-                scores = self._scores(u, labels)
-                digits = self.model.action.word_part(u).loc @ rows.T + bias
                 best = best_word(self.model, u, self.groups, self.gemm_dtype, "loc")[1]
-                right, likely = as_spelt(best, scores.label_loc, labels, num, spelt, digits)
-                sums[0] += right.sum()
-                sums[1] += (scores.log_norm - likely).sum()
-                sums[2] += labels.numel()
-        right, surprise, total = sum_over(sums).tolist()
-        self.base = {
-            "eval/base_accuracy": right / max(total, 1),
-            "eval/base_perplexity": perplexity(surprise / max(total, 1)),
-        }
+                yield best, self._scores(u, labels), labels, action.word_part(u).loc @ rows.T + bias
+
+        with adapters_disabled(self.model.transformer):
+            self.base = base_metrics(scored(), self.model.config.num_token_id, spelt)
         return self.base
 
     @torch.no_grad()
@@ -299,16 +292,27 @@ class Evaluator:
         )
 
 
-def as_spelt(
-    best: Tensor, label_loc: Tensor, labels: Tensor, num_token_id: int, spelt: Tensor, digits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(right [N] bool, the label's logit [N]) of a base that spells numerals: any of `spelt` stands for <NUM>.
+def base_metrics(
+    scored: Iterable[tuple[Tensor, OvrScores, Tensor, Tensor]], num_token_id: int, spelt: Tensor
+) -> dict[str, float]:
+    """Top-1 and perplexity of a base that spells numerals with the tokens `spelt` [d]; d may be 0.
 
-    best, labels [N]: words. label_loc [N]: the labels' logits. digits [N,d]: the logits of `spelt` [d]; d may be 0.
+    Where <NUM> is next, any of these tokens is right, with the probability of all of them and <NUM> together.
+    scored: of each batch (best word [N], scores of the labels, labels [N], logits of `spelt` [N,d]). Collective over
+    the world.
     """
-    number = labels == num_token_id
-    likely = torch.where(number, torch.logaddexp(label_loc, digits.float().logsumexp(1)), label_loc)
-    return (best == labels) | (number & torch.isin(best, spelt)), likely
+    sums = torch.zeros(3, dtype=torch.float64, device=spelt.device)
+    for best, scores, labels, digits in scored:
+        number = labels == num_token_id
+        together = torch.logaddexp(scores.label_loc, digits.float().logsumexp(1))
+        sums[0] += ((best == labels) | (number & torch.isin(best, spelt))).sum()
+        sums[1] += (scores.log_norm - torch.where(number, together, scores.label_loc)).double().sum()
+        sums[2] += labels.numel()
+    right, surprise, total = sum_over(sums).tolist()
+    return {
+        "eval/base_accuracy": right / max(total, 1),
+        "eval/base_perplexity": perplexity(surprise / max(total, 1)),
+    }
 
 
 def best_word(

@@ -163,13 +163,7 @@ class Refusals:
         self.limit, self.in_a_row = limit, 0
 
     def refuse(
-        self,
-        error: NonFiniteStep,
-        step: int,
-        total: int,
-        stage: str,
-        loader: Loader,
-        alarm: Callable[[Alarm], None],
+        self, error: NonFiniteStep, step: int, total: int, stage: str, loader: Loader, alarm: Callable[[Alarm], None]
     ) -> dict[str, float]:
         """Note a refused step (no parameter was changed), with an alarm that names its samples; returns its metrics.
 

@@ -111,10 +111,7 @@ class Engine:
         skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):
             engine, *_ = deepspeed.initialize(
-                model=self.model.features,
-                optimizer=optimizer,
-                config=self.deepspeed_config,
-                dist_init_required=False,
+                model=self.model.features, optimizer=optimizer, config=self.deepspeed_config, dist_init_required=False
             )
         if self.runtime.timeout_s is not None:
             limit_wait(engine.optimizer.dp_process_group, self.runtime.timeout_s)
