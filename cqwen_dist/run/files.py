@@ -60,13 +60,13 @@ def written_whole(path: Path) -> Iterator[Path]:
     Where the body raises, `path` is unchanged and the temporary file is deleted.
     """
     # A random name: containers on several hosts share process numbers, and any rank may write a status.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        yield beside
-        sync(beside)
-        beside.replace(path)
+        yield partial
+        sync(partial)
+        partial.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
@@ -77,24 +77,24 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 
     Raises `UserError` for `key` where no folder can be made there.
     """
-    beside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
-        beside.mkdir(parents=True)
+        partial.mkdir(parents=True)
     except OSError as error:
         raise UserError(key, str(out), f"a folder that can be made ({error.strerror})") from None
     try:
-        yield beside
+        yield partial
         if out.exists():
             out.rmdir()
-        let_read(beside)
-        beside.rename(out)
+        let_read(partial)
+        partial.rename(out)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file: a reader sees either the whole old one or the whole new one, also after a power loss."""
-    with written_whole(path) as beside, beside.open("x", encoding="utf-8") as file:
+    with written_whole(path) as partial, partial.open("x", encoding="utf-8") as file:
         file.write(text)
 
 

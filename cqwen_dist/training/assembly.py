@@ -39,7 +39,7 @@ from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.run_evaluation import Evaluations, read_watched
 from cqwen_dist.training.features.cache import FeatureCache
 from cqwen_dist.training.replicas import Replicas
-from cqwen_dist.training.session import run_saver, to_go_on_from
+from cqwen_dist.training.session import checkpoint_to_resume, run_saver
 from cqwen_dist.training.stage_loaders import StageLoaders
 from cqwen_dist.training.stages import Schedule, StagePlan
 from cqwen_dist.training.step import Stepper
@@ -206,7 +206,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
-    resume_from = main_rank_says(lambda: to_go_on_from(config, progress.say))  # so is a damaged checkpoint
+    resume_from = main_rank_says(lambda: checkpoint_to_resume(config, progress.say))  # so is a damaged checkpoint
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
     base, tokenizer = _load_base(config, runtime, world)

@@ -47,13 +47,13 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     vocab_size = base.config.vocab_size
     reads = config.model.tokenizer == TRAIN_TOKENIZER or config.model.pretrain is not None
     texts = read_split(config.data, ReadReport())[0] if reads else []
-    beside = folder.with_name(".base.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    partial = folder.with_name(".base.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     if config.model.tokenizer == TRAIN_TOKENIZER:
         trained = train_tokenizer([text.text for text in texts], vocab_size - 1, config.data.numbers)
         tokenizer = NumericalAwareTokenizer(trained, config.model.num_token_id, vocab_size, config.data.numbers)
-        tokenizer.save_pretrained(beside)
+        tokenizer.save_pretrained(partial)
     else:
         tokenizer = load_tokenizer(config)
     if tokenizer.rows_for(vocab_size) > vocab_size:
@@ -64,9 +64,9 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
         )
         base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # where generation ends
-    base.save_pretrained(beside)
-    let_read(beside)
-    beside.rename(folder)
+    base.save_pretrained(partial)
+    let_read(partial)
+    partial.rename(folder)
 
 
 def _pretrain(base: Any, dataset: Samples, plan: PretrainConfig, seed: int, say: Callable[[str], None]) -> None:

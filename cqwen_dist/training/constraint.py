@@ -106,9 +106,9 @@ class Constraint:
         tensors = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
         tensors |= {"w_num": self._embedding[0], "num_row": self._embedding[1], "spread": self.spread}
         tensors["adapted"] = torch.tensor(self._adapted)
-        with written_whole(path) as beside:
-            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, beside)
-            let_read(beside)
+        with written_whole(path) as partial:
+            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, partial)
+            let_read(partial)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         """Restore what `save` wrote and `state_dict` returned. Raises `UserError` for a strange file."""

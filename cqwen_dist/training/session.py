@@ -35,8 +35,8 @@ def open_session(
     """Open and lock the run's folder for as long as the context lasts. Collective over the world.
 
     write_inputs: called by rank 0 when the folder is known to be this run's, before anything is read. Where the body
-    raises, status.json says why: `preempted` for `Stopped`, else by the failure's cause. A failure
-    of a disk is raised as `DiskError`.
+    raises, status.json says why: `preempted` for `Stopped`, else by the failure's cause. A disk's failure is raised as
+    `DiskError`.
     """
     folder = Path(config.run.dir)
     with ExitStack() as held:
@@ -55,14 +55,14 @@ def open_session(
                 end_status(folder, "preempted", f"told to stop: {stopped}")
             raise
         except Exception as error:
-            shown = of_disk(error, folder) or error
+            shown = _as_disk_error(error, folder) or error
             _end(folder, runtime, shown)
             if shown is error:
                 raise
             raise shown from None
 
 
-def to_go_on_from(config: Config, say: Callable[[str], None]) -> Path | None:
+def checkpoint_to_resume(config: Config, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, by `run.resume`; None for a new run. Call it on rank 0 only."""
     folder = Path(config.run.dir)
     finish_renames(folder)
@@ -121,41 +121,28 @@ class Cause(NamedTuple):
     passing: bool
 
 
-RANK = Cause("a lost rank", True)
-AWAY_DISK = Cause("a file system that is away", True)
-REFUSING_DISK = Cause("a disk that takes no more", False)
-DEVICE = Cause("a device", True)
-MEMORY = Cause("memory", False)
-CORRUPTION = Cause("ranks that differ", True)
-LASTING_CORRUPTION = Cause("ranks that differ again", False)
-DIVERGED = Cause("a loss that is not finite", False)
-INPUT = Cause("input", False)
-PROGRAM = Cause("the program", False)
-
-_DEVICE_SIGNS = ("CUDA error", "ECC", "NVLink", "device is lost")
-_PROGRAM_SIGNS = ("device-side assert",)
-
-
 def cause_of(error: BaseException) -> Cause:
     """The class of a failure."""
     if isinstance(error, DiskError):
-        return AWAY_DISK if error.away else REFUSING_DISK
+        return Cause("a file system that is away", True) if error.away else Cause("a disk that takes no more", False)
     if isinstance(error, UserError):
-        return INPUT
+        return Cause("input", False)
     if isinstance(error, RanksDiffer):
-        return LASTING_CORRUPTION if error.again else CORRUPTION
+        return Cause("ranks that differ again", False) if error.again else Cause("ranks that differ", True)
     if isinstance(error, NonFiniteStep):
-        return DIVERGED
+        return Cause("a loss that is not finite", False)
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return MEMORY
+        return Cause("memory", False)
     if is_communication(error):
-        return RANK
+        return Cause("a lost rank", True)
     text = str(error)
-    of_device = isinstance(error, RuntimeError) and any(sign in text for sign in _DEVICE_SIGNS)
-    return DEVICE if of_device and not any(sign in text for sign in _PROGRAM_SIGNS) else PROGRAM
+    signs = ("CUDA error", "ECC", "NVLink", "device is lost")
+    if isinstance(error, RuntimeError) and any(sign in text for sign in signs) and "device-side assert" not in text:
+        return Cause("a device", True)
+    return Cause("the program", False)
 
 
-def of_disk(error: Exception, folder: Path) -> DiskError | None:
+def _as_disk_error(error: Exception, folder: Path) -> DiskError | None:
     """A disk's failure as a `DiskError`, in one line; None for other failures."""
     if not isinstance(error, SafetensorError) and not (isinstance(error, OSError) and error.errno in REFUSED + AWAY):
         return None

@@ -101,9 +101,9 @@ class Evaluations:
         folder.mkdir(parents=True, exist_ok=True)
         start = folder / PROBE
         if step == 0 or not start.is_file():
-            with written_whole(start) as beside:
-                save_file({"loc": found.probe.loc.contiguous(), "scale": found.probe.scale.contiguous()}, beside)
-                let_read(beside)
+            with written_whole(start) as partial:
+                save_file({"loc": found.probe.loc.contiguous(), "scale": found.probe.scale.contiguous()}, partial)
+                let_read(partial)
         tokens = self._tokens(found, Cauchy(**load_file(start)))
         content = {"step": step, "stage": stage, "numbers": found.numbers, "tokens": tokens}
         write_atomically(folder / f"step-{step:08d}.json", json.dumps(content, ensure_ascii=False))

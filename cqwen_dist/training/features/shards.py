@@ -95,22 +95,22 @@ def build_shards(
     disk fails or z is not finite, and what `features` raises.
     """
     first_rank = gather_objects(os.getpid())[0]  # another run may make the same cache
-    beside = folder.with_name(f".{folder.name}.{first_rank}.partial")
+    partial = folder.with_name(f".{folder.name}.{first_rank}.partial")
     try:
-        files = _write_shards(beside, batches, samples, features, runtime, show)
+        files = _write_shards(partial, batches, samples, features, runtime, show)
         if runtime.is_main:
-            write_atomically(beside / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
+            write_atomically(partial / MANIFEST, json.dumps({"key": key, "files": files}, indent=1))
             shutil.rmtree(folder, ignore_errors=True)
-            beside.rename(folder)
+            partial.rename(folder)
             sync(folder.parent)
         barrier()
     finally:
         if runtime.is_main:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_shards(
-    beside: Path,
+    partial: Path,
     batches: Iterator[Batch],
     samples: range,
     features: Callable[[Batch, Tensor], Tensor],
@@ -121,15 +121,15 @@ def _write_shards(
     trouble = ""
     if runtime.is_main:
         try:
-            beside.mkdir(parents=True)
+            partial.mkdir(parents=True)
         except OSError as error:
             trouble = str(error)
     _refuse_together(trouble)
-    path = beside / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
+    path = partial / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
     try:
         writer = pa.ipc.new_file(str(path), SCHEMA)
     except OSError as error:
-        writer, trouble = None, f"rank {runtime.rank} does not see {beside}: {error}"
+        writer, trouble = None, f"rank {runtime.rank} does not see {partial}: {error}"
     _refuse_together(trouble)
     assert writer is not None
     done = 0
