@@ -17,7 +17,7 @@ from cqwen_dist.config import load_config
 from cqwen_dist.data.diabetes import baselines, diabetes_texts
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.run.files import STATE
-from cqwen_dist.training.evaluation.conformal import CALIBRATION
+from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
 
 def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[str, Any]:

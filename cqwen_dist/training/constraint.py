@@ -18,8 +18,7 @@ factors are tensors, and no step waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,13 +146,6 @@ class Constraint:
             return step % self.config.every == 0
         return self.config.mode != "off"
 
-    @contextmanager
-    def start_model(self) -> Iterator[None]:
-        """In this context features are those of the start."""
-        assert self._embedding is not None
-        with adapters_disabled(self.model.transformer), self.model.features.embedding.using(*self._embedding):
-            yield
-
     @property
     def second_pass(self) -> bool:
         """Whether the start's z differs from z and must be computed."""
@@ -162,7 +154,8 @@ class Constraint:
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] as it was at the start. Collective where the engine's forward is."""
-        with self.start_model():
+        assert self._embedding is not None
+        with adapters_disabled(self.model.transformer), self.model.features.embedding.using(*self._embedding):
             return self._features(batch, keep)
 
     def term(self, u: Cauchy, z_start: Tensor, weight: float) -> ConstraintTerm:

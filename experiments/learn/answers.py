@@ -15,7 +15,7 @@ from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.training.evaluation.conformal import half_width
+from cqwen_dist.training.evaluation.number_metrics import half_width
 from experiments.learn.corpora import Item
 
 ROWS = 16  # texts in a batch

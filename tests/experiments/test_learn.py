@@ -14,7 +14,7 @@ from support.tiny import tiny_base
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.training.evaluation.conformal import half_width
+from cqwen_dist.training.evaluation.number_metrics import half_width
 from experiments.learn import arms, compare
 from experiments.learn.answers import Told, numbers_to_tell, to_tell, told_metrics
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from cqwen_dist.targets import TargetTransform
-from cqwen_dist.training.evaluation.conformal import IntervalFactors, for_calibration, half_width, interval_factors
-from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
+from cqwen_dist.training.evaluation.number_metrics import (
+    IntervalFactors,
+    Numbers,
+    for_calibration,
+    half_width,
+    interval_factors,
+    number_metrics,
+)
 
 
 @pytest.mark.parametrize("noise", ["normal", "cauchy", "lognormal"])

@@ -29,8 +29,8 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.run.files import START, STATE, read_object
-from cqwen_dist.training.evaluation.conformal import CALIBRATION, IntervalFactors
 from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, base_metrics
+from cqwen_dist.training.evaluation.number_metrics import CALIBRATION, IntervalFactors
 
 
 def evaluate_checkpoint(

@@ -38,8 +38,7 @@ from cqwen_dist.parallel.vocab_parallel import (
     vocab_parallel_loss,
     vocab_parallel_scores,
 )
-from cqwen_dist.training.evaluation.conformal import IntervalFactors
-from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
+from cqwen_dist.training.evaluation.number_metrics import IntervalFactors, Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import Spread
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
 from cqwen_dist.training.number_labels import number_labels

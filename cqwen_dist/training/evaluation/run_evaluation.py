@@ -25,8 +25,8 @@ from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, write_atomically, written_whole
-from cqwen_dist.training.evaluation.conformal import CALIBRATION, IntervalFactors
 from cqwen_dist.training.evaluation.evaluator import Evaluation, Evaluator
+from cqwen_dist.training.evaluation.number_metrics import CALIBRATION, IntervalFactors
 
 WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cqwen_dist.config import RunConfig, UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, write_atomically
+from cqwen_dist.run.files import ALARMS, METRICS, TENSORBOARD, WANDB_ID, read_lines, write_atomically
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 
 # The names of seed S1 (6.1) for metrics of S3 (5).
@@ -54,9 +54,8 @@ class MetricsFile(Writer):
     def __init__(self, path: Path, step: int) -> None:
         """Open for appending; drops lines of steps after `step`, the checkpoint's: these steps are taken again."""
         if path.is_file():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if 0 < _step_of(line) <= step]
-            write_atomically(path, "".join(line + "\n" for line in kept))
+            kept = [record for record in read_lines(path) if 0 < record.get("step", 0) <= step]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -72,16 +71,6 @@ class MetricsFile(Writer):
 def _plain(value: Any) -> Any:
     """null for infinity and NaN, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step_of(line: str) -> int:
-    """The step of a line; 0 where a kill cut it off."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return 0
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else 0
 
 
 class WandbWriter(Writer):
