@@ -13,9 +13,9 @@ from cqwen_dist.config import NumberPolicy
 from cqwen_dist.data.collate import Document, collate
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.training.evaluation.number_metrics import half_width
 from experiments.learn.corpora import Item
 
 ROWS = 16  # texts in a batch
@@ -124,7 +124,7 @@ def told_metrics(told: Told, median: float, repeated: np.ndarray) -> dict[str, A
     """`errors`, the mean CRPS where it is known, and the coverage of the model's own LEVEL interval."""
     metrics: dict[str, Any] = {
         **errors(told.truth, told.told, median, repeated),
-        "coverage": float(np.mean(told.scores <= half_width(LEVEL))),
+        "coverage": float(np.mean(told.scores <= Intervals().half_width(LEVEL))),
     }
     if np.isfinite(told.crps).all():
         metrics["crps"] = float(np.mean(told.crps))

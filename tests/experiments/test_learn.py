@@ -13,8 +13,8 @@ from support.tiny import tiny_base
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.intervals import Intervals
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.training.evaluation.number_metrics import half_width
 from experiments.learn import arms, compare
 from experiments.learn.answers import Told, numbers_to_tell, to_tell, told_metrics
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks
@@ -86,7 +86,9 @@ def test_only_numbers_behind_the_prompt_are_told() -> None:
 def test_number_metrics_by_hand() -> None:
     truth = np.arange(2000.0)
     repeated = truth >= 500
-    told = Told(truth, np.where(repeated, truth + 2.0, truth), np.where(repeated, 0.9, 1.1) * half_width(0.9), truth)
+    told = Told(
+        truth, np.where(repeated, truth + 2.0, truth), np.where(repeated, 0.9, 1.1) * Intervals().half_width(0.9), truth
+    )
     found = told_metrics(told, 0.0, repeated)
     assert (found["numbers"], found["mdae"], found["mae"], found["exact"]) == (2000, 2.0, 1.5, 0.25)
     assert (found["mdae_repeated"], found["mdae_new"], found["median_mdae"]) == (2.0, 0.0, 999.5)

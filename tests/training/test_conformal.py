@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
+from cqwen_dist.intervals import Intervals
 from cqwen_dist.targets import TargetTransform
 from cqwen_dist.training.evaluation.number_metrics import (
-    IntervalFactors,
+    RAW,
     Numbers,
     for_calibration,
-    half_width,
     interval_factors,
     number_metrics,
 )
@@ -29,24 +29,24 @@ def test_coverage_is_the_level_whatever_the_law(noise: str) -> None:
     for level in (0.5, 0.9, 0.95):
         held = []
         for row in scores:
-            factor = interval_factors(row[:99], (level,)).levels[f"{level:g}"]
-            held.append((row[99:] <= factor * half_width(level)).mean())
+            factor = interval_factors(row[:99], (level,)).factors[level]
+            held.append((row[99:] <= factor * RAW.half_width(level)).mean())
         # the standard error of the mean is sqrt(2 level (1 - level) / 99 / 400) = 0.0036 at level 0.5
         assert level - 0.012 <= np.mean(held) <= level + 0.01 + 0.012
 
 
 def test_a_factor_is_an_order_statistic_over_the_cauchys_own_width() -> None:
     found = interval_factors(np.array([3.0, 1.0, 2.0, 4.0]), (0.5, 0.8, 0.9))
-    assert found.levels == pytest.approx({"0.5": 3.0 / half_width(0.5), "0.8": 4.0 / half_width(0.8)})
+    assert found.factors == pytest.approx({0.5: 3.0 / RAW.half_width(0.5), 0.8: 4.0 / RAW.half_width(0.8)})
     assert found.n == 4
-    assert "0.9" not in found.levels, "4 numbers cannot promise 90 %: ceil(5 * 0.9) = 5 > 4"
-    assert interval_factors(np.zeros(0)).levels == {}
-    assert IntervalFactors.from_dict(found.to_dict()) == found
+    assert 0.9 not in found.factors, "4 numbers cannot promise 90 %: ceil(5 * 0.9) = 5 > 4"
+    assert interval_factors(np.zeros(0)).factors == {}
+    assert Intervals.from_dict(found.to_dict()) == found
 
 
 def test_a_true_cauchy_needs_no_factor() -> None:
     factors = interval_factors(np.abs(np.random.default_rng(1).standard_cauchy(200_000)))
-    assert list(factors.levels.values()) == pytest.approx([1.0] * 3, rel=0.03)
+    assert list(factors.factors.values()) == pytest.approx([1.0] * 3, rel=0.03)
 
 
 def test_half_of_the_texts_calibrate_evenly_and_not_by_parity() -> None:
@@ -69,7 +69,7 @@ def numbers(count: int = 4000) -> tuple[Numbers, TargetTransform]:
 
 def test_number_figures_calibrate_on_some_texts_and_measure_on_the_others() -> None:
     data, target = numbers()
-    found = number_metrics(data, target, 100.0, IntervalFactors({"0.9": 1.0}, 7))
+    found = number_metrics(data, target, 100.0, Intervals({0.9: 1.0}, 7))
     assert found.metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
     count = int(found.metrics["eval/conformal_numbers"])
     assert count + found.factors.n == len(data)

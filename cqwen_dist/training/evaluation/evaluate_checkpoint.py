@@ -19,7 +19,7 @@ from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.intervals import FILE as INTERVALS
+from cqwen_dist.intervals import Intervals
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
@@ -28,9 +28,8 @@ from cqwen_dist.ops.ovr.topk import topk
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
-from cqwen_dist.run.files import START, STATE, read_object
+from cqwen_dist.run.files import START, read_object
 from cqwen_dist.training.evaluation.evaluator import Decisions, Evaluator, base_metrics
-from cqwen_dist.training.evaluation.number_metrics import CALIBRATION, IntervalFactors
 
 
 def evaluate_checkpoint(
@@ -52,7 +51,7 @@ def evaluate_checkpoint(
     elif data is None:
         raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
     else:
-        source = _Source(DataConfig(train=data), known=_factors(read_object(path / INTERVALS)))
+        source = _Source(DataConfig(train=data))
     base = base or source.base
     model, tokenizer = load_trained(path)
     dataset = _dataset(source.config, data, tokenizer)
@@ -68,7 +67,7 @@ def evaluate_checkpoint(
             used_rows=inner.config.used_rows if source.only_used else None,
             gemm_dtype=source.dtype,
             decisions=decisions or Decisions(),
-            known_factors=source.known,
+            known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
         if base is not None:
             rows = inner.config.vocab_size
@@ -93,15 +92,13 @@ class _Source:
     remote_code: bool = False
     spelt: bool = False  # <NUM>'s rows began as the mean of the digits'
     baseline: float | None = None  # the training median
-    known: IntervalFactors | None = None
 
 
 def _of_run(path: Path, data: str | None) -> _Source:
-    run, folder = run_of(path)
+    run, _ = run_of(path)
     start = read_object(Path(run.run.dir) / START)
     if not start:
         raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
-    saved = read_object(folder / STATE).get("figures") or {}
     return _Source(
         run.data,
         base=run.base_folder,
@@ -110,12 +107,7 @@ def _of_run(path: Path, data: str | None) -> _Source:
         remote_code=run.model.trust_remote_code,
         spelt=run.num_row_init == "digits",
         baseline=start["statistics"]["median"] if start["statistics"]["count"] else None,
-        known=None if data is None else _factors(saved.get(CALIBRATION)),
     )
-
-
-def _factors(found: dict[str, Any] | None) -> IntervalFactors | None:
-    return IntervalFactors.from_dict(found) if found else None
 
 
 def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.levelling import rows_of
 from cqwen_dist.model.lora import adapters_disabled
@@ -38,7 +39,7 @@ from cqwen_dist.parallel.vocab_parallel import (
     vocab_parallel_loss,
     vocab_parallel_scores,
 )
-from cqwen_dist.training.evaluation.number_metrics import IntervalFactors, Numbers, number_metrics
+from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import Spread
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
 from cqwen_dist.training.number_labels import number_labels
@@ -84,17 +85,14 @@ class Evaluator:
     gemm_dtype: torch.dtype = torch.float32
     word_counts: np.ndarray | None = None  # [V] occurrences in training, for metrics by frequency
     decisions: Decisions = field(default_factory=Decisions)
-    known_factors: IntervalFactors | None = None  # measured before, to be tried on this data
+    known: Intervals = field(default_factory=Intervals)  # with factors measured before, to be tried on this data
     numerals: Sequence[int] = ()  # the base spells numerals with these tokens: any of them counts as <NUM> for it
     progress: Callable[[str, int, int], None] = lambda what, done, of: None  # (what, batch, number of batches)
 
-    base: dict[str, float] = field(
-        init=False, default_factory=dict
-    )  # the base's metrics; every evaluation repeats them
-    factors: IntervalFactors | None = field(init=False, default=None)  # of the last evaluation, as is `last`
-    last: Evaluation | None = field(init=False, default=None)
-
     def __post_init__(self) -> None:
+        self.base: dict[str, float] = {}  # the base model's own metrics; every evaluation repeats them
+        self.factors: Intervals | None = None  # of the last evaluation
+        self.last: Evaluation | None = None
         self.device = self.model.action.cls_weight.device
         self.band = None if self.word_counts is None else torch.from_numpy(band_of(self.word_counts)).to(self.device)
 
@@ -158,7 +156,7 @@ class Evaluator:
         numbers = None
         if len(gathered["true"]):
             columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
-            found = number_metrics(Numbers(*columns), self.model.target, self.baseline_value, self.known_factors)
+            found = number_metrics(Numbers(*columns), self.model.target, self.baseline_value, self.known)
             metrics.update(found.metrics)
             self.factors, numbers = found.factors, found.drawing
         if self.band is not None:
@@ -184,7 +182,7 @@ class Evaluator:
         sums["surprise_ovr"] += (words.prob_sum.double().log() - scores.label_log_p).sum()
         sums["right"] += right.sum()
         sums["num_hit"] += (is_num & best_is_num).sum()
-        sums["num_said"] += best_is_num.sum()
+        sums["num_predicted"] += best_is_num.sum()
         sums["num_true"] += is_num.sum()
         self._decide(sums, scores, strength, right)
         if self.band is not None:
@@ -247,9 +245,9 @@ class Evaluator:
             "eval/cls_loss_mean": c["cls_loss"] / tokens,
             "eval/perplexity": perplexity(c["surprise"] / tokens),
             "eval/perplexity_ovr": perplexity(c["surprise_ovr"] / tokens),
-            "eval/num_precision": c["num_hit"] / max(c["num_said"], 1),
+            "eval/num_precision": c["num_hit"] / max(c["num_predicted"], 1),
             "eval/num_recall": c["num_hit"] / max(c["num_true"], 1),
-            "eval/num_f1": 2 * c["num_hit"] / max(c["num_said"] + c["num_true"], 1),
+            "eval/num_f1": 2 * c["num_hit"] / max(c["num_predicted"] + c["num_true"], 1),
         }
         if self.decisions.label_set is not None:
             metrics["eval/multilabel_recall"] = c["set_hit"] / tokens

@@ -12,25 +12,22 @@ ends can be mapped back.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from cqwen_dist.intervals import LEVELS
+from cqwen_dist.generate.numbers import number_interval
+from cqwen_dist.intervals import LEVELS, Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
+RAW = Intervals()  # the Cauchy's own
 DRAWN = 1000  # numbers in a report's drawing, at most
 PIT_BINS = 20
 CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverage plot
-
-
-def half_width(level: float) -> float:
-    """Scales from the median to the end of a Cauchy's central interval of `level`: tan(pi level/2)."""
-    return math.tan(0.5 * math.pi * level)
 
 
 def for_calibration(texts: np.ndarray) -> np.ndarray:
@@ -42,34 +39,17 @@ def for_calibration(texts: np.ndarray) -> np.ndarray:
     return (texts.astype(np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)) >> np.uint64(31) == 1
 
 
-@dataclass(frozen=True)
-class IntervalFactors:
-    """levels: the factor of the Cauchy's half-width by level ("0.9"); n: the numbers they were measured on.
+def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS) -> Intervals:
+    """Factors from the calibration part's scores [n] = |t - loc| / scale, >= 0.
 
     A level that n numbers cannot guarantee (ceil((n+1) level) > n) is left out.
     """
-
-    levels: dict[str, float]
-    n: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> IntervalFactors:
-        """From what `to_dict` returned."""
-        return cls({str(level): float(factor) for level, factor in data["levels"].items()}, int(data["n"]))
-
-
-def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS) -> IntervalFactors:
-    """Factors from the calibration part's scores [n] = |t - loc| / scale, >= 0."""
     ordered, found = np.sort(scores), {}
     for level in levels:
         rank = math.ceil((len(ordered) + 1) * level - 1e-9)
         if 1 <= rank <= len(ordered):
-            found[f"{level:g}"] = float(ordered[rank - 1]) / half_width(level)
-    return IntervalFactors(found, len(ordered))
+            found[level] = float(ordered[rank - 1]) / RAW.half_width(level)
+    return Intervals(found, len(ordered))
 
 
 @dataclass(frozen=True)
@@ -90,19 +70,19 @@ class NumberMetrics:
     """metrics: by name; factors: of the intervals; drawing: plain values for a report."""
 
     metrics: dict[str, float]
-    factors: IntervalFactors
+    factors: Intervals
     drawing: dict[str, Any]
 
 
 def number_metrics(
-    numbers: Numbers, target: TargetTransform, baseline: float | None, known: IntervalFactors | None = None
+    numbers: Numbers, target: TargetTransform, baseline: float | None, known: Intervals = RAW
 ) -> NumberMetrics:
     """All metrics of M >= 1 numbers. baseline: a constant prediction, raw unit.
 
     known: factors that were measured elsewhere (saved with the run), to be tried on these numbers.
 
     eval/coverage_50, _90, _95        share inside the Cauchy's own interval, of all numbers
-    eval/coverage_90_conformal, ...   the same recalibrated on one part (`conformal`), of the numbers of the other
+    eval/coverage_90_conformal, ...   the same, recalibrated on one part of the numbers, of the other part
     eval/coverage_90_known, ...       with the known factors, of all numbers
     eval/width_90, _90_conformal      median width of those intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
@@ -133,26 +113,18 @@ def number_metrics(
     measured = scores[~calibrates]
     for level in LEVELS:
         percent = f"{100 * level:.0f}"
-        factor = factors.levels.get(f"{level:g}")
-        metrics[f"eval/coverage_{percent}"] = float((scores <= half_width(level)).mean())
-        if factor is not None and len(measured):
-            metrics[f"eval/coverage_{percent}_conformal"] = float((measured <= factor * half_width(level)).mean())
-        if known is not None and f"{level:g}" in known.levels:
-            inside = scores <= known.levels[f"{level:g}"] * half_width(level)
-            metrics[f"eval/coverage_{percent}_known"] = float(inside.mean())
-    for name, factor in (("", 1.0), ("_conformal", factors.levels.get("0.9"))):
-        if factor is not None:
-            low, high = _interval(y, target, 0.9, factor)
-            metrics[f"eval/width_90{name}"] = float(np.median(high - low))
+        metrics[f"eval/coverage_{percent}"] = float((scores <= RAW.half_width(level)).mean())
+        if level in factors.factors and len(measured):
+            metrics[f"eval/coverage_{percent}_conformal"] = float((measured <= factors.half_width(level)).mean())
+        if level in known.factors:
+            metrics[f"eval/coverage_{percent}_known"] = float((scores <= known.half_width(level)).mean())
+    for name, intervals in (("", RAW), ("_conformal", factors)):
+        if intervals is RAW or 0.9 in factors.factors:
+            low, high = number_interval(y, target, intervals, 0.9)
+            metrics[f"eval/width_90{name}"] = float(np.median((high - low).numpy()))
     if len(measured):
         metrics["eval/conformal_numbers"] = float(len(measured))
     return NumberMetrics(metrics, factors, _drawing(numbers, y, goal, target, scores, calibrates, factors))
-
-
-def _interval(y: Cauchy, target: TargetTransform, level: float, factor: float) -> tuple[np.ndarray, np.ndarray]:
-    """Ends of the intervals, raw unit [M] each."""
-    reach = y.scale * (factor * half_width(level))
-    return target.inverse(y.loc - reach).numpy(), target.inverse(y.loc + reach).numpy()
 
 
 def _drawing(
@@ -162,28 +134,25 @@ def _drawing(
     target: TargetTransform,
     scores: np.ndarray,
     calibrates: np.ndarray,
-    factors: IntervalFactors,
+    factors: Intervals,
 ) -> dict[str, Any]:
     """Coverage curves, the histogram of PIT = F(truth), and at most DRAWN numbers with their 90 % intervals."""
     curve = interval_factors(scores[calibrates], CURVE)
     measured = scores[~calibrates]
     conformal = [
-        float((measured <= curve.levels[f"{p:g}"] * half_width(p)).mean())
-        if f"{p:g}" in curve.levels and len(measured)
-        else None
-        for p in CURVE
+        float((measured <= curve.half_width(level)).mean()) if level in curve.factors and len(measured) else None
+        for level in CURVE
     ]
-    factor = factors.levels.get("0.9")
-    low, high = _interval(y, target, 0.9, 1.0 if factor is None else factor)
-    drawn = {"true": numbers.true, "predicted": target.inverse(y.loc).numpy(), "low": low, "high": high}
+    low, high = number_interval(y, target, factors, 0.9)
+    drawn = {"true": numbers.true, "predicted": target.inverse(y.loc), "low": low, "high": high}
     some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
     return {
         "count": len(numbers),
         "measured": len(measured),
         "levels": list(CURVE),
-        "raw": [float((scores <= half_width(p)).mean()) for p in CURVE],
+        "raw": [float((scores <= RAW.half_width(level)).mean()) for level in CURVE],
         "conformal": conformal,
         "pit": np.histogram(y.cdf(goal).numpy(), PIT_BINS, (0.0, 1.0))[0].tolist(),
-        "interval": "raw" if factor is None else "conformal",
-        **{name: [float(f"{value:.6g}") for value in values[some]] for name, values in drawn.items()},
+        "interval": "conformal" if 0.9 in factors.factors else "raw",
+        **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},
     }

@@ -23,10 +23,11 @@ from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, write_atomically, written_whole
 from cqwen_dist.training.evaluation.evaluator import Evaluation, Evaluator
-from cqwen_dist.training.evaluation.number_metrics import CALIBRATION, IntervalFactors
+from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
 WATCHED = ("accuracy", "base_accuracy", "perplexity", "base_perplexity", "cls_loss_mean")
 
@@ -145,7 +146,7 @@ class Evaluations:
             self.watched[name].base = base
         if self.held_out is not None:
             self.held_out.base = state["base"]
-            self.held_out.factors = None if factors is None else IntervalFactors.from_dict(factors)
+            self.held_out.factors = None if factors is None else Intervals.from_dict(factors)
 
 
 def _short(value: float) -> float:

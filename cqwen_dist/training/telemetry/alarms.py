@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from cqwen_dist.data.loader import Loader
@@ -29,13 +29,16 @@ class Alarm:
     samples: list[int] = field(default_factory=list)
 
 
+@dataclass
 class Alarms:
-    """Watches the records of a run.
+    """Watches the records of a run."""
 
-    words: the number of words in the loss; None where the loss's level means nothing (class weights). factor: from the
-    loss to the sum over words (vocab_reduction: mean divides). base_accuracy: the base's own top-1, None if unknown.
-    calibrated: how the run began. gate_pays: whether the gate passes gradients to P of <NUM>.
-    """
+    words: int | None  # summed over in the loss; None where its level means nothing (class weights)
+    factor: float = 1.0  # from the loss to the sum over words (vocab_reduction: mean divides)
+    base_accuracy: float | None = None  # the base's own top-1, if known
+    _: KW_ONLY
+    calibrated: bool = True  # how the run began
+    gate_pays: bool = False  # the gate passes gradients to P of <NUM>
 
     TRAP_LOOKS = 3  # values of train/accuracy in a row, if the base knows words
     UNTAUGHT_LOOKS = 30  # if it knows none: then training begins at the uniform solution
@@ -46,19 +49,10 @@ class Alarms:
     LEAST_HISTORY = 20
     SPIKE = 10.0  # robust deviations
 
-    def __init__(
-        self,
-        words: int | None,
-        factor: float = 1.0,
-        base_accuracy: float | None = None,
-        *,
-        calibrated: bool = True,
-        gate_pays: bool = False,
-    ) -> None:
-        self.uniform = None if words is None else 1.0 + math.log(words)
-        self.factor, self.base_accuracy, self.calibrated, self.gate_pays = factor, base_accuracy, calibrated, gate_pays
-        self.untaught = base_accuracy is not None and base_accuracy < self.UNTAUGHT
-        self.poor = max(0.02, 0.2 * (base_accuracy or 0.0))
+    def __post_init__(self) -> None:
+        self.uniform = None if self.words is None else 1.0 + math.log(self.words)
+        self.untaught = self.base_accuracy is not None and self.base_accuracy < self.UNTAUGHT
+        self.poor = max(0.02, 0.2 * (self.base_accuracy or 0.0))
         self._stage: str | None = None
         self._raised: set[str] = set()
         self._trapped = self._dead = 0
