@@ -54,7 +54,8 @@ class MetricsFile(Writer):
     def __init__(self, path: Path, step: int) -> None:
         """Open for appending; drops lines of steps after `step`, the checkpoint's: these steps are taken again."""
         if path.is_file():
-            kept = [record for record in read_lines(path) if 0 < record.get("step", 0) <= step]
+            whole = [record for record in read_lines(path) if isinstance(record.get("step"), int)]
+            kept = [record for record in whole if 0 < record["step"] <= step]
             write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -135,24 +136,26 @@ class TensorBoardWriter(Writer):
 
 
 class _Late:
-    """Scalars on their way from the device to the host."""
+    """A record whose tensors are on their way from the device to the host."""
 
-    def __init__(self, metrics: Mapping[str, Any]) -> None:
-        self._names = [name for name, value in metrics.items() if isinstance(value, Tensor)]
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+        self._names = [name for name, value in record.items() if isinstance(value, Tensor)]
         self._on_host: Tensor | None = None
         self._arrived: Any = None
         if self._names:
-            packed = torch.stack([metrics[name].detach().float() for name in self._names])
+            packed = torch.stack([record[name].detach().float() for name in self._names])
             self._on_host = packed
             if packed.is_cuda:
                 self._on_host = torch.empty(packed.shape, pin_memory=True).copy_(packed, non_blocking=True)
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> dict[str, Any]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        return {} if self._on_host is None else dict(zip(self._names, self._on_host.tolist(), strict=True))
+        values = [] if self._on_host is None else self._on_host.tolist()
+        return {**self.record, **dict(zip(self._names, values, strict=True))}
 
 
 class MetricsLog:
@@ -180,20 +183,19 @@ class MetricsLog:
         self._writers += further
         self._alarm_file = MetricsFile(run_dir / ALARMS, step)
         self._alarms, self._say = alarms, say
-        self._pending: dict[str, Any] | None = None
-        self._late = _Late({})
+        self._pending: _Late | None = None
         self._samples: Sequence[int] = ()
 
     def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> dict[str, Any] | None:
         """Queue one step's record; writes and returns the record before it. samples: of the step, for an alarm."""
         before = self.flush()
-        self._pending, self._late, self._samples = record, _Late(record), samples
+        self._pending, self._samples = _Late(record), samples
         return before
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add plain numbers (an evaluation's) to the step last pushed."""
         assert self._pending is not None
-        self._pending.update(metrics)
+        self._pending.record.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm to every writer and the console."""
@@ -207,8 +209,7 @@ class MetricsLog:
         """Write what is queued."""
         if self._pending is None:
             return None
-        record = {**self._pending, **self._late.read()}
-        self._pending = None
+        record, self._pending = self._pending.read(), None
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
         for writer in self._writers:
             writer.write(record)
