@@ -10,7 +10,6 @@ from typing import Any
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.training.stages import Schedule
-from cqwen_dist.training.telemetry.metrics import Writer
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class CallbackError(RuntimeError):
     """A callback raised. Every rank raises this; on the rank where it happened its own exception is the cause."""
 
 
-class Callbacks(Writer):
-    """Calls a run's callbacks; as a writer of metrics it calls `on_step`."""
+class Callbacks:
+    """Calls a run's callbacks."""
 
     def __init__(self, callbacks: Sequence[Callback], folder: Path, stop: StopFlag, schedule: Schedule) -> None:
         """callbacks: empty on all ranks but the main one. stop: this rank's."""
@@ -96,7 +95,8 @@ class Callbacks(Writer):
                 self.ask(text)
                 return
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Call `on_step` with a record of metrics.jsonl."""
         self.tell("on_step", int(record["step"]), str(record["stage"]), dict(record))
 
     def checkpoints(self, step: int, stage: str, folder: Path, whole: Sequence[str]) -> None:

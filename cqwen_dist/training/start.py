@@ -8,6 +8,7 @@ transform's median and scale, b_noise's own rate) instead of the new data's, and
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from cqwen_dist.training.assembly import Run
 from cqwen_dist.training.session import check_best_metric
 from cqwen_dist.training.state import Place, head_tensors, load_heads, restore, row_range
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
-from cqwen_dist.training.telemetry.metrics import MetricsLog, Writer
+from cqwen_dist.training.telemetry.metrics import MetricsLog
 from cqwen_dist.training.zero.engine import Engine
 
 CALIBRATION_TOKENS = 512  # of all ranks together
@@ -61,8 +62,8 @@ def begin(run: Run) -> Place:
     return place
 
 
-def open_log(run: Run, place: Place, *further: Writer) -> MetricsLog | None:
-    """The main rank's metrics log, with alarms and further writers. Metrics logged after the place are dropped."""
+def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog | None:
+    """The main rank's metrics log, with alarms. Drops metrics that were logged after the place. on_record: as its."""
     if not run.runtime.is_main:
         return None
     config, loss = run.config, run.config.loss
@@ -76,7 +77,9 @@ def open_log(run: Run, place: Place, *further: Writer) -> MetricsLog | None:
     )
     logged = place.step - (place.due is not None)
     run.progress.begin(run.schedule.total_steps, place.step)
-    log = MetricsLog(run.folder, config.run, config.model_dump(mode="json"), logged, alarms, run.progress.say, further)
+    log = MetricsLog(
+        run.folder, config.run, config.model_dump(mode="json"), logged, alarms, run.progress.say, on_record
+    )
     if place.exchanged:
         names = ", ".join(KEYS[name] for name in place.exchanged)
         log.alarm(Alarm(place.step, "exchanged-inputs", f"goes on with another {names}, as run.accept allows"))

@@ -91,7 +91,7 @@ class Trainer:
         self.saved_step = self.place.step
         if self.place.step >= run.schedule.total_steps:
             return self._already_done()
-        self.log = open_log(run, self.place, self.callbacks)
+        self.log = open_log(run, self.place, self.callbacks.step)
         self._note_status()
         self.status.write(status="running")
         reason = None
@@ -252,7 +252,7 @@ class Trainer:
             self.log.close()
         self.place = restore(run, folder)
         self.saved_step = self.place.step
-        self.log = open_log(run, self.place, self.callbacks)
+        self.log = open_log(run, self.place, self.callbacks.step)
         text = f"after step {found.step}: {found}; the steps after {self.place.step} are taken again"
         self._alarm(Alarm(self.place.step, "ranks-differ", text))
 

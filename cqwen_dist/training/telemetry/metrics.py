@@ -169,9 +169,9 @@ class MetricsLog:
         step: int,
         alarms: Alarms | None = None,
         say: Callable[[str], None] | None = None,
-        further: Sequence[Writer] = (),
+        on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
     ) -> None:
-        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. further: more writers.
+        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. on_record: sees each record.
 
         metrics.jsonl is always written, W&B and TensorBoard if `run` says so.
         """
@@ -180,9 +180,8 @@ class MetricsLog:
             self._writers.append(WandbWriter(run_dir, run, config))
         if run.tensorboard:
             self._writers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
-        self._writers += further
         self._alarm_file = MetricsFile(run_dir / ALARMS, step)
-        self._alarms, self._say = alarms, say
+        self._alarms, self._say, self._on_record = alarms, say, on_record
         self._pending: _Late | None = None
         self._samples: Sequence[int] = ()
 
@@ -213,6 +212,7 @@ class MetricsLog:
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
         for writer in self._writers:
             writer.write(record)
+        self._on_record(record)
         for alarm in () if self._alarms is None else self._alarms.look(record, self._samples):
             self.alarm(alarm)
         return record
