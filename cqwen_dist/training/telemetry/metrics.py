@@ -171,7 +171,7 @@ class MetricsLog:
         say: Callable[[str], None] | None = None,
         on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
     ) -> None:
-        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. on_record: sees each record.
+        """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. on_record: gets records.
 
         metrics.jsonl is always written, W&B and TensorBoard if `run` says so.
         """
