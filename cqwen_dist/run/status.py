@@ -79,7 +79,7 @@ class RunStatus:
         self._run_dir, self._main = run_dir, main
         before = read_status(run_dir)
         known = before["status"] != "unknown"
-        self._worked = _number(before.get("seconds"))  # before this start
+        self._worked = before.get("seconds", 0.0)  # before this start
         self._began = self._written = time.monotonic()
         self._first_step: int | None = None
         self._fields: dict[str, Any] = {
@@ -90,7 +90,7 @@ class RunStatus:
             "seconds": self._worked,
             "eta_s": None,
             "checkpoint": before.get("checkpoint"),
-            "restarts": int(_number(before.get("restarts"))) + known,
+            "restarts": before.get("restarts", 0) + known,
             "reason": None,
             "host": platform.node(),
             "pid": os.getpid(),
@@ -122,7 +122,3 @@ class RunStatus:
         self._written = time.monotonic()
         self._fields.update(fields, seconds=round(self._worked + self._written - self._began, 1))
         write_status(self._run_dir, **self._fields)
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
