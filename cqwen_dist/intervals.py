@@ -1,7 +1,7 @@
 """The width of an interval around a predicted number: a Cauchy's own quantiles, or those times a measured factor.
 
-A Cauchy fitted to light-tailed errors is too wide at 90 %; the factor is measured on held-out numbers (`number_metrics`).
-A run keeps the factors with its metrics, an exported folder in `calibration.json`:
+A Cauchy fitted to light-tailed errors is too wide at 90 %; `number_metrics` measures the factor on held-out numbers. A
+run keeps the factors with its metrics, an exported folder in `calibration.json`:
 {"levels": {"0.5": f, "0.9": f, "0.95": f}, "n": n}.
 """
 
