@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -71,14 +72,11 @@ def build_groups(vocab_group_size: int, timeout_s: float | None = None) -> Group
     """
     world = dist.get_world_size()
     refuse_ranks(vocab_group_size, world)
-    starts = range(0, world, vocab_group_size)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    vocab = _mine("vocabulary", [list(range(start, start + vocab_group_size)) for start in starts], timeout)
-    offsets = range(vocab_group_size)
-    replica = _mine("replica", [list(range(offset, world, vocab_group_size)) for offset in offsets], timeout)
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    return Groups(everyone, vocab, replica)
+    ranks = torch.arange(world).view(-1, vocab_group_size)  # a row for each vocabulary group
+    vocab, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout, group_desc="vocabulary")
+    replica, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout, group_desc="replica")
+    return Groups(dist.group.WORLD, vocab, replica)
 
 
 def side_group(timeout_s: float | None = None) -> ProcessGroup:
@@ -90,14 +88,3 @@ def side_group(timeout_s: float | None = None) -> ProcessGroup:
 def limit_wait(group: ProcessGroup, seconds: float) -> None:
     """Set the timeout of a group that was made elsewhere (by DeepSpeed)."""
     _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def _mine(name: str, memberships: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
-    """Create all groups, as every rank must, and return this rank's. Errors name it."""
-    mine = None
-    for ranks in memberships:
-        group = dist.new_group(ranks, timeout=timeout, group_desc=name)
-        if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None
-    return mine

@@ -94,16 +94,10 @@ def vocab_parallel_loss(
 ) -> VocabParallelOutput:
     """`vocab_parallel_ovr` of U' [N_r,C] and this rank's rows of the head. Collective over `group`."""
     counts = token_counts or exchange_counts(len(u.loc), group, u.loc.device)
-    if token_weights is None:
-        token_weights = torch.ones(labels.shape, device=labels.device)
-    every = gather_law(u, counts, group)
-    out = ovr_loss(
-        every,
-        head,
-        gather_tokens(labels, counts, group),
-        gather_tokens(token_weights, counts, group),
-        replace(options, want_prob_sum=True),
-    )
+    every, labels = gather_law(u, counts, group), gather_tokens(labels, counts, group)
+    if token_weights is not None:
+        token_weights = gather_tokens(token_weights, counts, group)
+    out = ovr_loss(every, head, labels, token_weights, replace(options, want_prob_sum=True))
     assert out.prob_sum is not None
     columns = [out.per_token, out.prob_sum]
     if num_token_id is not None:
