@@ -18,10 +18,10 @@ from cqwen_dist.config import Config
 from cqwen_dist.model.lora import peft_config
 from cqwen_dist.ops.products import dtype_of
 
+PeerStep = Callable[[list[Batch]], None]
 
-def peer_step(
-    config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False
-) -> Callable[[list[Batch]], None]:
+
+def peer_step(config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False) -> PeerStep:
     """A function that takes one optimizer step on CPU micro-batches. Raises ImportError without Liger."""
     dtype = dtype_of(config.train.precision)
     settings = AutoConfig.for_model(**{**architecture, "tie_word_embeddings": False})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.bench.parts import Marks, between, marked
-from cqwen_dist.bench.peer import peer_step
+from cqwen_dist.bench.peer import PeerStep, peer_step
 from cqwen_dist.bench.profile import profile_steps
 from cqwen_dist.bench.rig import Rig, build_rig
 from cqwen_dist.bench.timing import device_name, seconds_of, spread, wait_for
@@ -84,7 +84,7 @@ def run(
     device = runtime.device
     kind: Kind = "cuda" if device.type == "cuda" else "cpu"
     sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind)
-    traffic = Traffic(Marks(device).now)
+    timer, traffic = Timer(device, machine, rounds), Traffic(Marks(device).now)
     before = _allocated(device)
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
@@ -93,13 +93,13 @@ def run(
         for index, s in enumerate(sizes):
             plan = rig.enter(index)
             batches = rig.batches(plan)
-            row = _stage(rig, plan, batches, s, traffic, machine, rounds, before)
+            row = _stage(timer, rig, plan, batches, s, traffic, before)
             rows.append(row)
             if profile is not None:
                 folder = profile / f"rank{runtime.rank}-{s.stage.name}"
                 profiles.append(profile_steps(partial(rig.step, batches, plan), folder, device))
             if not s.graph:
-                rows.append(_cached(rig, plan, batches, s, machine, rounds, row))
+                rows.append(_cached(timer, rig, plan, batches, s, row))
     del rig
     _empty(device)
     last = next((i for i in reversed(range(len(sizes))) if "lora" in sizes[i].trainable), None)
@@ -107,7 +107,7 @@ def run(
         ours = next(row for row in reversed(rows) if "lora" in row["trainable"])
         for name, liger in PEERS.items():
             build = partial(peer_step, config, architecture, device, liger)
-            rows.append(_peer(name, build, batches, device, rounds, ours, sizes[last], machine))
+            rows.append(_peer(timer, name, build, batches, sizes[last], ours))
             _empty(device)
     return {
         "device": device_name(device),
@@ -124,19 +124,45 @@ def run(
     }
 
 
+@dataclass(frozen=True)
+class Timer:
+    """Times contenders alike."""
+
+    device: torch.device
+    machine: Machine
+    rounds: int
+
+    def row(self, name: str, step: Callable[[], object], s: Sizes, saved: float = 0.0) -> dict[str, Any]:
+        """A row with the step's times. Collective: all ranks begin each round together. Peak memory is counted anew.
+
+        saved: operations of a token that this contender does not do.
+        """
+        for _ in range(WARM_UP):
+            step()
+        wait_for(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(self.rounds):
+            wait_for(self.device)
+            barrier()
+            times.append(seconds_of(step, self.device))
+        median, useful = statistics.median(times), flops(s).useful - saved
+        return {
+            "name": name,
+            "step_s": spread(times),
+            "tokens_per_s": s.step_tokens / median,
+            "flops_per_token": useful,
+            "mfu": useful * s.step_tokens / s.world / median / self.machine.peak(s.width),
+        }
+
+
 def _stage(
-    rig: Rig,
-    plan: StagePlan,
-    batches: list[Batch],
-    s: Sizes,
-    traffic: Traffic,
-    machine: Machine,
-    rounds: int,
-    before: int,
+    timer: Timer, rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, traffic: Traffic, before: int
 ) -> dict[str, Any]:
     """One stage as it is trained. before: bytes that were allocated before the rig was built."""
-    device = rig.runtime.device
-    row = _row(s.stage.name, _times(partial(rig.step, batches, plan), device, rounds), s, machine)
+    device, rounds = timer.device, timer.rounds
+    row = timer.row(s.stage.name, partial(rig.step, batches, plan), s)
     rig.step(batches, plan, looking=True)
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else None
     # Marks and counted messages cost time, so the parts are measured in rounds of their own.
@@ -169,10 +195,10 @@ def _stage(
 
 
 def _cached(
-    rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, machine: Machine, rounds: int, computed: dict[str, Any]
+    timer: Timer, rig: Rig, plan: StagePlan, batches: list[Batch], s: Sizes, computed: dict[str, Any]
 ) -> dict[str, Any]:
     """The same stage with z given, as the feature cache gives it: on the host, in the backbone's precision."""
-    device, dtype = rig.runtime.device, dtype_of(rig.config.train.precision)
+    device, dtype = timer.device, dtype_of(rig.config.train.precision)
     z = [torch.randn(int(batch.label_mask.sum()), s.base.hidden).to(dtype) for batch in batches]
     if device.type == "cuda":
         z = [part.pin_memory() for part in z]
@@ -180,7 +206,7 @@ def _cached(
     def step() -> None:
         rig.step(batches, plan, cached=[part.to(device, non_blocking=True) for part in z])
 
-    row = _row(f"{s.stage.name}, z cached", _times(step, device, rounds), s, machine, flops(s).backbone_forward)
+    row = timer.row(f"{s.stage.name}, z cached", step, s, saved=flops(s).backbone_forward)
     row["trainable"] = sorted(s.trainable)
     row["ratio"] = {
         "against": f"{s.stage.name}, z computed",
@@ -191,26 +217,19 @@ def _cached(
 
 
 def _peer(
-    name: str,
-    build: Callable[[], Callable[[list[Batch]], None]],
-    batches: list[Batch],
-    device: torch.device,
-    rounds: int,
-    ours: dict[str, Any],
-    s: Sizes,
-    machine: Machine,
+    timer: Timer, name: str, build: Callable[[], PeerStep], batches: list[Batch], s: Sizes, ours: dict[str, Any]
 ) -> dict[str, Any]:
     """A peer's row, compared with `ours`, the last stage that trains adapters. A peer that cannot run says why."""
-    if PEERS[name] and device.type != "cuda":
+    cuda = timer.device.type == "cuda"
+    if PEERS[name] and not cuda:
         return {"name": name, "skipped": "needs CUDA", "trainable": []}
-    before = _allocated(device)
+    before = _allocated(timer.device)
     try:
-        times = _times(partial(build(), batches), device, rounds)
+        row = timer.row(name, partial(build(), batches), s)
     except Exception as error:
         return {"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "trainable": []}
-    row = _row(name, times, s, machine)
     row["mfu"] = None
-    row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if device.type == "cuda" else None
+    row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if cuda else None
     row["trainable"] = []
     row["ratio"] = {
         "against": f"{ours['name']} over {name}, tokens/s",
@@ -218,34 +237,6 @@ def _peer(
         "by_operations": softmax_head_ratio(s),
     }
     return row
-
-
-def _row(name: str, times: list[float], s: Sizes, machine: Machine, saved: float = 0.0) -> dict[str, Any]:
-    """saved: operations of a token that this contender does not do."""
-    median = statistics.median(times)
-    useful = flops(s).useful - saved
-    return {
-        "name": name,
-        "step_s": spread(times),
-        "tokens_per_s": s.step_tokens / median,
-        "flops_per_token": useful,
-        "mfu": useful * s.step_tokens / s.world / median / machine.peak(s.width),
-    }
-
-
-def _times(step: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
-    """Seconds of each of `rounds` steps, after a warm-up; all ranks begin together. Peak memory is counted anew."""
-    for _ in range(WARM_UP):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    found = []
-    for _ in range(rounds):
-        wait_for(device)
-        barrier()
-        found.append(seconds_of(step, device))
-    return found
 
 
 def _factors(rows: list[dict[str, Any]], sizes: list[Sizes], machine: Machine, world: int) -> dict[str, float]:

@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 from cqwen_dist.report.charts import watched_names
 from cqwen_dist.report.run_data import RunData
 
-Level = Literal["good", "note", "warn", "bad"]
+LEVELS = ("bad", "warn", "note", "good")  # the worst first
 
 FEW_WORDS = 0.2  # accuracy; a pretrained model has 0.3 to 0.7 on texts of a kind that it knows
 USEFUL = 0.9  # of the median error of always predicting the median; above it, numbers are hardly learned
@@ -21,16 +21,18 @@ USEFUL = 0.9  # of the median error of always predicting the median; above it, n
 class Finding:
     """A finding about a run: how good it is (level), a headline, what it means or what to do."""
 
-    level: Level
+    level: str
     title: str
     text: str
 
 
+bad, warn, note, good = (partial(Finding, level) for level in LEVELS)
+
+
 def diagnose(run: RunData) -> list[Finding]:
     """All findings, the worst first."""
-    order = {"bad": 0, "warn": 1, "note": 2, "good": 3}
     found = [finding for rule in RULES for finding in rule(run)]
-    return sorted(found, key=lambda finding: order[finding.level])
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
 def _knows_words(run: RunData) -> bool:
@@ -45,10 +47,10 @@ def _knows_numbers(run: RunData) -> bool:
 
 def _alarms(run: RunData) -> Iterator[Finding]:
     for alarm in run.alarms:
-        level: Level = "warn" if alarm.get("kind") == "loss-spike" else "bad"
-        samples = ", ".join(map(str, alarm.get("samples") or []))
-        named = f" Samples: {samples}." if samples and alarm.get("kind") == "loss-spike" else ""
-        yield Finding(level, f"Alarm at step {alarm.get('step')}: {alarm.get('kind')}", f"{alarm.get('text')}.{named}")
+        kind, samples = alarm.get("kind"), ", ".join(map(str, alarm.get("samples") or []))
+        spike = kind == "loss-spike"
+        named = f" Samples: {samples}." if samples and spike else ""
+        yield (warn if spike else bad)(f"Alarm at step {alarm.get('step')}: {kind}", f"{alarm.get('text')}.{named}")
 
 
 def _words(run: RunData) -> Iterator[Finding]:
@@ -59,8 +61,7 @@ def _words(run: RunData) -> Iterator[Finding]:
     if gap < -1.0:
         held = run.config.loss.constraint.mode in ("hinge", "dual")
         hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: hinge)"
-        yield Finding(
-            "bad",
+        yield bad(
             f"It predicts {-gap:.1f} points fewer words right than its base model",
             f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the learning rates, or {hold}.",
         )
@@ -72,10 +73,10 @@ def _words(run: RunData) -> Iterator[Finding]:
             cause = "The base has random weights (model.architecture): name a pretrained one (model.name_or_path)."
         else:
             cause = f"The base was pretrained for {model.pretrain.steps} steps only (model.pretrain.steps)."
-        yield Finding("bad", f"Words: only {accuracy:.1%} right", f"Its base model has {base:.1%}. {cause}")
+        yield bad(f"Words: only {accuracy:.1%} right", f"Its base model has {base:.1%}. {cause}")
     else:
         how = f"{gap:+.1f} points against" if abs(gap) >= 0.05 else "as many as"
-        yield Finding("good", f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
+        yield good(f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
 
 
 def _forgotten(run: RunData) -> Iterator[Finding]:
@@ -85,12 +86,10 @@ def _forgotten(run: RunData) -> Iterator[Finding]:
             continue
         gap = 100 * (accuracy - base)
         if gap < -max(1.0, 10 * base):
-            yield Finding(
-                "warn", f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}", _against_forgetting(run)
-            )
+            yield warn(f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}", _against_forgetting(run))
         else:
-            level: Level = "good" if accuracy >= FEW_WORDS else "note"
-            yield Finding(level, f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")
+            finding = good if accuracy >= FEW_WORDS else note
+            yield finding(f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")
 
 
 def _against_forgetting(run: RunData) -> str:
@@ -99,10 +98,7 @@ def _against_forgetting(run: RunData) -> str:
     if not trained:
         return "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
     named = " and ".join(f"`{group}`" for group in trained)
-    return (
-        f"Freeze {named} (a stage's train), or lower their rates (lr_groups): the rows of words follow the training "
-        "texts alone."
-    )
+    return f"Freeze {named} (a stage's train), or lower their rates (lr_groups): they follow the training texts alone."
 
 
 def _overfit(run: RunData) -> Iterator[Finding]:
@@ -110,8 +106,7 @@ def _overfit(run: RunData) -> Iterator[Finding]:
     if len(losses) >= 4 and losses[-1] > 1.05 * min(losses) and min(losses) > 0:
         best = losses.index(min(losses))
         at = run.curves["eval/cls_loss_mean"].x[min(best, len(run.curves["eval/cls_loss_mean"].x) - 1)]
-        yield Finding(
-            "warn",
+        yield warn(
             "The held-out word loss was lower before",
             f"{min(losses):.3g} at step {at:.0f}, {losses[-1]:.3g} at the end: it overfits. Stop earlier "
             f"(stages' until), or more dropout (model.lora.dropout is {run.config.model.lora.dropout:g}).",
@@ -133,10 +128,8 @@ def _convergence(run: RunData) -> Iterator[Finding]:
     for what, (name, advice) in check.items():
         losses = run.raw.get(name, [])
         if len(losses) >= 2 and min(losses[1:]) >= losses[0]:
-            text = (
-                f"Held out, it was {losses[0]:.4g} at the start, never lower, and {losses[-1]:.4g} at the end. {advice}"
-            )
-            yield Finding("bad", f"The loss of {what} never fell", text)
+            text = f"Held out: {losses[0]:.4g} at the start, never lower, {losses[-1]:.4g} at the end. {advice}"
+            yield bad(f"The loss of {what} never fell", text)
 
 
 def _num(run: RunData) -> Iterator[Finding]:
@@ -144,8 +137,7 @@ def _num(run: RunData) -> Iterator[Finding]:
     if f1 is not None and "eval/reg_mdae" in run.last and f1 < 0.8:
         precision, recall = run.last.get("eval/num_precision", 0.0), run.last.get("eval/num_recall", 0.0)
         which = "it misses numbers" if recall <= precision else "it sees numbers where words are"
-        yield Finding(
-            "warn",
+        yield warn(
             f"Telling numbers from words: F1 {f1:.2f}",
             f"Precision {precision:.2f}, recall {recall:.2f}: {which}. The gate of the regression depends on it.",
         )
@@ -157,23 +149,20 @@ def _errors(run: RunData) -> Iterator[Finding]:
         return
     baseline = run.last.get("eval/baseline_mdae")
     if baseline is not None and mdae >= 0.99 * baseline:
-        yield Finding(
-            "bad",
+        yield bad(
             "Numbers are no better than always saying the median",
             f"Median absolute error {mdae:.4g}, always the training median's {baseline:.4g}.",
         )
     elif baseline is not None:
         useful = _knows_numbers(run)
-        yield Finding(
-            "good" if useful else "warn",
+        yield (good if useful else warn)(
             f"Numbers: median absolute error {mdae:.4g}",
             f"{'' if useful else 'Only '}{1 - mdae / baseline:.0%} less than always saying the training median "
             f"({baseline:.4g}).",
         )
     if mae > 5 * mdae > 0:
         logs = run.config.target_transform.endswith("_log")
-        yield Finding(
-            "note",
+        yield note(
             "A few extreme errors",
             f"The mean absolute error, {mae:.4g}, is {mae / mdae:.0f} times the median one, {mdae:.4g}: a few "
             "predictions are far off, most are not."
@@ -186,8 +175,7 @@ def _intervals(run: RunData) -> Iterator[Finding]:
     count = run.last.get("eval/conformal_numbers", 0.0)
     if raw is not None and abs(raw - 0.9) > 0.05:
         wide = raw > 0.9
-        yield Finding(
-            "note",
+        yield note(
             f"The Cauchy's own 90 % intervals hold {raw:.0%}",
             f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; use the "
             "recalibrated ones.",
@@ -197,8 +185,7 @@ def _intervals(run: RunData) -> Iterator[Finding]:
     reach = 2.576 * math.sqrt(0.09 / count)
     inside = abs(conformal - 0.9) <= reach
     if _knows_numbers(run) or not inside:  # guessed numbers need wide intervals, which hold easily
-        yield Finding(
-            "good" if inside else "warn",
+        yield (good if inside else warn)(
             f"Recalibrated 90 % intervals hold {conformal:.0%}",
             f"Measured on {count:.0f} numbers that did not calibrate them. Chance alone gives "
             f"{max(0.9 - reach, 0):.0%} to {min(0.9 + reach, 1):.0%} (99 % of the time).",
@@ -206,27 +193,24 @@ def _intervals(run: RunData) -> Iterator[Finding]:
 
 
 def _distributions(run: RunData) -> Iterator[Finding]:
-    # Number dimensions have scales of order 1, word dimensions of 1e-3 and less: such scales are skewed by design.
-    for name, what in (("U_loc", "locations"), *(() if run.config.number_dims else (("U_scale", "scales"),))):
+    for name, what, meaning in (
+        ("U_loc", "locations", "single tokens have representations of their own"),
+        ("U_scale", "scales", "the model is much less sure of some tokens or dimensions"),
+    ):
+        if name == "U_scale" and run.config.number_dims:
+            continue  # skewed by design: of order 1 in number dimensions, of order 1e-3 in the others
         mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
         if mean is None or median is None or std is None or not iqr:
             continue
         skew, tails = (mean - median) / iqr, std / (iqr / 1.349)
         if abs(skew) > 0.5:
-            yield Finding(
-                "note",
+            yield note(
                 f"The {what} of U are skewed",
                 f"Mean {mean:.3g}, median {median:.3g}, quartiles {iqr:.3g} apart: some tokens or dimensions pull to "
                 f"the {'high' if skew > 0 else 'low'} side.",
             )
         if tails > 3:
-            meaning = (
-                "single tokens have representations of their own"
-                if name == "U_loc"
-                else "the model is much less sure of some tokens or dimensions"
-            )
-            yield Finding(
-                "note",
+            yield note(
                 f"The {what} of U have heavy tails",
                 f"Their deviation, {std:.3g}, is {tails:,.1f} times that of a normal law with these quartiles: "
                 f"{meaning}.",
@@ -241,19 +225,16 @@ def _prob_sum(run: RunData) -> Iterator[Finding]:
     if 0.7 <= total <= 1.5:
         text = "One word comes next, so 1 is calibrated."
         if not _knows_words(run):
-            text += " They also do if every word has the same probability: see how many words are right."
-        level: Level = "good" if _knows_words(run) else "note"
-        yield Finding(level, f"The probabilities add up to {total:.2f}", text)
+            text += " The sum is near 1 too if every word has the same probability: see how many words are right."
+        yield (good if _knows_words(run) else note)(f"The probabilities add up to {total:.2f}", text)
     else:
-        yield Finding(
-            "warn" if total < 0.3 or total > 3 else "note",
+        yield (warn if total < 0.3 or total > 3 else note)(
             f"The probabilities of all words add up to {total:.2f}",
             "One word comes next, so it should be near 1: "
             + ("too many words are likely (scales too wide)." if total > 1 else "no word is likely."),
         )
     if causal is not None and causal > 0 and total > 0 and abs(math.log(causal)) > abs(math.log(total)) + 0.2:
-        yield Finding(
-            "note",
+        yield note(
             f"For one fixed individual they add up to {causal:.2f}",
             f"That should be nearer to 1 than the {total:.2f} over all individuals: draws from U are far from its "
             "location, or b_noise decides little.",
@@ -267,16 +248,14 @@ def _gradients(run: RunData) -> Iterator[Finding]:
     clipped = statistics.fmean(run.raw.get("train/clipped", [0.0]))
     median = statistics.median(norms)
     if max(norms) > 1000 * median > 0:
-        yield Finding(
-            "warn",
+        yield warn(
             "Gradients exploded at times",
             f"The largest norm was {max(norms):.3g}, the median {median:.3g}. Look at <NUM>'s bias and the start of "
             "the heads.",
         )
     limit = run.config.max_grad_norm
     if clipped > 0.9 and limit is not None:
-        yield Finding(
-            "warn",
+        yield warn(
             f"{clipped:.0%} of the steps were clipped",
             f"The median gradient norm is {median:.3g}, the limit (train.max_grad_norm) {limit:g}: only the gradient's "
             "direction matters. With `usual`, only unusually large gradients are clipped.",
@@ -286,14 +265,13 @@ def _gradients(run: RunData) -> Iterator[Finding]:
 def _speed(run: RunData) -> Iterator[Finding]:
     seconds, waits = run.raw.get("perf/step_s", []), run.raw.get("perf/data_wait_s", [])
     if len(waits) >= 5 and sum(waits) > 0.1 * sum(seconds):
-        yield Finding(
-            "warn",
+        yield warn(
             f"{sum(waits) / sum(seconds):.0%} of the time went into waiting for data",
             f"Make more batches ahead (data.prefetch is {run.config.data.prefetch}), or use a faster disk.",
         )
     refused = len(run.raw.get("train/refused", []))
     if refused:
-        yield Finding("warn", f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
+        yield warn(f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
 
 
 RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
