@@ -22,16 +22,16 @@ ROWS = 16  # texts in a batch
 LEVEL = 0.9
 
 
-class Told(NamedTuple):
+class Predictions(NamedTuple):
     """The numbers after the prompts and a model's predictions; all [M] float64."""
 
     truth: np.ndarray
-    told: np.ndarray  # the median of Y, raw unit
+    predicted: np.ndarray  # the median of Y, raw unit
     scores: np.ndarray  # |target - loc| / scale, in the target's unit
     crps: np.ndarray  # raw unit; NaN where the target's unit is not linear
 
 
-def to_tell(items: list[Item], tokenizer: NumericalAwareTokenizer) -> list[Batch]:
+def answer_batches(items: list[Item], tokenizer: NumericalAwareTokenizer) -> list[Batch]:
     """Batches of ROWS whole texts; the numbers after the prompts are to be predicted."""
     documents = []
     given = tokenizer.encode_batch([item.prompt for item in items])
@@ -56,7 +56,7 @@ def whole_texts(documents: list[Document], tokenizer: NumericalAwareTokenizer, r
     ]
 
 
-def numbers_to_tell(items: list[Item], policy: NumberPolicy) -> list[tuple[int, int, float, bool]]:
+def numbers_after_prompts(items: list[Item], policy: NumberPolicy) -> list[tuple[int, int, float, bool]]:
     """(text, character, value, whether an equal number precedes it) of every number after a prompt."""
     found = []
     for text, item in enumerate(items):
@@ -76,10 +76,10 @@ def spread(count: int, most: int) -> np.ndarray:
 
 
 @torch.no_grad()
-def tell(model: CausalQwenModel, batches: list[Batch]) -> Told:
+def predict(model: CausalQwenModel, batches: list[Batch]) -> Predictions:
     """Predict every number of the batches from the text before it."""
     device = model.action.cls_weight.device
-    parts: list[Told] = []
+    parts: list[Predictions] = []
     for batch in batches:
         flat = batch.numeric_mask.flatten().nonzero()[:, 0]
         on_device, positions = batch.to(device), flat.to(device)
@@ -88,14 +88,14 @@ def tell(model: CausalQwenModel, batches: list[Batch]) -> Told:
         truth = batch.numeric_labels.flatten()[flat]
         goal = model.target.forward(truth).to(device)
         parts.append(
-            Told(
+            Predictions(
                 truth.numpy(),
                 model.target.inverse(y.loc).cpu().numpy(),
                 ((goal - y.loc).abs() / y.scale).double().cpu().numpy(),
                 _crps(model, y, goal).double().cpu().numpy(),
             )
         )
-    return Told(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _crps(model: CausalQwenModel, y: Cauchy, goal: torch.Tensor) -> torch.Tensor:
@@ -103,14 +103,14 @@ def _crps(model: CausalQwenModel, y: Cauchy, goal: torch.Tensor) -> torch.Tensor
     return model.target.inverse_scale(crps) if model.target.linear else torch.full_like(crps, math.nan)
 
 
-def errors(truth: np.ndarray, told: np.ndarray, median: float, repeated: np.ndarray) -> dict[str, float]:
-    """Errors of told [M] in the raw unit and of the constant `median`; separately for repeated and for new numbers."""
-    error, always = np.abs(told - truth), np.abs(median - truth)
+def errors(truth: np.ndarray, predicted: np.ndarray, median: float, repeated: np.ndarray) -> dict[str, float]:
+    """Errors of predicted [M] and of the constant `median`, in the raw unit; also by repeated and new numbers."""
+    error, always = np.abs(predicted - truth), np.abs(median - truth)
     metrics = {
         "numbers": len(error),
         "mdae": float(np.median(error)),
         "mae": float(np.mean(error)),
-        "exact": float(np.mean(np.round(told, 2) == np.round(truth, 2))),
+        "exact": float(np.mean(np.round(predicted, 2) == np.round(truth, 2))),
         "median_mdae": float(np.median(always)),
         "median_mae": float(np.mean(always)),
     }
@@ -120,12 +120,12 @@ def errors(truth: np.ndarray, told: np.ndarray, median: float, repeated: np.ndar
     return metrics
 
 
-def told_metrics(told: Told, median: float, repeated: np.ndarray) -> dict[str, Any]:
+def number_metrics(found: Predictions, median: float, repeated: np.ndarray) -> dict[str, Any]:
     """`errors`, the mean CRPS where it is known, and the coverage of the model's own LEVEL interval."""
     metrics: dict[str, Any] = {
-        **errors(told.truth, told.told, median, repeated),
-        "coverage": float(np.mean(told.scores <= Intervals().half_width(LEVEL))),
+        **errors(found.truth, found.predicted, median, repeated),
+        "coverage": float(np.mean(found.scores <= Intervals().half_width(LEVEL))),
     }
-    if np.isfinite(told.crps).all():
-        metrics["crps"] = float(np.mean(told.crps))
+    if np.isfinite(found.crps).all():
+        metrics["crps"] = float(np.mean(found.crps))
     return metrics

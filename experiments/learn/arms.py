@@ -20,7 +20,7 @@ class Scale:
     held_out: int  # texts that are never trained on
     problems: int  # held-out texts that are measured
     pieces: int  # of prose, and as many of code
-    told: int  # at most so many numbers of the answers are predicted, evenly over the problems
+    numbers: int  # at most so many numbers of the answers are predicted, evenly over the problems
     heads_steps: int
     lora_steps: int
     batch: int
@@ -28,8 +28,10 @@ class Scale:
 
 
 SCALES = {
-    "small": Scale(1500, 60, problems=32, pieces=16, told=48, heads_steps=12, lora_steps=16, batch=8, length=320),
-    "full": Scale(8000, 200, problems=200, pieces=100, told=600, heads_steps=150, lora_steps=450, batch=16, length=320),
+    "small": Scale(1500, 60, problems=32, pieces=16, numbers=48, heads_steps=12, lora_steps=16, batch=8, length=320),
+    "full": Scale(
+        8000, 200, problems=200, pieces=100, numbers=600, heads_steps=150, lora_steps=450, batch=16, length=320
+    ),
 }
 BASE = "base, untrained"
 SEED = 0
@@ -49,7 +51,7 @@ def tasks(out: Path, size: Scale, base: str, median: float) -> list[Task]:
     """All trainings, named by arm and rate. median: of the numbers after the training prompts."""
     files = {name: str(out / "data" / f"{name}.jsonl") for name in HELD_OUT}
     train = str(out / "data" / "train.jsonl")
-    shared = {"base": base, "held_out": files, "told": size.told, "median": median}
+    shared = {"base": base, "held_out": files, "numbers": size.numbers, "median": median}
     plain = {
         **shared,
         "data": {"train": train, "sequence_length": size.length},

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.run.files import write_atomically
-from experiments.learn.answers import numbers_to_tell
+from experiments.learn.answers import numbers_after_prompts
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, tasks
 from experiments.learn.corpora import HELD_OUT, read_items, write_corpora
 from experiments.learn.lanes import run_tasks
@@ -109,5 +109,5 @@ def table(summary: dict[str, Any]) -> Table:
 
 def _median_number(path: Path) -> float:
     """The median of the numbers after the prompts of the training texts."""
-    values = [value for _, _, value, _ in numbers_to_tell(read_items(path), NumberPolicy())]
+    values = [value for _, _, value, _ in numbers_after_prompts(read_items(path), NumberPolicy())]
     return statistics.median(values) if values else 0.0

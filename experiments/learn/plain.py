@@ -25,7 +25,7 @@ from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
-from experiments.learn.answers import errors, numbers_to_tell, spread
+from experiments.learn.answers import errors, numbers_after_prompts, spread
 from experiments.learn.corpora import Item, read_items
 from experiments.learn.words import ROWS, measured_words, plain_scorer
 
@@ -37,8 +37,8 @@ def plain_arm(options: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
     """Task: fine-tune with ordinary LoRA and measure.
 
     options: base (a folder), data (a `DataConfig` tree), steps (0 measures the base itself), batch, lr, seed, lora
-    (arguments of PEFT's LoraConfig), digits (False: <NUM> without its value), held_out (files by name), told (at most
-    so many numbers), median. Returns `words` for every file, `numbers` if digits are read, and the training `losses`.
+    (arguments of PEFT's LoraConfig), digits (False: <NUM> without its value), held_out (files by name), numbers (at
+    most so many), median. Returns `words` for every file, `numbers` if digits are read, and the training `losses`.
     """
     kind = DigitTokenizer if options["digits"] else NumericalAwareTokenizer
     tokenizer = kind.from_pretrained(options["base"])
@@ -91,11 +91,11 @@ def _numbers(
 ) -> dict[str, Any]:
     """Errors of the numbers after the prompts, decoded greedily; the median stands in for text that is no number."""
     device = next(model.parameters()).device
-    every = numbers_to_tell(items, tokenizer.policy)
-    asked = [every[i] for i in spread(len(every), options["told"])]
+    every = numbers_after_prompts(items, tokenizer.policy)
+    asked = [every[i] for i in spread(len(every), options["numbers"])]
     prefixes = [tokenizer.encode(items[text].text[:start])[0] for text, start, *_ in asked]
     median = float(options["median"])
-    told, unread = np.full(len(asked), np.nan), 0
+    predicted, unread = np.full(len(asked), np.nan), 0
     order = sorted(range(len(prefixes)), key=lambda i: len(prefixes[i]))
     for at in range(0, len(order), DECODED):
         some = order[at : at + DECODED]
@@ -114,9 +114,9 @@ def _numbers(
             text = tokenizer.tokenizer.decode(new[row], skip_special_tokens=True)
             found = [value for start, _, value in find_numbers(text, tokenizer.policy) if start <= 1]
             if found and math.isfinite(found[0]):
-                told[i] = found[0]
+                predicted[i] = found[0]
             else:
-                told[i], unread = median, unread + 1
+                predicted[i], unread = median, unread + 1
     truth = np.array([value for _, _, value, _ in asked])
-    metrics = errors(truth, told, median, np.array([again for *_, again in asked]))
+    metrics = errors(truth, predicted, median, np.array([again for *_, again in asked]))
     return {**metrics, "unread": unread, "crps": metrics["mae"]}  # CRPS of a point is its error

@@ -16,7 +16,7 @@ from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, t
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.parallel.runtime import distributed
 from experiments.learn import arms, compare
-from experiments.learn.answers import Told, numbers_to_tell, to_tell, told_metrics
+from experiments.learn.answers import Predictions, answer_batches, number_metrics, numbers_after_prompts
 from experiments.learn.arms import BASE, OURS, PLAIN, SCALES, Scale, tasks
 from experiments.learn.corpora import Item, read_items, write_corpora
 from experiments.learn.lanes import Task, run_tasks
@@ -75,25 +75,29 @@ def test_corpora_are_of_two_kinds_and_split_by_content(tmp_path: Path, library: 
 def test_only_numbers_behind_the_prompt_are_told() -> None:
     items = [Item("2 and 3 make 5, then 6", "2 and 3 make "), Item("no number", ""), Item("7 is 8", "")]
     tokenizer = NumericalAwareTokenizer(train_tokenizer([item.text for item in items], 300), vocab_size=301)
-    (batch,) = to_tell(items, tokenizer)
-    told = [batch.numeric_labels[row][batch.numeric_mask[row]].tolist() for row in range(3)]
-    assert told == [[5.0, 6.0], [], [8.0]]  # a number that opens a text has nothing before it
-    assert numbers_to_tell(items, tokenizer.policy) == [(0, 13, 5.0, False), (0, 21, 6.0, False), (2, 5, 8.0, False)]
-    again = numbers_to_tell([Item("Is 4 more? 4 is. 9", "Is 4 more? ")], tokenizer.policy)
+    (batch,) = answer_batches(items, tokenizer)
+    values = [batch.numeric_labels[row][batch.numeric_mask[row]].tolist() for row in range(3)]
+    assert values == [[5.0, 6.0], [], [8.0]]  # a number that opens a text has nothing before it
+    assert numbers_after_prompts(items, tokenizer.policy) == [
+        (0, 13, 5.0, False),
+        (0, 21, 6.0, False),
+        (2, 5, 8.0, False),
+    ]
+    again = numbers_after_prompts([Item("Is 4 more? 4 is. 9", "Is 4 more? ")], tokenizer.policy)
     assert again == [(0, 11, 4.0, True), (0, 17, 9.0, False)]
 
 
 def test_number_metrics_by_hand() -> None:
     truth = np.arange(2000.0)
     repeated = truth >= 500
-    told = Told(
+    predictions = Predictions(
         truth, np.where(repeated, truth + 2.0, truth), np.where(repeated, 0.9, 1.1) * Intervals().half_width(0.9), truth
     )
-    found = told_metrics(told, 0.0, repeated)
+    found = number_metrics(predictions, 0.0, repeated)
     assert (found["numbers"], found["mdae"], found["mae"], found["exact"]) == (2000, 2.0, 1.5, 0.25)
     assert (found["mdae_repeated"], found["mdae_new"], found["median_mdae"]) == (2.0, 0.0, 999.5)
     assert (found["coverage"], found["crps"]) == (0.75, 999.5)
-    assert "crps" not in told_metrics(told._replace(crps=np.full(2000, np.nan)), 0.0, repeated)
+    assert "crps" not in number_metrics(predictions._replace(crps=np.full(2000, np.nan)), 0.0, repeated)
 
 
 @pytest.mark.parametrize("scale", sorted(SCALES))
@@ -126,7 +130,7 @@ def test_a_real_base_is_compared_at_each_arms_best_rate(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny base that has no <NUM>, every arm at one rate; then a choice between rates by hand."""
-    toy = Scale(16, 8, problems=8, pieces=2, told=3, heads_steps=1, lora_steps=1, batch=2, length=64)
+    toy = Scale(16, 8, problems=8, pieces=2, numbers=3, heads_steps=1, lora_steps=1, batch=2, length=64)
     monkeypatch.setitem(SCALES, "toy", toy)
     monkeypatch.setattr(arms, "LORA_LRS", (1e-3,))
     data = write_texts(tmp_path / "texts.jsonl", 40)
