@@ -158,7 +158,7 @@ def assemble(state: TrainState, config: Config, source: object = "") -> CausalQw
     model = CausalQwenModel(shape, base=base, abduction=network)
     trained = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
     _put(trained, state.features, source)  # all else is the base's
-    heads = torch.nn.ModuleDict({"abduction": model.abduction, "action": model.action})
+    heads = torch.nn.ModuleDict(model.heads)
     _put(dict(heads.named_parameters()), {**state.heads, **state.rows}, source)
     causal = CausalQwenForCausalLM(shape, model)
     if base.generation_config is not None:

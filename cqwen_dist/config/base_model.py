@@ -51,6 +51,13 @@ class ModelConfig(Section):
     number_dims: Count | None = Field(
         None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
     )
+    wide: Count = Field(
+        0,
+        multiple_of=4,
+        description="Columns of the wide part's tables, 0: none. With it the number's location has a linear part in "
+        "the words and numbers so far, fitted in closed form by the calibrated start (docs/tables.md); 262144 suits "
+        "tables of some thousand rows.",
+    )
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = Field(
         "linear",
         description="The network from features to U; two_layer is nonlinear and starts as the linear one; or a class "

@@ -36,8 +36,11 @@ class AbductionNetwork(nn.Module):
         *,
         scale_activation: str = "softplus",
         scale_floor: float = 1e-6,
+        number_dims: int = 0,
     ) -> None:
+        """number_dims: the last dimensions of U, to which columns behind the features' are added (`model.wide`)."""
         super().__init__()
+        self.number_dims = number_dims
         self.loc_net = nn.Linear(hidden_size, causal_hidden_size)
         self.scale_net = nn.Linear(hidden_size, causal_hidden_size)
         self.scale_activation = scale_activation
@@ -63,11 +66,21 @@ class AbductionNetwork(nn.Module):
         self.scale_net.bias[start:stop] = inverse_activation(gamma - self.scale_floor, self.scale_activation)
 
     def forward(self, features: Tensor) -> Cauchy:
-        """features [..., H] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
+        """features [..., H or more] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
+        features, beside = self._split(features)
         loc = self._linear(features, self.loc_net)
         raw = self._linear(features, self.scale_net)
+        if beside.shape[-1]:
+            loc = loc + F.pad(
+                beside.float().sum(-1, keepdim=True).expand(*loc.shape[:-1], self.number_dims),
+                (loc.shape[-1] - self.number_dims, 0),
+            )
         positive = F.softplus(raw) if self.scale_activation == "softplus" else raw.exp()
         return Cauchy(loc, positive + self.scale_floor)
+
+    def _split(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.loc_net.in_features
+        return features[..., :hidden], features[..., hidden:]
 
     @staticmethod
     def _linear(features: Tensor, layer: nn.Linear) -> Tensor:
@@ -90,8 +103,10 @@ class TwoLayerAbductionNetwork(AbductionNetwork):
         nn.init.zeros_(self.down.bias)
 
     def forward(self, features: Tensor) -> Cauchy:
+        features, beside = self._split(features)
         inner = F.silu(self._linear(features, self.up)).to(features.dtype)
-        return super().forward((features + self._linear(inner, self.down)).to(features.dtype))
+        bent = (features + self._linear(inner, self.down)).to(features.dtype)
+        return super().forward(torch.cat([bent, beside], -1))
 
 
 class Abduction(Protocol):

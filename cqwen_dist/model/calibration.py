@@ -5,7 +5,8 @@ The steps, in this order (docs/training.md has measurements):
 1. fit <NUM>'s row of W_cls, and lower the rows of the tokens that spell numerals (`levelling.fit_numeral_rows`);
 2. level all rows: subtract one vector, so that logits approximate log-probabilities (`levelling.level_logits`);
 3. choose (C, gamma), the threshold and the total scale of U', of least OvR loss;
-4. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
+4. fit the wide part, where there is one (`wide_start`);
+5. start W_reg, b_reg and U's number dimensions: a robust ridge regression, or the median where that is no better.
 
 With the seeds' constants argmax P is not argmax loc_S and the loss begins in the thousands (seeds S3 section 4, S1).
 There are two word-head products: one for the normalisers, one for the logits of the search, which stay in memory. A run
@@ -28,7 +29,9 @@ from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales, star
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
+from cqwen_dist.model.wide_start import TextBefore, fit_wide, texts_before
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
@@ -126,6 +129,7 @@ class _Positions(NamedTuple):
     learnt: Tensor  # [N] bool: whether a value is learnt
     values: Tensor  # [N] float64
     folds: Tensor  # [N] int64: the row's fold
+    texts: list[TextBefore]  # before each value that is learnt; empty without a wide part
 
 
 @dataclass(frozen=True)
@@ -145,18 +149,22 @@ class _Start:
         """
         batches = list(batches)
         none = torch.zeros(0, device=self.model.action.cls_weight.device)
-        no_z = none.new_zeros(0, self.model.config.hidden_size)
-        parts = [_Positions(no_z, none.long(), none.bool(), none.double(), none.long())]
+        no_z = none.new_zeros(0, self.model.config.feature_size)
+        parts = [(no_z, none.long(), none.bool(), none.double(), none.long())]
+        texts: list[TextBefore] = []
         for i, batch in enumerate(batches):
             self.progress(what, i, len(batches))
             kept, batch = batch.kept.to(none.device), batch.to(none.device)
             z = self.features(batch, kept).float()
             folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
-            parts.append(_Positions(z, *(part.flatten()[kept] for part in per_position)))
-            if self.groups is ALONE and most is not None and sum(len(part.labels) for part in parts) >= most:
+            parts.append((z, *(part.flatten()[kept] for part in per_position)))
+            if self.model.wide is not None:
+                texts += texts_before(self.model.wide, batch, kept[batch.numeric_mask.flatten()[kept]])
+            if self.groups is ALONE and most is not None and sum(len(labels) for _, labels, *_ in parts) >= most:
                 break
-        return _Positions(*(torch.cat(column)[:most] for column in zip(*parts, strict=True)))
+        z, labels, learnt, values, folds = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
+        return _Positions(z, labels, learnt, values, folds, texts[: int(learnt.sum())])
 
     def word_loc(self, z: Tensor) -> Tensor:
         """loc_U [N,C_w] of features."""
@@ -200,20 +208,30 @@ class _Start:
         return {"levelled": levelled, "num_row_told": share}
 
     def fit_regression(self, fit: _Positions) -> dict[str, Any]:
-        """Start W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
-        target = self.model.target
-        x = fit.z if self.model.config.number_dims else self.word_loc(fit.z)
+        """Start the wide part, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
+        self.progress("numbers", 0, 1)
+        target, wide = self.model.target, self.model.wide
+        x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)
         x, values, folds = self.everyones(*(part[fit.learnt] for part in (x, fit.values, fit.folds)))
         if not len(values):
             return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
+        texts = fit.texts
+        if wide is not None and self.groups.world is not None:
+            texts = [text for of_rank in gather_objects(texts, self.groups.world) for text in of_rank]
 
-        def ridge() -> tuple[Tensor, float, float, float, float]:
-            found = robust_ridge(x, target.forward(values).double(), folds)
-            error = (target.inverse(found.left_out) - values).abs().median()
+        def ridge() -> tuple[Tensor | None, Tensor, float, float, float, float]:
+            targets = target.forward(values).double()
+            words = None if wide is None else fit_wide(texts[: len(values)], targets, wide.weight.shape[1])
+            g = torch.zeros_like(targets) if words is None else words.left_out.to(targets)
+            found = robust_ridge(x, targets - g, folds)
+            error = (target.inverse(found.left_out + g) - values).abs().median()
             of_median = (values - values.quantile(0.5)).abs().median()
-            return found.coefficients.cpu(), found.intercept, found.scale, float(error), float(of_median)
+            tables = None if words is None else words.weight
+            return tables, found.coefficients.cpu(), found.intercept, found.scale, float(error), float(of_median)
 
-        coefficients, intercept, scale, error, of_median = self.groups.agreed(ridge)
+        tables, coefficients, intercept, scale, error, of_median = self.groups.agreed(ridge)
+        if wide is not None and tables is not None:
+            wide.weight.copy_(tables)
         start_regression(self.model, coefficients, intercept, scale)
         return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
 

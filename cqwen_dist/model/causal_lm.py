@@ -72,7 +72,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         "AbductionNetwork",
         "ActionNetwork",
     ]
-    _keep_in_fp32_modules_strict = {"abduction", "action", "w_num", "num_row"}  # noqa: RUF012  transformers' name
+    _keep_in_fp32_modules_strict = {"abduction", "action", "wide", "w_num", "num_row"}  # noqa: RUF012  transformers' name
 
     def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
         super().__init__(config)

@@ -20,10 +20,11 @@ from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.model.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base, rows_with_number_for, tokenizer_rows
-from cqwen_dist.model.configuration import CausalQwenConfig
+from cqwen_dist.model.configuration import BESIDE_Z, CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
 from cqwen_dist.model.lora import inject_lora
+from cqwen_dist.model.wide import WidePart, split_value
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
 
@@ -98,7 +99,9 @@ class CausalQwenModel(nn.Module):
             size,
             scale_activation=config.scale_activation,
             scale_floor=config.scale_floor,
+            **({"number_dims": config.number_dims} if config.wide else {}),
         )
+        self.wide = WidePart(config.wide, config.num_token_id) if config.wide else None
         self.action = ActionNetwork(
             size,
             config.vocab_size,
@@ -179,6 +182,11 @@ class CausalQwenModel(nn.Module):
         return self.features.backbone.transformer
 
     @property
+    def heads(self) -> dict[str, nn.Module]:
+        """Everything behind the features, by name."""
+        return {name: part for name in ("abduction", "action", "wide") if (part := getattr(self, name)) is not None}
+
+    @property
     def target(self) -> TargetTransform:
         """The unit of Y."""
         return TargetTransform.from_dict(self.config.target)
@@ -189,7 +197,36 @@ class CausalQwenModel(nn.Module):
         It needs no attention mask: position_ids that restart separate packed documents (`data.collate`), and no real
         token attends to padding on its right.
         """
-        return self.features(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+        z = self.features(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+        return self.with_wide(z, batch.input_ids, batch.numeric_values, position_ids=batch.position_ids, keep=keep)
+
+    def with_wide(
+        self,
+        z: Tensor,
+        input_ids: Tensor | None,
+        numeric_values: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        keep: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """z of `FeatureStack` with the wide part's g behind it, [...,H+BESIDE_Z]; without a wide part z itself.
+
+        A cache keeps what the tokens that follow need. Raises `UserError` for a cache that this model did not fill.
+        """
+        if self.wide is None:
+            return z
+        if input_ids is None:  # without ids nothing is known of words
+            return torch.cat([z, z.new_zeros(*z.shape[:-1], BESIDE_Z)], -1)
+        state = getattr(past_key_values, "wide_state", None)
+        if past_key_values is not None and state is None and past_key_values.get_seq_length() > input_ids.shape[1]:
+            raise UserError("past_key_values", "a cache without the wide part's state", "one that this model filled")
+        g, state = self.wide(input_ids, numeric_values, position_ids, attention_mask, state)
+        if past_key_values is not None:
+            past_key_values.wide_state = state
+        g = g if keep is None else g.flatten()[keep]
+        return torch.cat([z, split_value(g.to(z.device), z.dtype)], -1)
 
     def infer(
         self,
@@ -203,6 +240,7 @@ class CausalQwenModel(nn.Module):
             at = context["inputs_embeds"][..., 0] if input_ids is None else input_ids
             numeric_values = torch.zeros(at.shape, dtype=torch.float64, device=at.device)
         features = self.features(input_ids, numeric_values, attention_mask, **context)
+        features = self.with_wide(features, input_ids, numeric_values, attention_mask, **context)
         with at_hand(self.abduction):
             return self.abduction(features)
 

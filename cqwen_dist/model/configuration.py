@@ -9,6 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.targets import TargetTransform
 
+BESIDE_Z = 2  # columns that carry the wide part's g behind z: g rounded to z's dtype, and the rest
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 
 
@@ -17,8 +18,9 @@ class CausalQwenConfig(PretrainedConfig):
 
     base: the base model's own config, as a dict, and `added_rows` in it, if any. num_token_id: the row used for
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
-    the number dimensions (default H). number_dims: m. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for
-    all words. target: the regression's unit (`TargetTransform.to_dict`).
+    the number dimensions (default H). number_dims: m. wide: columns of the wide part's tables (`model.wide`; it needs
+    number dimensions), 0: none. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
+    target: the regression's unit (`TargetTransform.to_dict`).
     number_types: names of T types of number (S4 4.7.2); more_values: names of the further R - 1 values of a number (S4
     4.7.1); or None.
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
@@ -44,6 +46,7 @@ class CausalQwenConfig(PretrainedConfig):
         calibration: dict[str, Any] | None = None,
         number_types: list[str] | None = None,
         more_values: list[str] | None = None,
+        wide: int = 0,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
@@ -65,6 +68,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.lora = lora
         self.calibration = calibration
         self.number_types, self.more_values = number_types, more_values
+        self.wide = wide
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
@@ -85,6 +89,11 @@ class CausalQwenConfig(PretrainedConfig):
     def base_config(self) -> PretrainedConfig:
         """The base model's config object."""
         return AutoConfig.for_model(**self.base)
+
+    @property
+    def feature_size(self) -> int:
+        """Columns of what the abduction reads: H, and behind it those of the wide part."""
+        return int(self.hidden_size + (BESIDE_Z if self.wide else 0))
 
     @property
     def causal_hidden_size(self) -> int:

@@ -23,7 +23,8 @@ CONFIG = """\
 model:
   name_or_path: {base}
   lora: {{r: 16, alpha: 32}}
-  start_numbers: {rows}  # the regression starts by a ridge regression on all rows
+  start_numbers: {rows}  # the number starts by ridge regressions on all rows:
+  wide: 262144  # one on the words and numbers of a row, one on z for what that leaves
 data:
   train: {train}
   eval: {valid}  # watches training and recalibrates intervals

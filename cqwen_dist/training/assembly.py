@@ -96,6 +96,16 @@ class Training:
         self.runtime.hang.alive()
         self.runtime.stop.agreed(self.runtime.device)
 
+    def forward_held_out(self, batch: Batch, keep: Tensor) -> Tensor:
+        """The same of texts that nothing was fitted to: a wide part reads them as in eval mode."""
+        if self.model.wide is None:
+            return self.forward(batch, keep)
+        self.model.wide.eval()
+        try:
+            return self.forward(batch, keep)
+        finally:
+            self.model.wide.train()
+
 
 @dataclass(frozen=True)
 class Run(Training):
@@ -169,6 +179,7 @@ def build_training(
         abduction=config.model.abduction,
         causal_size=config.model.causal_size,
         number_dims=config.number_dims,
+        wide=config.model.wide,
         scale_activation=config.model.scale_activation,
         scalar_threshold=config.train.thresholds == "scalar",
         target=target,
@@ -261,7 +272,7 @@ def _evaluations(
         size = config.train.micro_batch_size
         return Evaluator(
             training.model,
-            training.forward,
+            training.forward_held_out,
             EvalLoader(dataset, rank=runtime.rank, world=groups.world_size, micro_batch_size=size),
             groups,
             baseline_value=statistics.median if statistics.count else None,

@@ -62,11 +62,12 @@ def feature_members(features: nn.Module, separate_b: bool = False) -> list[Membe
 
 
 def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> list[Member]:
-    """The trainable parameters of abduction and action. b_cls and C are redundant for P: by default only C trains."""
+    """The trainable parameters of abduction and action. b_cls and C are redundant for P: by default only C trains. The
+    wide part is fitted at the start and never trains."""
     members = []
     for name, parameter in heads.named_parameters():
         group, is_scale = _HEADS.get(name) or (name.split(".")[0], False)  # another abduction has more layers
-        if name == "action.cls_bias" and not train_class_bias:
+        if group == "wide" or (name == "action.cls_bias" and not train_class_bias):
             continue
         if name == "action.threshold" and thresholds == "fixed":
             continue

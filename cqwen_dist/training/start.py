@@ -42,6 +42,7 @@ WARM = "model.warm_start"
 _SHAPE = {
     "causal_size": "model.causal_size",
     "number_dims": "model.number_dims",
+    "wide": "model.wide",
     "abduction": "model.abduction",
     "scale_activation": "model.scale_activation",
     "scalar_threshold": "train.thresholds",

@@ -143,5 +143,5 @@ def _moments_of(shapes: dict[str, torch.Size]) -> dict[str, torch.Size]:
 
 def head_tensors(engine: Engine) -> dict[str, Tensor]:
     """Every parameter of the heads by name, frozen ones too (a calibrated C may be fixed)."""
-    parts = {"abduction": engine.model.abduction, "action": engine.model.action}
-    return {f"{part}.{name}": p for part, module in parts.items() for name, p in module.named_parameters()}
+    parts = engine.model.heads.items()
+    return {f"{part}.{name}": p for part, module in parts for name, p in module.named_parameters()}

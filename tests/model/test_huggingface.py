@@ -31,6 +31,7 @@ SHAPES = {
     "lora": {"lora": LORA},
     "types of number": {"number_types": ["other", "price", "age"], "number_dims": 2},
     "several values": {"more_values": ["high"]},
+    "wide": {"wide": 64, "number_dims": 2},
 }
 
 

@@ -118,7 +118,7 @@ class FeatureCache:
     def _open_or_build(self, loader: Loader) -> FeatureShards:
         dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
         assert isinstance(dataset, TextDataset)
-        hidden = self.engine.model.config.hidden_size
+        hidden = self.engine.model.config.feature_size
         key = self._key(dataset)
         folder = self.folder / key_digest(key)
         found = open_shards(folder, key, hidden, self.dtype, self.runtime)
@@ -152,6 +152,8 @@ class FeatureCache:
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """All that z depends on. Collective over the world."""
         trained, _, _ = self.engine.feature_state()
+        if self.engine.model.wide is not None:
+            trained = {**trained, "wide": self.engine.model.wide.weight.detach().cpu()}
         weights = hashlib.sha256()
         for name, value in sorted(trained.items()):
             weights.update(name.encode())

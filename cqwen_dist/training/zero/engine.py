@@ -77,7 +77,7 @@ class Engine:
         self.bf16 = config.train.precision == "bf16"
         self.model = model.to(runtime.device)
         model.features.requires_grad_(False)
-        heads = nn.ModuleDict({"abduction": model.abduction, "action": model.action})
+        heads = nn.ModuleDict(model.heads)
         heads.requires_grad_(False)
         members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
         self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay)
@@ -164,7 +164,9 @@ class Engine:
             with naming("DeepSpeed's forward"):
                 z: Tensor = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
         self._finite &= z.detach().isfinite().all()
-        return z
+        return self.model.with_wide(
+            z, batch.input_ids, batch.numeric_values, position_ids=batch.position_ids, keep=keep
+        )
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""

@@ -1,0 +1,155 @@
+"""The wide part: what the words and numbers so far say of the next number, linearly (Cheng et al. 2016, "Wide & Deep
+Learning", arXiv 1606.07792).
+
+z of a frozen base holds little of which words stood earlier and next to nothing of the numbers' values; a ridge
+regression on the words themselves uses both. So the wide part is one. To the location that the deep part infers from z
+it adds, at position i of a text,
+
+    g_i = sum over j <= i: w[each n-gram that ends at j] + where j is a number: w[the tokens before it] phi(x_j)
+
+In an n-gram a number stands as its value, to four digits. N-grams are hashed into buckets (Weinberger et al. 2009). w is fitted in
+closed form at the start (`model.wide_start`) and never trained. There are FOLDS tables w: each text so far belongs to
+one fold, by its own hash, and in training mode it is read with the table that was fitted without that fold. So g errs
+on the training texts as it does on new ones, and what is trained behind it learns from honest residuals. In eval mode
+the mean of all tables reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.model.embedding import phi
+
+FOLDS = 8
+GRAMS = 3  # n-grams of 1, 2 and 3 tokens
+_NOTHING = -1  # the symbol before a text
+_MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from splitmix64 and PCG
+
+
+class Entries(NamedTuple):
+    """What each position adds: columns of the tables and factors, [B,T,GRAMS+2] each; the symbols and the positions'
+    own hashes [B,T]; where each position's text begins, [B,T], negative: before these tokens."""
+
+    buckets: Tensor
+    factors: Tensor
+    symbols: Tensor
+    hashes: Tensor
+    begin: Tensor
+
+
+class WideState(NamedTuple):
+    """Of the text so far, for the tokens that follow: the last symbols [B,GRAMS-1], sums [FOLDS,B], the hash [B]."""
+
+    symbols: Tensor
+    sums: Tensor
+    hash: Tensor
+
+
+class WidePart(nn.Module):
+    """g of ids and values. All tables are 0 until the start is calibrated: g = 0."""
+
+    def __init__(self, buckets: int, num_token_id: int) -> None:
+        super().__init__()
+        self.num_token_id = num_token_id
+        self.weight = nn.Parameter(torch.zeros(FOLDS, buckets), requires_grad=False)
+
+    def forward(
+        self,
+        ids: Tensor,
+        values: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        state: WideState | None = None,
+    ) -> tuple[Tensor, WideState]:
+        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g [B,T] fp32, and the state behind them.
+
+        positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
+        mask [B, T or more]: 0 at padding; the last T count.
+        """
+        found = self.entries(ids, values, positions, mask, state)
+        own = (self.weight[:, found.buckets] * found.factors).sum(-1).double()
+        sums, text = since_begin(own, found.begin), since_begin(found.hashes, found.begin)
+        if state is not None:
+            goes_on = found.begin < 0
+            sums = sums + goes_on * state.sums.unsqueeze(-1)
+            text = text + goes_on * state.hash.unsqueeze(-1)
+        g = sums.gather(0, fold_of(text).unsqueeze(0))[0] if self.training else sums.mean(0)
+        last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
+        return g.float(), WideState(last, sums[..., -1], text[:, -1])
+
+    def entries(
+        self,
+        ids: Tensor,
+        values: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        state: WideState | None = None,
+    ) -> Entries:
+        """As `forward` takes them."""
+        is_number = ids == self.num_token_id
+        symbols = torch.where(is_number, _mixed(_in_four_digits(values)), ids)
+        real = torch.ones_like(is_number) if mask is None else mask[:, -ids.shape[1] :].bool()
+        symbols = symbols.where(real, _NOTHING)
+
+        # Where each position's text begins
+        at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        begins = at == (0 if state is None else -1) if positions is None else positions == 0
+        begin = torch.where(begins, at, -GRAMS).cummax(1).values
+
+        # n-grams, each hashed from the one that is a token shorter
+        extended = torch.cat([_symbols_before(symbols, state), symbols], 1)
+        width = symbols.shape[1]
+        before = [
+            extended[:, GRAMS - 1 - n : GRAMS - 1 - n + width].where(at - begin >= n, _NOTHING) for n in range(GRAMS)
+        ]
+        hashes = [_mixed(before[0])]
+        for symbol in before[1:]:
+            hashes.append(_mixed(hashes[-1] + _mixed(symbol)))
+        named = _mixed(_mixed(before[1]) + 3 * before[2])  # the tokens before a number
+
+        half = (
+            self.weight.shape[1] // 2
+        )  # of the columns for n-grams; of the rest even ones for values, odd ones beside
+        slope = half + 2 * (named % (half // 2))
+        buckets = torch.stack([*(h % half for h in hashes), slope, slope + 1], -1)
+        word, number = real.float(), (is_number & real).float()
+        factors = torch.stack([word] * GRAMS + [phi(values) * number, number], -1)
+        return Entries(buckets, factors, symbols, hashes[-1] * real, begin)
+
+
+def fold_of(text: Tensor) -> Tensor:
+    """The fold, in [0, FOLDS), of a text by the sum of its positions' hashes."""
+    return (_mixed(text) >> 40) % FOLDS
+
+
+def split_value(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """[...] fp32 -> [..., 2] in dtype, whose sum is g: to 16 bits in bf16."""
+    rounded = g.to(dtype)
+    return torch.stack([rounded, (g - rounded.float()).to(dtype)], -1)
+
+
+def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:
+    return symbols.new_full((len(symbols), GRAMS - 1), _NOTHING) if state is None else state.symbols
+
+
+def since_begin(own: Tensor, begin: Tensor) -> Tensor:
+    """Sums of [...,B,T] from where each position's text begins, [B,T], or the first position."""
+    sums = own.cumsum(-1)
+    before = torch.nn.functional.pad(sums, (1, 0))[..., :-1]
+    return sums - before.gather(-1, begin.clamp(min=0).expand_as(sums))
+
+
+def _in_four_digits(values: Tensor) -> Tensor:
+    """int64, equal where values agree in their first 14 bits: rounding must not make another word of a number."""
+    bits = values.float().view(torch.int32)
+    return ((bits + 512) >> 10).long()
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A hash of int64, which wraps round."""
+    x = (x + _INCREMENT) * _MULTIPLIER
+    x = (x ^ (x >> 32)) * _MULTIPLIER
+    return x ^ (x >> 29)

@@ -1,0 +1,195 @@
+"""The wide part: its sums over a text however it is cut, its closed form against scikit-learn, and what it adds."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+from support.numerics import assert_close
+from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
+
+from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.config import UserError
+from cqwen_dist.model.calibration import calibrate
+from cqwen_dist.model.wide import FOLDS, WidePart, split_value
+from cqwen_dist.model.wide_start import _counts, _kernel, _left_out, _scaling, fit_wide, texts_before
+
+BUCKETS = 1024
+
+
+def worn_part(buckets: int = BUCKETS) -> WidePart:
+    part = WidePart(buckets, NUM).eval()
+    part.weight.data.normal_(generator=torch.Generator().manual_seed(3))
+    return part
+
+
+def texts(rows: int, length: int = 9, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids [rows,length], a number in two places of each, and their values."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 30, (rows, length), generator=draw)
+    values = torch.zeros(rows, length, dtype=torch.float64)
+    ids[:, [2, 5]] = NUM
+    values[:, [2, 5]] = torch.randn(rows, 2, generator=draw, dtype=torch.float64).exp().round(decimals=1)
+    return ids, values
+
+
+def truth_of(ids, values) -> torch.Tensor:
+    """What each word adds, and half the logarithm of the last value; float64 [rows]."""
+    effect = torch.randn(NUM + 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    effect[NUM] = 0.0
+    return effect[ids].sum(1) + 0.5 * values[:, 5].log1p()
+
+
+def batch_of(ids, values, targets) -> Batch:
+    """Texts behind which a number is due: the label of the last position alone, and <NUM> behind it, as a collator."""
+    rows, length = ids.shape
+    labels = torch.full((rows, length), IGNORE_INDEX)
+    labels[:, -1] = NUM
+    number_labels = torch.zeros(rows, length, dtype=torch.float64)
+    number_labels[:, -1] = targets
+    positions = torch.arange(length).expand(rows, -1)
+    ones = torch.ones(rows, length, dtype=torch.bool)
+    return Batch(
+        input_ids=ids,
+        numeric_values=values,
+        attention_mask=ones,
+        position_ids=positions,
+        labels=labels,
+        numeric_labels=number_labels,
+        numeric_mask=labels == NUM,
+    )
+
+
+@pytest.mark.parametrize("cuts", [[1], [2, 3], [4, 5, 6], list(range(1, 9))])
+def test_a_text_in_pieces_is_the_text(cuts):
+    part, (ids, values) = worn_part(), texts(3)
+    whole, _ = part(ids, values)
+    state, pieces = None, []
+    for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
+        piece, state = part(ids[:, start:stop], values[:, start:stop], state=state)
+        pieces.append(piece)
+    assert_close(torch.cat(pieces, 1), whole, 1e-6)
+    assert whole.std() > 0.5  # the tables are not 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_packed_and_padded_texts_are_read_alone(training):
+    part, (ids, values) = worn_part().train(training), texts(2)
+    alone, _ = part(ids, values)
+    packed, _ = part(ids.view(1, -1), values.view(1, -1), positions=torch.arange(9).repeat(2)[None])
+    assert_close(packed.view(2, 9), alone, 1e-6)
+    mask = torch.tensor([[0] * 4 + [1] * 9] * 2)
+    pad = torch.full((2, 4), 7)
+    padded, _ = part(torch.cat([pad, ids], 1), torch.cat([pad * 0.0, values], 1), mask=mask)
+    assert_close(padded[:, 4:], alone, 1e-6)
+
+
+def test_order_words_and_values_all_count():
+    part, (ids, values) = worn_part(), texts(1)
+    last = part(ids, values)[0][0, -1]
+    turned, other, more = ids.clone(), ids.clone(), values.clone()
+    turned[0, [0, 1]] = ids[0, [1, 0]]
+    other[0, 3] = 31
+    more[0, 5] += 1
+    for changed in ((turned, values), (other, values), (ids, more)):
+        assert (part(*changed)[0][0, -1] - last).abs() > 0.01
+
+
+def test_a_value_before_which_the_same_words_stand_is_read_in_a_line_of_its_logarithm():
+    part = WidePart(BUCKETS, NUM).eval()
+    part.weight.data[:, BUCKETS // 2 :: 2] = 0.5  # slopes alone
+    ids, values = torch.tensor([[3, 4, NUM]]), torch.zeros(1, 3, dtype=torch.float64)
+    for value in (0.0, 1.0, -20.0, 1e6):
+        values[0, 2] = value
+        assert part(ids, values)[0][0, -1] == pytest.approx(0.5 * np.sign(value) * np.log1p(abs(value)), rel=1e-6)
+
+
+def test_the_closed_form_is_a_ridge_regression():
+    """To 1e-8: both in float64, on some thirty columns."""
+    part, (ids, values) = WidePart(64, NUM), texts(60)
+    found = texts_before(part, batch_of(ids, values, torch.zeros(60)), torch.arange(60) * 9 + 8)
+    counts = _counts(found, 64)
+    rows = np.asarray((counts @ _scaling(counts)).todense())
+    draw = np.random.default_rng(0)
+    t, weights = draw.normal(size=60), draw.uniform(0.2, 1, 60)
+    folds = np.array([text.fold for text in found])
+    g, solved = _left_out(_kernel(counts @ _scaling(counts)), t, weights, folds, 0.7)
+    for fold in set(folds):
+        own, rest = folds == fold, folds != fold
+        theirs = Ridge(0.7, fit_intercept=False).fit(rows[rest], t[rest], sample_weight=weights[rest])
+        np.testing.assert_allclose(rows.T @ solved[fold], theirs.coef_, atol=1e-8)
+        np.testing.assert_allclose(g[own], theirs.predict(rows[own]), atol=1e-8)
+
+
+def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_tables_else():
+    part, (ids, values) = WidePart(BUCKETS, NUM), texts(200)
+    y = truth_of(ids, values)
+    batch = batch_of(ids, values, y)
+    found = fit_wide(texts_before(part, batch, torch.arange(200) * 9 + 8), y, BUCKETS)
+    part.weight.data.copy_(found.weight)
+    assert_close(part.train()(ids, values)[0][:, -1], found.left_out.float(), 1e-4)
+    everyone = part.eval()(ids, values)[0][:, -1]
+    assert (everyone - y).abs().mean() < 0.7 * (found.left_out - y).abs().mean()  # 7 of 8 tables know the answer
+    new, new_values = texts(200, seed=5)
+    truth = truth_of(new, new_values)
+    error = (part(new, new_values)[0][:, -1] - (truth - y.median())).abs().mean()
+    assert error < 0.75 * (truth - y.median()).abs().mean()
+
+
+def test_noise_is_not_fitted():
+    part, (ids, values) = WidePart(BUCKETS, NUM), texts(200)
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = fit_wide(texts_before(part, batch_of(ids, values, noise), torch.arange(200) * 9 + 8), noise, BUCKETS)
+    assert found is None or float(found.left_out.abs().mean()) < 0.3
+    few = texts_before(part, batch_of(ids[:9], values[:9], noise[:9]), torch.arange(9) * 9 + 8)
+    assert fit_wide(few, noise[:9], BUCKETS) is None
+
+
+def test_calibration_starts_with_it_and_words_do_not_see_it():
+    ids, values = texts(240)
+    y = truth_of(ids, values)
+    shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 1.0, "scale": 2.0}}
+    plain, wide = tiny_model(**shape), tiny_model(**shape, wide=BUCKETS)
+    batches = [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 240, 40)]
+    without, found = calibrate(plain, batches), calibrate(wide, batches)
+    assert found.reg_mdae < 0.75 * without.reg_mdae
+    before, after = plain(ids[:3], values[:3]), wide(ids[:3], values[:3])
+    for a, b in zip(before[:2], after[:2], strict=True):
+        assert torch.equal(a, b)
+    new, new_values = texts(40, seed=9)
+    truth = truth_of(new, new_values)
+    errors = [(m.target.inverse(m(new, new_values)[2][:, -1].double()) - truth).abs().median() for m in (plain, wide)]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_generation_with_a_cache_is_generation_without():
+    model = tiny_causal_lm(wide=BUCKETS, number_dims=2)
+    model.model.wide.weight.data.copy_(worn_part().weight * 0.1)
+    model.model.action.cls_bias.data[NUM] += 3.0  # numbers are written
+    batch = random_batch()
+    prompt = {"input_ids": batch.input_ids[:, :8], "numeric_values": batch.numeric_values[:, :8]}
+    with_cache, numbers = model.generate(**prompt, max_new_tokens=6, return_numbers=True)
+    without, others = model.generate(**prompt, max_new_tokens=6, return_numbers=True, use_cache=False)
+    assert torch.equal(with_cache, without)
+    assert bool(numbers.generated.any())
+    assert_close(numbers.values, others.values, 1e-5)
+
+
+def test_a_cache_of_another_model_is_refused():
+    model, plain = tiny_causal_lm(wide=BUCKETS, number_dims=2), tiny_causal_lm(number_dims=2)
+    ids = torch.tensor([[1, 2, 3]])
+    cache = plain(ids, use_cache=True).past_key_values
+    with pytest.raises(UserError, match='past_key_values: found "a cache without'):
+        model(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.0), (torch.bfloat16, 2**-15)])
+def test_g_survives_the_dtype_of_z(dtype, tolerance):
+    g = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 5
+    back = split_value(g, dtype).float().sum(-1)
+    assert ((back - g).abs() <= tolerance * g.abs()).all()
+
+
+def test_there_are_as_many_tables_as_folds_of_like_size():
+    part, (ids, values) = WidePart(64, NUM), texts(800)
+    folds = [t.fold for t in texts_before(part, batch_of(ids, values, torch.zeros(800)), torch.arange(800) * 9 + 8)]
+    assert np.bincount(folds, minlength=FOLDS).min() > 60  # of 100; four standard deviations
