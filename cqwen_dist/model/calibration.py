@@ -150,7 +150,7 @@ class _Start:
         batches = list(batches)
         none = torch.zeros(0, device=self.model.action.cls_weight.device)
         no_z = none.new_zeros(0, self.model.config.feature_size)
-        parts = [(no_z, none.long(), none.bool(), none.double(), none.long())]
+        parts: list[tuple[Tensor, ...]] = [(no_z, none.long(), none.bool(), none.double(), none.long())]
         texts: list[TextBefore] = []
         for i, batch in enumerate(batches):
             self.progress(what, i, len(batches))

@@ -7,11 +7,11 @@ it adds, at position i of a text,
 
     g_i = sum over j <= i: w[each n-gram that ends at j] + where j is a number: w[the tokens before it] phi(x_j)
 
-In an n-gram a number stands as its value, to four digits. N-grams are hashed into buckets (Weinberger et al. 2009). w is fitted in
-closed form at the start (`model.wide_start`) and never trained. There are FOLDS tables w: each text so far belongs to
-one fold, by its own hash, and in training mode it is read with the table that was fitted without that fold. So g errs
-on the training texts as it does on new ones, and what is trained behind it learns from honest residuals. In eval mode
-the mean of all tables reads.
+In an n-gram a number stands as its value, to four digits. N-grams are hashed into columns of a table w (Weinberger et
+al. 2009), which is fitted in closed form at the start (`model.wide_start`) and never trained. There are FOLDS such
+tables. Each text so far belongs to one fold, by its own hash. In training mode it is read with the table that was
+fitted without that fold: so g errs on training texts as on new ones, and what is trained behind it learns from honest
+residuals. In eval mode the mean of all tables reads it.
 """
 
 from __future__ import annotations

@@ -187,10 +187,7 @@ def build_training(
         more_values=config.data.more_values or None,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
     )
-    if config.model.gradient_checkpointing:
-        model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    if config.model.compile_layers:
-        compile_layers(model.transformer)
+    _set_up_layers(model, config)
     engine = Engine(model, config, runtime, groups)
     constraint = Constraint(model, config.loss.constraint, engine.forward)
     stepper = Stepper(
@@ -207,6 +204,13 @@ def build_training(
     schedule = Schedule(config.stages, steps_per_epoch)
     replicas = Replicas(engine, groups, config.train.check_ranks_every)
     return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
+
+
+def _set_up_layers(model: CausalQwenModel, config: Config) -> None:
+    if config.model.gradient_checkpointing:
+        model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    if config.model.compile_layers:
+        compile_layers(model.transformer)
 
 
 def build_run(config: Config, runtime: Runtime) -> Run:
