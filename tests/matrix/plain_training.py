@@ -58,7 +58,10 @@ def join(batches: list[Batch]) -> Batch:
 def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
     """The model at its start; `shape` may hold the range of rows."""
     lora = LORA if kind == "heads+lora" else None
-    return tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, **shape)
+    model = tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, wide=64 if lora else 0, **shape)
+    if model.wide is not None:
+        model.wide.weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
+    return model
 
 
 def group_of(name: str) -> str | None:
@@ -67,7 +70,7 @@ def group_of(name: str) -> str | None:
         return "lora"
     if name in ("features.embedding.w_num", "features.embedding.num_row"):
         return "embedding"
-    frozen = name.startswith("features.") or name == "action.cls_bias"
+    frozen = name.startswith(("features.", "wide.")) or name == "action.cls_bias"
     return None if frozen else "heads"
 
 

@@ -11,11 +11,13 @@ from support.numerics import assert_close
 from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.config import FeatureCacheConfig
+from cqwen_dist.model.configuration import BESIDE_Z
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import file_record, key_digest
 from cqwen_dist.training.features.cache import FeatureCache
 from cqwen_dist.training.features.shards import FeatureShards
 
+WIDTH = 16 + BESIDE_Z  # of a row: z and the wide part
 CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
 EPOCHS_OF_HEADS = [
     {"name": "heads", "train": ["heads"], "steps": 8, "lr": 1e-2},  # 32 texts, 12 a step: 3 steps an epoch
@@ -25,7 +27,7 @@ EPOCHS_OF_HEADS = [
 
 
 def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS) -> Path:
-    return write_config(folder, stages=stages, train__checkpoint_every=1, train__keep_checkpoints=30)
+    return write_config(folder, stages=stages, train__checkpoint_every=1, train__keep_checkpoints=30, model__wide=1024)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tm
     manifest = json.loads((untrained / "manifest.json").read_text())
     assert file_record(damaged) == manifest["files"][damaged.name], "it was not made again"
     z, before = (
-        FeatureShards(folder, 16, torch.float32).read([3, 0]) for folder in (untrained, kept / "cache" / untrained.name)
+        FeatureShards(folder, WIDTH, torch.float32).read([3, 0]) for folder in (untrained, kept / "cache" / untrained.name)
     )
     assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
 
@@ -109,7 +111,7 @@ def test_the_key_knows_the_data_and_the_dtype_is_the_run_s(uncached: Path, kept:
         assert "tokenizer" in same
         assert not {"data", "dtype"} & same
     assert {"base", "trained", "data", "tokenizer", "dtype"} <= key.keys()
-    z = FeatureShards(made, 16, torch.bfloat16).read([3, 0])
+    z = FeatureShards(made, WIDTH, torch.bfloat16).read([3, 0])
     assert z.dtype == torch.bfloat16, "in the run's own dtype"
     assert bool(z.float().std() > 0.1)
 
