@@ -59,8 +59,13 @@ def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
     """The model at its start; `shape` may hold the range of rows."""
     lora = LORA if kind == "heads+lora" else None
     model = tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, wide=64 if lora else 0, **shape)
+    return with_tables(model)
+
+
+def with_tables(model: CausalQwenModel) -> CausalQwenModel:
+    """Its wide part read as in training, by tables that are not 0."""
     if model.wide is not None:
-        model.wide.weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
+        model.wide.train().weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(5))
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from matrix.plain_training import LORA, Trained, step_batch, train_plainly
+from matrix.plain_training import LORA, Trained, step_batch, train_plainly, with_tables
 from matrix.sharded_training import (
     Case,
     Found,
@@ -54,11 +54,12 @@ def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runt
         start="seed",
         num_token_id=NUM,
         number_dims=2,
+        wide=64,
         lora=LORA,
         vocab_start=start,
         rows=stop - start,
     )
-    return model, runtime, sizes
+    return with_tables(model), runtime, sizes
 
 
 def train_from_files(folder: str, case: Case, oracle: Trained) -> tuple[Any, Found]:

@@ -94,7 +94,8 @@ def test_a_damaged_file_is_noticed_and_made_again(uncached: Path, kept: Path, tm
     manifest = json.loads((untrained / "manifest.json").read_text())
     assert file_record(damaged) == manifest["files"][damaged.name], "it was not made again"
     z, before = (
-        FeatureShards(folder, WIDTH, torch.float32).read([3, 0]) for folder in (untrained, kept / "cache" / untrained.name)
+        FeatureShards(folder, WIDTH, torch.float32).read([3, 0])
+        for folder in (untrained, kept / "cache" / untrained.name)
     )
     assert_close(z, before, 1e-5, "z")  # fp32 through two layers, in products of other shapes
 
