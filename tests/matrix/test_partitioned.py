@@ -101,18 +101,14 @@ def features(folder: str, case: Case) -> Any:
 
 def test_bf16_is_the_whole_models_bf16(folder: str) -> None:
     torch.manual_seed(1)
-    whole = CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM, number_dims=2, lora=LORA)
+    shape = {"number_dims": 2, "lora": LORA, "wide": 64}
+    whole = with_tables(CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM, **shape))
     for parameter in whole.features.parameters():  # not the buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16()
     batch = step_batch(0)
     with torch.no_grad():
-        expected = whole.features.eval()(
-            batch.input_ids,
-            batch.numeric_values,
-            None,
-            batch.position_ids,
-            keep=batch.label_mask.flatten().nonzero()[:, 0],
-        )
+        whole.features.eval()
+        expected = whole.kept_features(batch, batch.label_mask.flatten().nonzero()[:, 0])
     for z, weight in run_ranks(features, 2, folder, Case(2, 1, 3, "bf16", 1, BOTH)):
         assert torch.equal(torch.from_numpy(z), expected.float())
         assert torch.equal(torch.from_numpy(weight), whole.action.cls_weight.detach())
