@@ -116,7 +116,7 @@ def _contender(
 
 def table(result: dict[str, Any]) -> Table:
     """`run`'s result for a terminal."""
-    shown = Table(title=f"tokens/s beside Hugging Face's generate, {result['shape']}, {result['threads']} thread(s)")
+    shown = Table(title=f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {result['threads']} thread(s)")
     for column in ("batch", "", "tokens/s", "ratio", "least", "most"):
         shown.add_column(column)
     for row in result["results"]:

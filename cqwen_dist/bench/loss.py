@@ -119,7 +119,7 @@ def _checked(tokens: int, hidden: int, vocab: int, dtype: str, device: str, roun
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device must be cpu, or cuda where there is one, found {device!r}")
+        raise ValueError(f"device must be cpu, or cuda if available, found {device!r}")
     return torch.device(device)
 
 

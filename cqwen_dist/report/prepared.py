@@ -47,7 +47,7 @@ def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None
     if as_json:
         print_json(found)
     else:
-        console.print(f"in {folder} after {found['seconds']:.1f} s; the plots are also in {PLOT} there")
+        console.print(f"in {folder} after {found['seconds']:.1f} s; {PLOT} has the plots too")
 
 
 def tokenizer_of(config: Config) -> NumericalAwareTokenizer:

@@ -101,7 +101,7 @@ def _do(task: Task, kinds: dict[str, Work], out: Path, runtime: Runtime) -> None
     began = time.monotonic()
     try:
         result = kinds[task.kind](task.options, runtime)
-    except Exception:  # the others go on
+    except Exception:  # the other tasks continue
         result = {"error": traceback.format_exc()}
     record = {**result, "seconds": time.monotonic() - began}
     write_atomically(results / f"{task.name}.json", json.dumps(record))

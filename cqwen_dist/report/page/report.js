@@ -25,7 +25,7 @@
   };
   const percent = (v) => `${+(100 * v).toPrecision(4)} %`;
 
-  // round steps for an axis: linear, or powers of ten (and 2, 5 between where there is room)
+  // ticks of an axis at round values: linear, or powers of ten, with 2 and 5 between them if there is room
   const ticks = (low, high, count) => {
     const rough = (high - low) / count || 1;
     const power = 10 ** Math.floor(Math.log10(rough));
@@ -131,8 +131,8 @@
     for (const l of lines) {
       const c = l.curve;
       if (c.low) {
-        const there = c.x.map((v, i) => i).filter((i) => !log || c.low[i] > 0);
-        const edge = [...there.map((i) => [x(c.x[i]), clip(y(c.high[i]))]), ...there.reverse().map((i) => [x(c.x[i]), clip(y(c.low[i]))])];
+        const drawn = c.x.map((v, i) => i).filter((i) => !log || c.low[i] > 0);
+        const edge = [...drawn.map((i) => [x(c.x[i]), clip(y(c.high[i]))]), ...drawn.reverse().map((i) => [x(c.x[i]), clip(y(c.low[i]))])];
         if (edge.length) svg.append(make("path", { class: "band", d: `${pathOf(edge)}Z`, fill: l.colour }));
       }
       const ys = smoothed(c.y);
@@ -277,7 +277,7 @@
         const n = found[+select.value].numbers;
         const one = figure("Do intervals hold what they promise?", "On the diagonal they do; above it they are too wide, below it too narrow.");
         drawCoverage(one, n);
-        const two = figure("Where the truth falls (PIT)", `${show(n.count)} numbers in ${n.pit.length} bins; the band is what chance does to a calibrated model.`);
+        const two = figure("Where the truth falls (PIT)", `${show(n.count)} numbers in ${n.pit.length} bins; the band shows the scatter of a calibrated model by chance.`);
         drawPit(two, n);
         const last = figure("Predicted against true", "On the diagonal: right.");
         drawPredicted(last, n);
@@ -294,7 +294,7 @@
       const found = run.evaluations.filter((e) => e.step > 0 && (e.tokens || []).length);
       if (!found.length) return;
       const top = Math.max(0.02, ...found.flatMap((e) => e.tokens.map((t) => t.shift)));
-      const group = make("div", { class: "group" }, make("h3", {}, `${many ? `${run.name}: ` : ""}How far U has moved, token by token`), make("p", { class: "quiet" }, `The first held-out tokens; the deeper the colour, the farther the location of U is from where it was before training (deepest: ${show(top)} of its spread over these tokens). Point at a token for its figures, KL among them.`));
+      const group = make("div", { class: "group" }, make("h3", {}, `${many ? `${run.name}: ` : ""}How far U has moved, token by token`), make("p", { class: "quiet" }, `The first held-out tokens; a deeper colour means that the location of U is farther from its place before training (deepest: ${show(top)} of its spread over these tokens). Point at a token for its values, KL among them.`));
       for (const e of found) {
         const line = make("div", { class: "heat" }, make("b", {}, `${e.stage}, step ${show(e.step)}`));
         for (const t of e.tokens) {
@@ -315,7 +315,7 @@
       for (const name of data.others) addChart(grid, { title: name, unit: name.split("/").pop(), series: [[name, name.split("/").pop()]], say: "", log: false, percent: false, at: [] });
     } else for (const chart of data.charts) if (chart.section === section) addChart(grid, chart);
   }
-  redraws.forEach((draw) => draw()); // once every card is in its place and has its width
+  redraws.forEach((draw) => draw()); // after layout, when every card has its width
   const numbers = document.getElementById("evaluations"), tokens = document.getElementById("tokens");
   if (numbers) addEvaluations(numbers);
   if (tokens) addTokens(tokens);
