@@ -116,7 +116,8 @@ def _contender(
 
 def table(result: dict[str, Any]) -> Table:
     """`run`'s result for a terminal."""
-    shown = Table(title=f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {result['threads']} thread(s)")
+    title = f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {result['threads']} thread(s)"
+    shown = Table(title=title)
     for column in ("batch", "", "tokens/s", "ratio", "least", "most"):
         shown.add_column(column)
     for row in result["results"]:
