@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on this machine's CPUs, whatever else it has: launch/cpu.sh CONFIG RANKS [key=value ...]
+# Train on this machine's CPUs, also where it has GPUs: launch/cpu.sh CONFIG RANKS [key=value ...]
 set -euo pipefail
 if [ "$#" -lt 2 ]; then
   echo "usage: $0 CONFIG RANKS [key=value ...]" >&2

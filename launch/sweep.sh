@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The runs of slurm/sweep.sbatch one after the other on this machine: launch/sweep.sh RANKS CONFIG POINTS [key=value ...]
 # POINTS is a text file, one run a line: overrides as a shell would read them. Run N (from 0) lives in the folder N of the
-# config's run.dir; a run that is done is passed over, so the same command goes on. `cqwen report RUN_DIR/*` compares.
+# config's run.dir; a run that is done is skipped, so the same command resumes. `cqwen report RUN_DIR/*` compares.
 set -euo pipefail
 if [ "$#" -lt 3 ]; then
   echo "usage: $0 RANKS CONFIG POINTS [key=value ...]" >&2
@@ -14,7 +14,7 @@ for ((number = 0; number < runs; number++)); do
   words=()
   while IFS= read -r -d '' word; do words+=("$word"); done \
     < <(python3 -m cqwen_dist.cluster.batch point "$number" "$config" "$points" "$@")
-  if [ "${#words[@]}" -eq 0 ]; then exit 2; fi # it has said why
+  if [ "${#words[@]}" -eq 0 ]; then exit 2; fi # the error is printed
   echo "run $number of $runs: ${words[*]}"
   python3 -m cqwen_dist launch --ranks "$ranks" "${words[@]}"
 done

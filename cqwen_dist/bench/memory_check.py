@@ -22,7 +22,7 @@ from cqwen_dist.config import Config
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.plan import Architecture
-from cqwen_dist.plan.known import known_architecture
+from cqwen_dist.plan.architecture import known_architecture
 from cqwen_dist.plan.make import tensor_bytes, worst
 from cqwen_dist.plan.memory import MIB, WORKSPACE
 from cqwen_dist.plan.sizes import Kind, stage_sizes

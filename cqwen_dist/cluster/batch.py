@@ -188,8 +188,8 @@ def _failed(logs: Path) -> list[dict[str, Any]]:
 
 def _words_of(logs: Path, ending: dict[str, Any]) -> str:
     """Why a rank failed: its exception, or its error line for the user."""
-    told = [line for line in _tail(logs / f"rank-{ending['rank']}.log") if line.startswith("error: ")]
-    return told[-1].removeprefix("error: ") if ending["how"] == "wrong input" and told else str(ending["message"])
+    errors = [line for line in _tail(logs / f"rank-{ending['rank']}.log") if line.startswith("error: ")]
+    return errors[-1].removeprefix("error: ") if ending["how"] == "wrong input" and errors else str(ending["message"])
 
 
 def _silent(logs: Path) -> list[int]:
@@ -218,16 +218,12 @@ def _say(text: str) -> None:
 def main() -> None:
     """The verbs of the module's docstring; wrong input: exit code 2 with one line."""
     parser = argparse.ArgumentParser()
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for name in ("begin", "end", "point"):
-        verb = verbs.add_parser(name)
-        if name != "point":
-            verb.add_argument("--max-restarts", type=int, required=True)
-        if name == "end":
-            verb.add_argument("--code", type=int, required=True)
-            verb.add_argument("--asked", required=True)
-            verb.add_argument("--phase", choices=("preflight", "train"), required=True)
-        verb.add_argument("words", nargs="+")
+    parser.add_argument("verb", choices=("begin", "end", "point"))
+    parser.add_argument("--max-restarts", type=int)  # of begin and end; the next three of end
+    parser.add_argument("--phase", choices=("preflight", "train"))
+    parser.add_argument("--code", type=int)
+    parser.add_argument("--asked")
+    parser.add_argument("words", nargs="+")
     given = parser.parse_args()
     words: list[str] = given.words
     try:

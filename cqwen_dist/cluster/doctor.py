@@ -16,10 +16,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cqwen_dist.cluster.node import has_gpu
 from cqwen_dist.run.environment import git_commit, versions
+from cqwen_dist.run.files import write_atomically
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (2**20, 16 * 2**20)
@@ -40,8 +42,10 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
     facts = node_facts(folder, quick)
     with distributed(60.0) as runtime:
         world = runtime.world_size
-        nodes = {facts["host"]: facts for facts in reversed(gather_objects(facts))}
-        hosts = list(reversed(nodes))
+        nodes: dict[str, dict[str, Any]] = {}
+        for each in gather_objects(facts):
+            nodes.setdefault(each["host"], each)
+        hosts = list(nodes)
         lost = gather_objects((facts["host"], _unresolved(hosts)))
         together: dict[str, Any] = {"ranks": world, "unresolved": {host: names for host, names in lost if names}}
         together |= {"folder_seen_s": None, "folder_unseen": []}
@@ -57,7 +61,7 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
             ]
         if not runtime.is_main:
             return None
-    document = {"nodes": [nodes[host] for host in hosts], "together": together}
+    document = {"nodes": list(nodes.values()), "together": together}
     return {**document, "red": findings(document)}
 
 
@@ -203,11 +207,7 @@ def _try_folder(folder: Path) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         for _ in range(5):
             began = time.perf_counter()
-            with mine.with_suffix(".new").open("wb") as file:
-                file.write(b"x" * 4096)
-                file.flush()
-                os.fsync(file.fileno())
-            mine.with_suffix(".new").replace(mine)
+            write_atomically(mine, "x" * 4096)
             writes.append(time.perf_counter() - began)
             began = time.perf_counter()
             mine.read_bytes()
@@ -215,7 +215,7 @@ def _try_folder(folder: Path) -> dict[str, Any]:
         mine.unlink()
     except OSError as error:
         return {"path": str(folder), "error": error.strerror or str(error)}
-    return {"path": str(folder), "error": None, "write_s": sorted(writes)[2], "read_s": sorted(reads)[2]}
+    return {"path": str(folder), "error": None, "write_s": median(writes), "read_s": median(reads)}
 
 
 def _seconds_until(path: Path) -> float | None:

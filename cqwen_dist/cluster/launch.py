@@ -96,24 +96,24 @@ def launch(
         return 0
     before, shared = read_status(run_dir), run_dir.absolute()
     if hosts is None:
-        code, told = _on_this_machine(["train", str(path), *overrides], ranks, quiet)
+        code, stopped = _on_this_machine(["train", str(path), *overrides], ranks, quiet)
     else:
         doctor = ["doctor", "--quick", "--folder", str(shared)]
         if look_first and (red := _on_hosts(doctor, hosts, environment, shared)[0]):
             sys.stderr.write("the hosts cannot run this: see the red lines above\n")
             return red
-        code, told = _on_hosts(["train", str(path.absolute()), *overrides], hosts, environment, shared, quiet)
+        code, stopped = _on_hosts(["train", str(path.absolute()), *overrides], hosts, environment, shared, quiet)
     for stacks in stacks_of(run_dir):
         sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
-    return _exit_code(code, told, before, read_status(run_dir))
+    return _exit_code(code, stopped, before, read_status(run_dir))
 
 
-def _exit_code(code: int, told: bool, before: Status, after: Status) -> int:
-    """Of `cqwen launch`. code: the launcher's; told: it was asked to stop; before, after: the run's status."""
+def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
+    """Of `cqwen launch`. code: the launcher's; stopped: it was asked to stop; before, after: the status of the run."""
     if code:
         return code if code == 2 else 1
     if after == before:  # the ranks ended before they wrote a status
-        return STOPPED if told else 1
+        return STOPPED if stopped else 1
     return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
 
 
@@ -154,12 +154,12 @@ def _run_to_its_end(
     SIGINT or SIGTERM, and die of SIGUSR1: it starts with SIGUSR1 blocked, and the ranks unblock it (`parallel.stop`).
     A second signal ends the session: SIGTERM, and after a grace period SIGKILL. tell: stops ranks elsewhere.
     """
-    told = 0
+    signals = 0
 
     def stop(number: int, frame: object) -> None:
-        nonlocal told
-        told += 1
-        if told > 1:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
             raise KeyboardInterrupt
 
     handlers = {number: signal.signal(number, stop) for number in taken()}
@@ -170,9 +170,9 @@ def _run_to_its_end(
     announced = False
     try:
         while process.poll() is None:
-            if told:
+            if signals:
                 if not announced:
-                    sys.stderr.write("stopping the ranks at the next step; the same command goes on from there\n")
+                    sys.stderr.write("stopping the ranks at the next step; the same command resumes from there\n")
                     announced = True
                 if tell is not None:
                     tell()
@@ -181,9 +181,9 @@ def _run_to_its_end(
                         os.killpg(process.pid, signal.SIGUSR1)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
-        return process.returncode, bool(told)
+        return process.returncode, signals > 0
     except KeyboardInterrupt:
-        sys.stderr.write("ending the ranks; the same command goes on from the last checkpoint\n")
+        sys.stderr.write("ending the ranks; the same command resumes from the last checkpoint\n")
         return 1, True
     finally:
         for number in handlers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,4 @@ def advice(plan: JobPlan, ids: Sequence[str]) -> list[str]:
 
 
 def _free_folder(parent: Path) -> Path:
-    number = 1
-    while (parent / f"submit-{number}").exists():
-        number += 1
-    return parent / f"submit-{number}"
+    return next(folder for n in count(1) if not (folder := parent / f"submit-{n}").exists())

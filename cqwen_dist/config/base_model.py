@@ -66,10 +66,10 @@ class ModelConfig(Section):
     threshold_init: Real | str | None = Field(
         None,
         description="Start of C: a number for every word, or a .safetensors file that holds `threshold` [V]; default: "
-        "what `start` says.",
+        "by `start`.",
     )
     gamma_init: Above0 | None = Field(
-        None, description="Start of U's total scale for words, noise and all; default: what `start` says."
+        None, description="Start of U's total scale for words, noise included; default: by `start`."
     )
     level_logits: bool = Field(
         True,

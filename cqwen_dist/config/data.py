@@ -93,7 +93,7 @@ class DataConfig(Section):
     eval_fraction: Share = Field(0.0, description="Share of train that is held out when `eval` is not given.")
     watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], WatchedTexts] = Field(
         {},
-        description="Texts of other kinds by name, not trained on: every evaluation logs watch/NAME/accuracy beside "
+        description="Texts of other kinds by name, not trained on: every evaluation logs watch/NAME/accuracy and "
         "the base model's own, which shows what a run forgets.",
     )
     weights: Annotated[list[Above0], Field(min_length=2)] | None = Field(
@@ -143,7 +143,7 @@ class DataConfig(Section):
         None,
         min_length=1,
         description="The field {word: true or false, ...}: behind the text these words hold, those do not, and of all "
-        "others nothing is said (partial labels); a text without it ends as usual.",
+        "others nothing is known (partial labels); a text without it ends as usual.",
     )
     sample_by: Literal["line", "paragraph", "document"] = Field("line", description="What one text of a .txt file is.")
     sequence_length: Positive = Field(512, description="Longest sequence, in tokens.")

@@ -22,27 +22,11 @@ from cqwen_dist.config.tiers import with_tiers
 
 # Keys that may differ between the command that began a run and one that continues it.
 RESUMABLE = (
-    "run.",
-    "parallel.",
-    "deepspeed.",
-    "model.compile_layers",
-    "train.micro_batch_size",
-    "train.checkpoint_every",
-    "train.eval_every",
-    "train.keep_",
-    "train.best_metric",
-    "train.background_save",
-    "train.max_refused_steps",
-    "train.check_ranks_every",
-    "train.feature_cache.",
-    "data.cache_dir",
-    "data.workers",
-    "data.prefetch",
+    *("run.", "parallel.", "deepspeed.", "model.compile_layers", "train.micro_batch_size", "train.checkpoint_every"),
+    *("train.eval_every", "train.keep_", "train.best_metric", "train.background_save", "train.max_refused_steps"),
+    *("train.check_ranks_every", "train.feature_cache.", "data.cache_dir", "data.workers", "data.prefetch"),
     # Paths: their contents are compared instead (`checkpoint.identity`).
-    "data.train",
-    "data.eval",
-    "model.name_or_path",
-    "model.tokenizer",
+    *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
 )
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")
 

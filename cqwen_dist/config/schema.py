@@ -65,13 +65,13 @@ class TrainConfig(Section):
     )
     check_ranks_every: Count = Field(
         100,
-        description="Steps between comparisons of what ranks must hold alike (`training.replicas`), as every save "
+        description="Steps between comparisons of what all ranks must hold equal (`training.replicas`), as every save "
         "makes them; 0: never.",
     )
     checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")
     eval_every: Positive = Field(200, description="Optimizer steps between evaluations (also at stage ends).")
     keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
-    keep_best: Count = Field(1, description="Best checkpoints that are kept besides; 0: none.")
+    keep_best: Count = Field(1, description="Best checkpoints that are kept in addition; 0: none.")
     best_metric: str = Field(
         "eval/cls_loss_mean",
         pattern="^(eval|watch)/.",
@@ -79,7 +79,7 @@ class TrainConfig(Section):
         "accuracy, precision, recall or f1, the lowest of any other.",
     )
     keep_every: Count = Field(0, description="Keep every checkpoint whose step is a multiple of this; 0: none.")
-    background_save: bool = Field(True, description="Write checkpoints while training goes on; false: wait for each.")
+    background_save: bool = Field(True, description="Write checkpoints while training continues; false: wait for each.")
     thresholds: Literal["per-word", "scalar", "fixed"] = Field("per-word", description="How C is learnt.")
     train_class_bias: bool = Field(False, description="Train b_cls too (it moves loc_S; C does not).")
     feature_cache: FeatureCacheConfig = Field(
@@ -90,12 +90,12 @@ class TrainConfig(Section):
 class RunConfig(Section):
     """The run's folder, name, and loggers."""
 
-    dir: str = Field("runs/default", min_length=1, description="The run's folder; the same command on it goes on.")
+    dir: str = Field("runs/default", min_length=1, description="The run's folder; the same command resumes it.")
     name: str | None = Field(None, description="Shown in W&B; default: the folder's name.")
     resume: Literal["auto", "last-good", "never", "restart"] = Field(
         "auto",
-        description="Where the folder holds a checkpoint: auto goes on from it and refuses a damaged one, last-good "
-        "takes the one before a damaged one, never refuses to go on, restart archives what is there and begins anew.",
+        description="If the folder holds a checkpoint: auto resumes from it and refuses a damaged one, last-good takes "
+        "the one before a damaged one, never refuses to resume, restart archives the folder and begins anew.",
     )
     accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field(
         [],
@@ -104,8 +104,8 @@ class RunConfig(Section):
     )
     stop_after: str | None = Field(
         None,
-        description="A stage after which the command ends well, the run paused; one without this key, or with a later "
-        "stage, goes on: how jobs with different resources share a run.",
+        description="A stage after which the command ends without error and the run is paused. A command without this "
+        "key, or with a later stage, resumes it: so jobs with different resources share a run.",
     )
     wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
     wandb_project: str = Field("cqwen", description="W&B project.")

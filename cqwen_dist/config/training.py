@@ -128,7 +128,7 @@ class Ramp(Section):
 
 
 class Until(Section):
-    """A stage goes on until a held-out metric has stopped improving."""
+    """The end of a stage: when a held-out metric stops improving."""
 
     max_steps: Positive = Field(description="Where the stage ends at the latest; the learning rate decays over it.")
     metric: str = Field("eval/cls_loss_mean", description="The metric of an evaluation to look at: eval/..., watch/...")
@@ -146,7 +146,7 @@ class Until(Section):
 
     @property
     def higher_is_better(self) -> bool:
-        """`better`, or what the metric's name says."""
+        """`better`, or by the metric's name."""
         return rises(self.metric) if self.better is None else self.better == "higher"
 
 
@@ -163,7 +163,7 @@ class Stage(Section):
     until: Until | None = Field(None, description="Until evaluation no longer improves; or give steps, or epochs.")
     lr: Above0 = Field(
         2e-5,
-        description="Peak learning rate of every group not named below; W_loc, a dense map, wants 0.012 / H.",
+        description="Peak learning rate of every group not named below; 0.012 / H suits W_loc, a dense map.",
     )
     lr_groups: dict[Group | Literal["scales"], Above0] = Field(
         {},

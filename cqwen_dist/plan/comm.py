@@ -13,7 +13,7 @@ largest, n. Nothing but the replicas' sum of the rows' gradients depends on V:
     replica group      all-reduce       gradients of the rows
     vocabulary group   all-reduce       the rows' squared gradient norm (4 bytes)
 
-A group of one sends nothing. What DeepSpeed sends for the features, whatever V is, over the world
+A group of one sends nothing. DeepSpeed sends for the features, independently of V, over the world
 (`feature_messages`):
 
     ZeRO 1, a step           all-reduce       gradients of all that trains; all-gather of the weights after it
@@ -21,7 +21,7 @@ A group of one sends nothing. What DeepSpeed sends for the features, whatever V 
     ZeRO 3, a micro-batch    all-gather       weights where they are wanted; reduce-scatter of the gradients
     a step                   all-reduce       a norm a parameter group; under bf16 (1, 2) one byte: overflow
 
-In neither: the trainer's few numbers a step (counts, metrics, now and then the best words of some tokens).
+Not counted: the trainer's few numbers a step (counts, metrics, now and then the best words of some tokens).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from cqwen_dist.plan.sizes import FP32, Sizes
 LAUNCH, TENSOR = 16e-6, 20e-6
 KERNELS, ADAPTER_KERNELS, COMPILED_KERNELS = 60, 6, 60
 COMPILED_PASSES = 0.4
-PASSES = {"triton": 16, "chunked": 160, "reference": 200}  # bytes read and written for a (token, word), beside products
+PASSES = {"triton": 16, "chunked": 160, "reference": 200}  # bytes read and written for a (token, word) outside products
 ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the norm
 
 

@@ -44,7 +44,7 @@ class Machine:
     memory_efficiency: float = 0.75  # of the bandwidth, in elementwise passes
     host: float = 20 * GB  # bytes/s to host memory, and of AdamW there
     calibrated: str = ""  # where measured rates came from
-    # seconds a token over what the roofline says, by part (1: as it says)
+    # measured seconds over those of the roofline, by part
     factors: tuple[tuple[str, float], ...] = ()
 
     def peak(self, width: int) -> float:

@@ -16,7 +16,7 @@ from cqwen_dist.plan.machine import MACHINES, Machine, describe
 from cqwen_dist.plan.memory import ADAM_MOMENTS, FP32, GIB, Part, Phase
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 
-BESIDE = ("process", "CUDA context", "communication buffers", "fragmentation")
+NOT_TENSORS = ("process", "CUDA context", "communication buffers", "fragmentation")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
     @property
     def tensor_gib(self) -> float:
         """Most that torch's allocator gives out: without context, libraries' buffers, fragmentation."""
-        return tensor_bytes(part for part in self.parts if part.name not in BESIDE) / GIB
+        return tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS) / GIB
 
     @property
     def hours(self) -> float | None:
@@ -151,7 +151,7 @@ def plan(
     kind: Kind = "cuda" if gpus_per_node else "cpu"
     sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences)
     s, phase, parts = worst(sizes)
-    parts = (*parts, *memory.beside_tensors(s, tensor_bytes(parts)))
+    parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))
     return Plan(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -194,8 +194,8 @@ def checkpoint_bytes(s: Sizes) -> int:
 def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
     """What to change first, by the largest part."""
     config = s.config
-    beside = sum(part.bytes for part in parts if part.name in BESIDE)
-    if 2 * beside > tensor_bytes(parts):
+    outside = sum(part.bytes for part in parts if part.name in NOT_TENSORS)
+    if 2 * outside > tensor_bytes(parts):
         return "Most of it is not the model: only more memory helps."
     name = largest(parts).name
     if name in ("activations", "features and U", "one layer's backward", "gradients of U"):

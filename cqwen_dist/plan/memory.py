@@ -81,7 +81,7 @@ def phases(s: Sizes) -> list[Phase]:
     return [Phase(name, tuple(part for part in parts if part.bytes)) for name, parts in found]
 
 
-def beside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
+def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
     """What a rank needs beyond its `tensors` bytes of tensors."""
     if s.kind == "cpu":
         yield Part("process", PROCESS, "Python, torch and their libraries")

@@ -8,7 +8,7 @@ lengths, its losses) is not touched.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -21,9 +21,19 @@ MAX_GROUP = 64
 MOST = 5  # layouts found
 
 
+# The keys that the search may choose, each with its section.
+SECTION = {
+    "micro_batch_size": "train",
+    "zero_stage": "parallel",
+    "vocab_group_size": "parallel",
+    "gradient_checkpointing": "model",
+    "offload": "parallel",
+}
+
+
 @dataclass(frozen=True)
 class Layout:
-    """What the search may choose."""
+    """A value for each key of `SECTION`."""
 
     micro_batch_size: int
     zero_stage: int
@@ -38,13 +48,7 @@ class Layout:
 
     def to_overrides(self) -> list[str]:
         """As overrides of the command line."""
-        return [
-            f"train.micro_batch_size={self.micro_batch_size}",
-            f"parallel.zero_stage={self.zero_stage}",
-            f"parallel.vocab_group_size={self.vocab_group_size}",
-            f"model.gradient_checkpointing={str(self.gradient_checkpointing).lower()}",
-            f"parallel.offload={self.offload}",
-        ]
+        return [f"{SECTION[key]}.{key}={str(value).lower()}" for key, value in asdict(self).items()]
 
 
 @dataclass(frozen=True)
@@ -108,19 +112,10 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
 
 def with_layout(config: Config, layout: Layout) -> Config:
     """The config with a layout's five keys. Nothing is validated again: only these keys change, to allowed values."""
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"gradient_checkpointing": layout.gradient_checkpointing}),
-            "train": config.train.model_copy(update={"micro_batch_size": layout.micro_batch_size}),
-            "parallel": config.parallel.model_copy(
-                update={
-                    "zero_stage": layout.zero_stage,
-                    "vocab_group_size": layout.vocab_group_size,
-                    "offload": layout.offload,
-                }
-            ),
-        }
-    )
+    for key, value in asdict(layout).items():
+        section = getattr(config, SECTION[key]).model_copy(update={key: value})
+        config = config.model_copy(update={SECTION[key]: section})
+    return config
 
 
 def _best(found: list[tuple[Layout, Plan]]) -> list[FittingLayout]:

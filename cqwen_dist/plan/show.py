@@ -11,7 +11,7 @@ from rich.text import Text
 from cqwen_dist.plan.cost import StageCost
 from cqwen_dist.plan.make import Plan
 from cqwen_dist.plan.memory import GIB, MIB
-from cqwen_dist.plan.scaling import NODE, Point
+from cqwen_dist.plan.scaling import LAYOUTS, NODE, RANKS, Point
 from cqwen_dist.plan.search import SIMPLER_WITHIN, FittingLayout
 
 
@@ -91,7 +91,7 @@ def _stage_cells(stage: StageCost) -> list[str]:
 
 def _total(plan: Plan) -> str:
     if plan.hours is None or plan.gpu_hours is None:
-        return "hours: not known (a stage is given in epochs; say --sequences)"
+        return "hours: not known (a stage is given in epochs; give --sequences)"
     gpus = f", {plan.gpu_hours:.1f} GPU-hours" if plan.gpus_per_node else ""
     return f"{plan.hours:.2f} hours{gpus} (evaluations and checkpoints not counted)"
 
@@ -125,17 +125,16 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
 
 
 def render_scaling(points: Sequence[Point]) -> Table:
-    """Efficiency by number of ranks (rows) and layout (columns)."""
-    layouts = list(dict.fromkeys((p.zero_stage, p.vocab_group_size) for p in points if p.ranks >= 64))
+    """Efficiency by number of ranks (rows) and layout (columns). points: as `scaling` gives them."""
     title = "Weak scaling: tokens/s a GPU against one GPU (and communication's share of the step)"
     table = Table(title=title, title_justify="left")
     table.add_column("GPUs", justify="right")
-    for zero, group in layouts:
+    for zero, group in LAYOUTS:
         table.add_column(f"ZeRO-{zero}, group {group}", justify="right")
-    by = {(p.ranks, p.zero_stage, min(p.vocab_group_size, p.ranks)): p for p in points}
-    for ranks in dict.fromkeys(p.ranks for p in points):
+    by = {(p.ranks, p.zero_stage, p.vocab_group_size): p for p in points}
+    for ranks in RANKS:
         cells = []
-        for zero, group in layouts:
+        for zero, group in LAYOUTS:
             missing = group > NODE and ranks < group  # `scaling` skips these
             cells.append("" if missing else _point(by[ranks, zero, min(group, ranks)]))
         table.add_row(f"{ranks:,}", *cells)

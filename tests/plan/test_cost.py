@@ -12,9 +12,9 @@ from rich.console import Console
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import Architecture, plan
+from cqwen_dist.plan.architecture import known_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
-from cqwen_dist.plan.known import known_architecture
 from cqwen_dist.plan.machine import MACHINES, machine
 from cqwen_dist.plan.scaling import scaling
 from cqwen_dist.plan.search import layouts, search, with_layout
