@@ -31,7 +31,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if whole else None
 
 
-def verify(folder: Path, checksums: bool = True) -> list[str]:
+def verify(folder: Path) -> list[str]:
     """The faults of a checkpoint, one line for each file; an empty list if it is good."""
     manifest = read_manifest(folder)
     if manifest is None:
@@ -43,7 +43,7 @@ def verify(folder: Path, checksums: bool = True) -> list[str]:
             problems.append(f"{name}: missing")
         elif path.stat().st_size != record["size"]:
             problems.append(f"{name}: {path.stat().st_size} bytes, {record['size']} in the manifest")
-        elif checksums and file_record(path)["sha256"] != record["sha256"]:
+        elif file_record(path)["sha256"] != record["sha256"]:
             problems.append(f"{name}: checksum differs from the manifest")
     return problems
 

@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -124,24 +124,14 @@ class Saver:
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:
         """The tensors that this rank writes, copied to the host (pinned if they come from a GPU)."""
-        main, of_rows = self._side.rank() == 0, self._groups.replica_rank == 0
-
-        def copy(tensors: Tensors, mine: bool) -> Tensors:
-            return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items() if mine}
-
-        copied = TrainState(
-            features=copy(state.features, main),
-            feature_moments=copy(state.feature_moments, main),
-            heads=copy(state.heads, main),
-            head_moments=copy(state.head_moments, main),
-            rows=copy(state.rows, of_rows),
-            row_moments=copy(state.row_moments, of_rows),
-            row_range=state.row_range,
-            state=json.loads(json.dumps(state.state)),
-        )
+        parts: dict[str, Any] = {"state": json.loads(json.dumps(state.state))}
+        for part in ("features", "feature_moments", "heads", "head_moments", "rows", "row_moments"):
+            mine = self._groups.replica_rank == 0 if part.startswith("row") else self._side.rank() == 0
+            tensors: Tensors = getattr(state, part) if mine else {}
+            parts[part] = {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return copied
+        return replace(state, **parts)
 
     def _write(self, state: TrainState, about: About, began: float) -> None:
         try:

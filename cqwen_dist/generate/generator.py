@@ -31,13 +31,10 @@ class Model(Protocol):
 
     @property
     def action(self) -> Any: ...  # an `Action`
-
     @property
     def target(self) -> TargetTransform: ...
-
     @property
     def config(self) -> Any: ...  # a `CausalQwenConfig`
-
     def infer(self, *args: Any, **context: Any) -> Cauchy: ...
 
 

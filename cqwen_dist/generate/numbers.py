@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,13 +50,9 @@ class GeneratedNumbers:
 
     def until(self, end: int) -> GeneratedNumbers:
         """The first `end` positions, as views."""
-        names = ("values", "generated", "loc", "scale", "p_num", "p_word")
-        return replace(
-            self,
-            **{name: getattr(self, name)[:, :end] for name in names},
-            kinds=None if self.kinds is None else self.kinds[:, :end],
-            more=None if self.more is None else Cauchy(self.more.loc[:, :end], self.more.scale[:, :end]),
-        )
+        cut: dict[str, Any] = {name: value[:, :end] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        more = None if self.more is None else Cauchy(*(part[:, :end] for part in self.more))
+        return replace(self, **cut, more=more)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(low, high), each [B,T'] float64 in the raw unit, as `number_interval`; nan where not generated."""
