@@ -143,7 +143,7 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
     run, folder = resolve_checkpoint(path)
     config = load_config(run / CONFIG, [f"run.dir={json.dumps(str(run))}"])
     if config.model.trust_remote_code and os.environ.get(TRUST) != "1":
-        raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 beside it", str(run / CONFIG))
+        raise UserError("model.trust_remote_code", True, f"false, or {TRUST}=1 in the environment", str(run / CONFIG))
     return config, folder
 
 
@@ -290,7 +290,7 @@ def _about(path: Path) -> dict[str, Any]:
         "step": state.get("step"),
         "stages": ", ".join(stage.name for stage in config.stages),
         "figures": {k: v for k, v in figures.items() if math.isfinite(v)},
-        "adapter": None if config.model.lora is None else "beside, in place and in PEFT's format",
+        "adapter": None if config.model.lora is None else "in place, and separately in PEFT's format",
     }
 
 

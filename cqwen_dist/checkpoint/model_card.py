@@ -36,8 +36,8 @@ def public_name(name: str | None) -> str | None:
 def model_card(name: str, config: Any, about: Mapping[str, Any], plain: str | None = None) -> str:
     """Markdown. config: a `CausalQwenConfig`.
 
-    about: base, step, stages, figures (an evaluation's metrics; None: unknown), dtype, adapter ("merged", "beside" or
-    None), rounding (name -> largest relative change by the dtype). plain: the class that --as-base wrote, if it did;
+    about: base, step, stages, figures (an evaluation's metrics; None: unknown), dtype, adapter (where it is, or None),
+    rounding (name -> largest relative change by the dtype). plain: the class that --as-base wrote, if it did;
     about["bias"] is then what it left out, or None.
     """
     facts = {

@@ -95,7 +95,7 @@ def _module(name: str) -> _Module:
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
     tree, lines, last = ast.parse(source), source.splitlines(), 0
     found = _Module(ast.get_docstring(tree) or "")
-    if path.is_dir():  # a folder's lazy names stand under TYPE_CHECKING
+    if path.is_dir():  # a package's lazy names are imported under TYPE_CHECKING
         tree.body += [node for part in tree.body if isinstance(part, ast.If) for node in part.body]
     for node in tree.body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

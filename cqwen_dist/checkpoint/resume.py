@@ -5,7 +5,7 @@
       features.safetensors            w_num, <NUM>'s row                            whole, fp32
       heads.safetensors               abduction, b_noise, regression, a scalar C    whole, fp32
       rows-00000000-00075968...       W_cls, b_cls, C of these rows                 one file a range
-      *.moments.safetensors           AdamW's exp_avg and exp_avg_sq beside each
+      *.moments.safetensors           AdamW's exp_avg and exp_avg_sq of each
       state.json                      step, stage, Adam steps, position in the data
       manifest.json                   every file with size and checksum; written last
 

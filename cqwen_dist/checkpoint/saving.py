@@ -159,20 +159,20 @@ def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Gro
     is the disk's.
     """
     final = checkpoint_folder(run_dir, about.step)
-    beside = final.with_name(f".{final.name}.partial")
+    partial = final.with_name(f".{final.name}.partial")
 
     def prepare() -> None:
         for left in leftovers(final.parent):
             shutil.rmtree(left, ignore_errors=True)
-        (beside / adapter.FOLDER).mkdir(parents=True)
+        (partial / adapter.FOLDER).mkdir(parents=True)
 
-    _agreed(prepare, beside, side, main_only=True)
-    records = _agreed(lambda: _write_files(beside, state, about, groups, side.rank() == 0), beside, side)
-    _agreed(lambda: _commit(run_dir, beside, final, records, about), beside, side, main_only=True)
+    _agreed(prepare, partial, side, main_only=True)
+    records = _agreed(lambda: _write_files(partial, state, about, groups, side.rank() == 0), partial, side)
+    _agreed(lambda: _commit(run_dir, partial, final, records, about), partial, side, main_only=True)
     return final
 
 
-def _agreed(action: Callable[[], Any], beside: Path, side: ProcessGroup, main_only: bool = False) -> dict[str, Any]:
+def _agreed(action: Callable[[], Any], partial: Path, side: ProcessGroup, main_only: bool = False) -> dict[str, Any]:
     """Run an action on every rank, or on rank 0. Returns all results in one; raises the first failure on all ranks."""
     result, failure, words = None, None, None  # words: (path of a disk error or "", message, is the disk away?)
     try:
@@ -181,12 +181,12 @@ def _agreed(action: Callable[[], Any], beside: Path, side: ProcessGroup, main_on
     except Exception as error:
         failure, words = error, ("", f"{type(error).__name__}: {error}", False)
         if isinstance(error, (OSError, SafetensorError)):
-            words = words_of_disk(error, beside)
+            words = words_of_disk(error, partial)
     everyone = gather_objects([words, result or {}], side)
     failures = [(rank, words) for rank, (words, _) in enumerate(everyone) if words is not None]
     if failures:
         if side.rank() == 0:
-            shutil.rmtree(beside, ignore_errors=True)  # make room on a full disk
+            shutil.rmtree(partial, ignore_errors=True)  # make room on a full disk
         rank, (place, text, away) = failures[0]
         if place:
             allowed = "a disk that takes a checkpoint; then the same command goes on from the one before"
@@ -197,7 +197,7 @@ def _agreed(action: Callable[[], Any], beside: Path, side: ProcessGroup, main_on
     return {name: record for _, part in everyone for name, record in part.items()}
 
 
-def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:
+def _write_files(partial: Path, state: TrainState, about: About, groups: Groups, main: bool) -> dict[str, Any]:
     """Write and check this rank's files; returns their records."""
     files: dict[str, Tensors] = {}
     if groups.replica_rank == 0 and state.row_range[1] > state.row_range[0]:
@@ -210,17 +210,17 @@ def _write_files(beside: Path, state: TrainState, about: About, groups: Groups, 
         files["features.moments.safetensors"] = state.feature_moments
         files["heads.safetensors"] = state.heads
         files["heads.moments.safetensors"] = state.head_moments
-        folder = beside / adapter.FOLDER
+        folder = partial / adapter.FOLDER
         if adapters := adapter.to_peft(state.features):
             files[f"{adapter.FOLDER}/{adapter.WEIGHTS}"] = adapters
             adapter.write_config(folder, state.state["model"]["lora"], about.base)
             records[f"{adapter.FOLDER}/{adapter.CONFIG}"] = _synced(folder / adapter.CONFIG)
         else:
             folder.rmdir()
-        write_atomically(beside / STATE, json.dumps(state.state, indent=1))
-        records[STATE] = file_record(beside / STATE)
+        write_atomically(partial / STATE, json.dumps(state.state, indent=1))
+        records[STATE] = file_record(partial / STATE)
     for name, tensors in files.items():
-        records[name] = _write(beside / name, tensors)
+        records[name] = _write(partial / name, tensors)
     return records
 
 
@@ -258,7 +258,7 @@ def _read_back(path: Path, tensors: Tensors) -> None:
                 raise RuntimeError(f"{path.name}: {name} was read back with other numbers")
 
 
-def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], about: About) -> None:
+def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], about: About) -> None:
     """Write the manifest, then rename, then move `latest`."""
     manifest = {
         "format": FORMAT,
@@ -272,12 +272,12 @@ def _commit(run_dir: Path, beside: Path, final: Path, records: dict[str, Any], a
         "versions": versions(),
         "commit": git_commit(),
     }
-    for folder in (path for path in (beside / adapter.FOLDER, beside) if path.is_dir()):
+    for folder in (path for path in (partial / adapter.FOLDER, partial) if path.is_dir()):
         sync(folder)
-    write_atomically(beside / MANIFEST, json.dumps(manifest, indent=1))
+    write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1))
     # A run that was set back may save a step again. `finish_renames` repairs a kill between the two renames.
     replaced = put_aside(final) if final.exists() else None
-    beside.rename(final)
+    partial.rename(final)
     sync(final.parent)
     write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
     if replaced is not None:

@@ -78,7 +78,7 @@ def input_device(model: Any) -> torch.device:
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
-def generate_behind(
+def generate_batch(
     model: Any, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any
 ) -> tuple[Tensor, GeneratedNumbers, int]:
     """Continue prompts as one batch: ids [B,T'], their numbers, and the prompts' width T.
@@ -128,7 +128,7 @@ def continue_text(
     if stop:
         options["stop_strings"] = list(stop)
     options |= {"mode": mode, "max_new_tokens": max_new_tokens, "seed": seed, "digits": digits}
-    ids, numbers, width = generate_behind(model, tokenizer, prompts, **options)
+    ids, numbers, width = generate_batch(model, tokenizer, prompts, **options)
     written = []
     for row, prompt in enumerate(prompts):
         length = int(numbers.p_word[row, width:].isfinite().sum())  # what follows is padding
@@ -207,7 +207,7 @@ def treatments(
 ) -> list[Individual]:
     """The same `count` individuals under each of the prompts.
 
-    An individual is its eps [C], uniform. It stands at the same quantiles of the law of U under every prompt,
+    An individual is its eps [C], uniform. It is at the same quantiles of the law of U under every prompt,
     u(t) = loc_U(t) + scale_U(t) tan(pi (eps - 1/2)) (S3 3.4.1). Mode "noise" keeps the noise instead. seed:
     None draws one for all prompts. options: of `continue_text`. Raises `UserError`.
     """

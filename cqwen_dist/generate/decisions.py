@@ -22,7 +22,6 @@ from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.scores import ovr_scores
-from cqwen_dist.ops.ovr.topk import prob_at
 
 
 def _law(model: Any, batch: Padded, keep: Tensor) -> Cauchy:
@@ -69,17 +68,11 @@ def multi_label(
     action = model.model.action
     with at_hand(action):
         seen = action.word_part(law)
-        if words is None:
-            p = prob_words(action, seen, int(model.config.used_rows), decision_threshold)
-            ids = torch.arange(p.shape[1])
-        else:
-            ids = torch.tensor(words, dtype=torch.int64)
-            head = action.word_head()
-            if decision_threshold is not None:
-                head = head._replace(threshold=torch.tensor(decision_threshold, device=seen.loc.device))
-            p = prob_at(seen, head, ids.to(seen.loc.device))
+        rows = int(model.config.used_rows) if words is None else model.config.vocab_size
+        p = prob_words(action, seen, rows, decision_threshold).cpu()
+    ids = torch.arange(rows) if words is None else torch.tensor(words, dtype=torch.int64)
     result = []
-    for row in p.cpu():
+    for row in p[:, ids]:
         above = (row > prob_threshold).nonzero()[:, 0]
         order = above[row[above].argsort(descending=True)]
         result.append([Holding(int(ids[i]), float(row[i]), -1.0 / math.tan(math.pi * float(row[i]))) for i in order])

@@ -32,8 +32,8 @@ class Settings:
         independently.
     digits: of numbers in the text, as in `generate.numbers.shown`; the model reads the rounded value. None: all of
         loc_Y.
-    used_rows: words from this row on are never written, except in `compatible` (default: the config's used_rows, behind
-        which are spare rows that the tokenizer does not use).
+    used_rows: words from this row on are never written, except in `compatible` (default: the config's used_rows; the
+        rows after it are spare ones that the tokenizer does not use).
 
     Raises `UserError` for an unknown mode, values out of range, and a temperature in a mode that has none.
     """

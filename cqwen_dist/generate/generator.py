@@ -192,7 +192,7 @@ class _Choice:
 
 
 def _logits_processor(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The caller's processor of `compatible`, behind a mask of rows that were added to the base's vocabulary."""
+    """The caller's processor of `compatible`; rows that were added to the base's vocabulary are masked first."""
     given, used = settings.logits_processor, int(config.used_rows)
     if not config.added_rows:
         return given

@@ -60,7 +60,7 @@ class GeneratedNumbers:
         return low.where(self.generated, math.nan), high.where(self.generated, math.nan)
 
     def written(self, row: int, position: int, digits: Digits = "auto") -> float:
-        """The value as it stands in the text (`shown`). A prompt's number has no spread."""
+        """The value in the text (`shown`). A prompt's number has no spread."""
         spread = 0.0
         if digits == "auto" and bool(self.generated[row, position]):
             y = Cauchy(self.loc[row, position], self.scale[row, position])

@@ -59,7 +59,7 @@ class StopStrings:
 
 
 class NumberStreamer(BaseStreamer):
-    """A streamer for `generate` that hands on the text of one row as it is written, numbers included.
+    """A streamer for `generate`: it passes on the text of one row as it is written, numbers included.
 
     on_text: called with each new piece of text, never empty. A piece may end inside a word, never inside a character.
     """
@@ -72,7 +72,7 @@ class NumberStreamer(BaseStreamer):
         self._text = ""
 
     def put(self, value: Tensor, numbers: GeneratedNumbers | None = None, prompt: int = 0) -> None:
-        """value: all ids so far [1,t], of which the first `prompt` are the prompt's; numbers: theirs.
+        """value: all ids so far [1,t], the first `prompt` of them are the prompt's; numbers: theirs.
 
         Raises `UserError` for a batch, and if another model's `generate` calls it.
         """
@@ -85,7 +85,7 @@ class NumberStreamer(BaseStreamer):
         self._send(self._text.rstrip("\ufffd").rstrip())
 
     def end(self) -> None:
-        """Hand on the rest of the text."""
+        """Pass on the rest of the text."""
         self._send(self._text)
         self._sent, self._text = "", ""
 

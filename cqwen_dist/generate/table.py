@@ -12,7 +12,7 @@ from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.delimited import delimiter_of, read_cells
-from cqwen_dist.generate.continuation import generate_behind
+from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer
@@ -124,7 +124,7 @@ def predict_numbers(
     for start in range(0, len(prompts), batch_size):
         found_number = [lambda ids, numbers: numbers.generated[:, -1]]
         batch = prompts[start : start + batch_size]
-        ids, numbers, width = generate_behind(
+        ids, numbers, width = generate_batch(
             model, tokenizer, batch, mode="standard", max_new_tokens=within, watch=found_number
         )
         for row in range(len(ids)):
