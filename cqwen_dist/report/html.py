@@ -72,7 +72,7 @@ def render(runs: Sequence[RunData]) -> str:
         runs=[_described(name, run) for name, run in zip(names, runs, strict=True)],
         glance=_glance(runs),
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
-        sections=[(key, title, [chart.title for chart in charts]) for key, title, charts in parts],
+        sections=parts,
         differences=differences(runs),
         data=_embedded(_drawings(names, runs, parts)),
         style=(PAGE / "report.css").read_text(encoding="utf-8"),
@@ -90,10 +90,10 @@ def _described(name: str, run: RunData) -> dict[str, Any]:
         "status": _status(run),
         "made_of": made_of(run),
         "samples": run.samples,
-        "findings": [asdict(finding) for finding in diagnose(run)],
+        "findings": diagnose(run),
         "yaml": run.yaml,
         "environment": json.dumps(run.environment, indent=1, ensure_ascii=False),
-        "stages": [asdict(stage) for stage in run.stages],
+        "stages": run.stages,
     }
 
 
