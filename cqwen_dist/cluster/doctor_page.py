@@ -1,7 +1,8 @@
-"""The doctor's document on one page."""
+"""The doctor's document as a page for a terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,10 +11,13 @@ from rich.text import Text
 
 
 def page(document: dict[str, Any]) -> Group:
-    """Nodes side by side, what they measured together, red lines last."""
+    """Nodes in columns, what they measured together, red lines last."""
     nodes, together = document["nodes"], document["together"]
     table = Table("", *(node["host"] for node in nodes), box=None, pad_edge=False)
-    for name, values in _rows(nodes):
+    packages = dict.fromkeys(name for node in nodes for name in node["packages"])
+    columns = [_facts(node, packages) for node in nodes]
+    for name in columns[0]:
+        values = [column[name] for column in columns]
         if any(values):
             same = len(set(values)) == 1 and len(values) > 1
             table.add_row(name, *([values[0], *["same"] * (len(values) - 1)] if same else values))
@@ -30,29 +34,24 @@ def page(document: dict[str, Any]) -> Group:
     return Group(*parts)
 
 
-def _rows(nodes: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    def row(of: Any) -> list[str]:
-        return [str(of(node)) for node in nodes]
-
-    packages = dict.fromkeys(name for node in nodes for name in node["packages"])
-    return [
-        ("python", row(lambda n: n["python"])),
-        *((name, row(lambda n, name=name: n["packages"].get(name, ""))) for name in packages),
-        ("commit", row(lambda n: (n["commit"] or "")[:12])),
-        ("CUDA, NCCL", row(lambda n: " ".join(filter(None, (n["cuda"], n["nccl"]))))),
-        ("GPUs", row(lambda n: _gpus(n["gpus"]))),
-        (
-            "ports",
-            row(lambda n: ", ".join(f"{p['name']} {p['state']} {p['rate']}" for p in n["interconnect"]["infiniband"])),
-        ),
-        ("cores, memory", row(lambda n: f"{n['cpus']}, {n['memory_gib']:.0f} GiB")),
-        ("tools", row(lambda n: " ".join(name for name, there in n["tools"].items() if there))),
-        ("no", row(lambda n: " ".join(name for name, there in n["tools"].items() if not there))),
-        ("DeepSpeed's operators", row(lambda n: _operators(n["operators"]))),
-        ("free disk", row(lambda n: ", ".join(f"{path} {free} GiB" for path, free in n["disk_gib"].items()))),
-        ("run folder", row(lambda n: _folder(n["folder"]))),
-        ("environment", row(lambda n: " ".join(f"{name}={value}" for name, value in n["environment"].items()))),
-    ]
+def _facts(node: dict[str, Any], packages: Iterable[str]) -> dict[str, str]:
+    """A node's column: row -> text."""
+    ports, tools = node["interconnect"]["infiniband"], node["tools"]
+    return {
+        "python": node["python"],
+        **{name: node["packages"].get(name, "") for name in packages},
+        "commit": (node["commit"] or "")[:12],
+        "CUDA, NCCL": " ".join(filter(None, (node["cuda"], node["nccl"]))),
+        "GPUs": _gpus(node["gpus"]),
+        "ports": ", ".join(f"{port['name']} {port['state']} {port['rate']}" for port in ports),
+        "cores, memory": f"{node['cpus']}, {node['memory_gib']:.0f} GiB",
+        "tools": " ".join(name for name, found in tools.items() if found),
+        "no": " ".join(name for name, found in tools.items() if not found),
+        "DeepSpeed's operators": _operators(node["operators"]),
+        "free disk": ", ".join(f"{path} {free} GiB" for path, free in node["disk_gib"].items()),
+        "run folder": _folder(node["folder"]),
+        "environment": " ".join(f"{name}={value}" for name, value in node["environment"].items()),
+    }
 
 
 def _gpus(gpus: list[dict[str, Any]]) -> str:

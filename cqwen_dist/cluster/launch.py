@@ -117,7 +117,7 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
     return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
 
 
-def run_words(words: list[str], ranks: int, hostfile: Path | None = None, shared: Path = Path()) -> int:
+def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path) -> int:
     """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts."""
     if hostfile is None:
         return _on_this_machine(words, ranks, quiet=False)[0]

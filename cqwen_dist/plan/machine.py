@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ class Machine:
     memory_efficiency: float = 0.75  # of the bandwidth, in elementwise passes
     host: float = 20 * GB  # bytes/s to host memory, and of AdamW there
     calibrated: str = ""  # where measured rates came from
-    # measured seconds over those of the roofline, by part
-    factors: tuple[tuple[str, float], ...] = ()
+    factors: dict[str, float] = field(default_factory=dict)  # measured seconds over those of the roofline, by part
 
     def peak(self, width: int) -> float:
         """flop/s in the precision whose numbers have `width` bytes."""
@@ -53,7 +52,7 @@ class Machine:
 
     def factor(self, part: str) -> float:
         """How much slower than the roofline a part was measured."""
-        return dict(self.factors).get(part, 1.0)
+        return self.factors.get(part, 1.0)
 
 
 MACHINES = {
@@ -77,24 +76,24 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def machine(name: str, interconnect: str, calibration: Path | None = None) -> Machine:
-    """A machine by name, its links, and measured factors. Raises `UserError` for what is not known."""
+    """A machine by name, with its links. calibration: a document of `cqwen bench step --json` with measured factors.
+
+    Raises `UserError`.
+    """
     if name not in MACHINES:
         raise UserError("--gpu", name, f"one of {', '.join(MACHINES)}")
     if interconnect not in INTERCONNECTS:
         raise UserError("--interconnect", interconnect, f"one of {', '.join(INTERCONNECTS)}")
     found = replace(MACHINES[name], between=INTERCONNECTS[interconnect])
-    return found if calibration is None else calibrate(found, calibration)
-
-
-def calibrate(found: Machine, path: Path) -> Machine:
-    """The machine with the factors of a `cqwen bench step --json` document. Raises `UserError`."""
+    if calibration is None:
+        return found
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(calibration.read_text(encoding="utf-8"))
         factors = {str(k): float(v) for k, v in document["calibration"]["factors"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError("--calibrate", str(path), "a document of `cqwen bench step --json`") from None
+        raise UserError("--calibrate", str(calibration), "a document of `cqwen bench step --json`") from None
     good = {part: factor for part, factor in factors.items() if 0 < factor < float("inf")}
-    return replace(found, factors=tuple(sorted(good.items())), calibrated=str(path))
+    return replace(found, factors=good, calibrated=str(calibration))
 
 
 def describe(found: Machine) -> dict[str, Any]:
