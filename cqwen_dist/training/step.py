@@ -170,27 +170,27 @@ class Stepper:
         numbers = sum(kept) if every else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
         table = self._gather([words, numbers, tokens], [*kept, *(len(b.partial) for b in micro_batches)])
-        totals = [sum(row[k] for row in table) for k in range(3)]
         first = self.engine.runtime.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
-        group = table[first : first + self.groups.vocab_size]
+        by_micro_batch = table[first : first + self.groups.vocab_size, 4:].T.tolist()
         n = len(kept)
-        by_micro_batch = [[row[4 + i] for row in group] for i in range(2 * n)]
-        everything = sum(sum(row[4 : 4 + n]) for row in table)
-        return StepCounts(totals[0], totals[1], totals[2], by_micro_batch[:n], by_micro_batch[n:], everything)
+        words, numbers, tokens = table[:, :3].sum(0).tolist()
+        all_labels = int(table[:, 4 : 4 + n].sum())
+        return StepCounts(words, numbers, tokens, by_micro_batch[:n], by_micro_batch[n:], all_labels)
 
     def give_up(self, micro_steps: int) -> None:
         """For a rank that was stopped while it waited for data: tell the others in the exchange; raises `Stopped`."""
         self._gather([0, 0, 0], [0] * (2 * micro_steps))
 
-    def _gather(self, sums: list[int], kept: list[int]) -> list[list[int]]:
-        """[rank][sums, told to stop, kept] of all ranks. kept: label positions, then partial labels, by micro-batch.
+    def _gather(self, sums: list[int], kept: list[int]) -> Tensor:
+        """[rank, (*sums, told to stop, *kept)] int64 on the CPU.
 
-        Raises `Stopped` on all ranks where any was told to stop.
+        kept: of each micro-batch the label positions, then of each the partial labels. Raises `Stopped` on all ranks
+        where any was told to stop.
         """
         stop = self.engine.runtime.stop
         mine = torch.tensor([*sums, stop.reason is not None, *kept], device=self.device)
-        table: list[list[int]] = gather_rows(mine).tolist()
-        stop.act_on(any(row[3] for row in table))
+        table = gather_rows(mine).cpu()
+        stop.act_on(bool(table[:, 3].any()))
         return table
 
     @torch.no_grad()
