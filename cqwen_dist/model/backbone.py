@@ -139,11 +139,11 @@ def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
 
 def tokenizer_rows(name_or_path: str) -> int | None:
     """The rows that a model's tokenizer uses, as `data.tokenizer` counts them; None without a tokenizer."""
-    tokenizer = tokenizer_beside(name_or_path)
+    tokenizer = base_tokenizer(name_or_path)
     return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def tokenizer_beside(name_or_path: str) -> Any:
+def base_tokenizer(name_or_path: str) -> Any:
     """transformers' tokenizer of a model's folder or hub name; None where it has none."""
     folder = Path(name_or_path).expanduser()
     # transformers builds an empty tokenizer from a folder without these files.
@@ -183,7 +183,7 @@ def add_rows(base: PreTrainedModel, rows: int) -> None:
     if tied:
         head.weight = table.weight
     table.num_embeddings = head.out_features = rows
-    say_added(base.config, rows)
+    record_added_rows(base.config, rows)
 
 
 def mean_row(matrix: Any, rows: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -193,7 +193,7 @@ def mean_row(matrix: Any, rows: int, dtype: torch.dtype | None = None) -> Tensor
     return total / rows
 
 
-def say_added(config: Any, rows: int) -> None:
+def record_added_rows(config: Any, rows: int) -> None:
     """Write the new number of rows, and how many of them were added, into a base's config."""
     config.added_rows = rows - config.vocab_size
     config.vocab_size = rows

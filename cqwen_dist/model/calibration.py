@@ -1,4 +1,4 @@
-"""The calibrated start: what a base knows, moved into the heads by closed forms on some tokens of the training data.
+"""The calibrated start: closed forms on some tokens of the training data move the base's knowledge into the heads.
 
 The steps, in this order (docs/training.md has measurements):
 
@@ -170,7 +170,7 @@ class _Start:
         """loc_U [N,C_w] of features."""
         return self.model.action.word_part(self.model.abduction(z)).loc.contiguous()
 
-    def everyones(self, *parts: Tensor) -> list[Tensor]:
+    def of_all_ranks(self, *parts: Tensor) -> list[Tensor]:
         """Values [N, ...] of this rank's positions -> those of all ranks, at most 2 LEVEL_TOKENS.
 
         Texts are of unequal lengths: there may be more positions than were asked for.
@@ -196,7 +196,7 @@ class _Start:
         levelled = share = 0.0
         if level or self.numerals:
             own = self.word_loc(fit.z)
-            loc, log_norm, labels = self.everyones(own, self.normalisers(own), fit.labels)
+            loc, log_norm, labels = self.of_all_ranks(own, self.normalisers(own), fit.labels)
         if self.numerals:
             self.progress("<NUM>'s row", 0, 1)
             share = fit_numeral_rows(self.model, loc, log_norm, labels, self.numerals, self.groups)
@@ -212,7 +212,7 @@ class _Start:
         self.progress("numbers", 0, 1)
         target, wide = self.model.target, self.model.wide
         x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)
-        x, values, folds = self.everyones(*(part[fit.learnt] for part in (x, fit.values, fit.folds)))
+        x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in (x, fit.values, fit.folds)))
         if not len(values):
             return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
         texts = fit.texts
@@ -251,7 +251,7 @@ class _Start:
             "base_accuracy": logits.mean((base_best == labels) | (digits & is_num)),
             "agreement": logits.mean(best == base_best),
             "uniform_loss": 1.0 + math.log(self.model.action.vocab_size),
-            "prob_sum_median": float(logits.everyone(prob_sum).quantile(0.5)),
+            "prob_sum_median": float(logits.of_all_ranks(prob_sum).quantile(0.5)),
             "tokens": logits.tokens,
             "num_f1": 2 * logits.mean(is_num & best_is_num) / (numbers + logits.mean(best_is_num)) if numbers else None,
             "num_p_mean": logits.mean(p_num * is_num) / numbers if numbers else None,

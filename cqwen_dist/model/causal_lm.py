@@ -1,4 +1,4 @@
-"""The model's Hugging Face face: what users load, save and generate with."""
+"""The model as a Hugging Face model: users load, save and generate with it."""
 
 from __future__ import annotations
 

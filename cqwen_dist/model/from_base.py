@@ -15,7 +15,7 @@ from cqwen_dist.config.bases import numeral_ids
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.backbone import load_base, rows_with_number_for, tokenizer_beside, tokenizer_rows
+from cqwen_dist.model.backbone import base_tokenizer, load_base, rows_with_number_for, tokenizer_rows
 from cqwen_dist.model.calibration import LEVEL_TOKENS, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 
@@ -34,7 +34,7 @@ def turned_causal(
     start = _start_of(start, texts, calibration_batches)
     used = tokenizer_rows(name_or_path)
     if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
-        found = tokenizer_beside(name_or_path)
+        found = base_tokenizer(name_or_path)
         options.setdefault("numerals", [] if found is None else numeral_ids(found.get_vocab()))
         options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
     rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)

@@ -139,7 +139,7 @@ class StartLogits:
         """The mean over all tokens of the world of values [n] of the group's tokens."""
         return self._total(values[self._own].double().sum()) / max(self.tokens, 1)
 
-    def everyone(self, part: Tensor) -> Tensor:
+    def of_all_ranks(self, part: Tensor) -> Tensor:
         """[n] summed over the ranks of the group, for all tokens of the world."""
         own, world = sum_partials(part, self.groups.vocab)[self._own], self.groups.world
         return gather_tokens(own, exchange_counts(len(own), world, own.device), world)

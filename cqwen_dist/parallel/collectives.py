@@ -121,8 +121,8 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
     return result
 
 
-def main_rank_says(action: Callable[[], T]) -> T:
-    """`main_rank_first`, and every rank returns rank 0's result, a small Python value."""
+def from_main_rank(action: Callable[[], T]) -> T:
+    """As `main_rank_first`, but every rank returns rank 0's result, a small Python value."""
     result = [main_rank_first(action)]
     with naming("broadcast of rank 0's result"):
         dist.broadcast_object_list(result)

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cqwen_dist.config import refuse_ranks
-from cqwen_dist.parallel.collectives import main_rank_says
+from cqwen_dist.parallel.collectives import from_main_rank
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Groups:
 
     def agreed(self, action: Callable[[], T]) -> T:
         """The result of the action on rank 0, a small Python value, on every rank. Collective over the world."""
-        return action() if self.world is None else main_rank_says(action)
+        return action() if self.world is None else from_main_rank(action)
 
 
 ALONE = Groups(None, None, None)

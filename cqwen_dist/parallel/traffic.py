@@ -40,7 +40,7 @@ class Traffic:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, torch's collectives are wrapped. Enter it before DeepSpeed starts: it keeps what it finds first."""
+        """Inside, torch's collectives are wrapped. Enter it before DeepSpeed starts, which keeps the first it finds."""
         originals = {name: getattr(dist, name) for name in COLLECTIVES}
         for name, original in originals.items():
             setattr(dist, name, self._watched(name, original))

@@ -28,7 +28,7 @@ from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.losses import gate_named
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.parallel.collectives import gather_objects, main_rank_first, main_rank_says
+from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.parallel.vocab_parallel import vocab_range
@@ -221,7 +221,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
-    resume_from = main_rank_says(lambda: checkpoint_to_resume(config, progress.say))  # so is a damaged checkpoint
+    resume_from = from_main_rank(lambda: checkpoint_to_resume(config, progress.say))  # so is a damaged checkpoint
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
     base, tokenizer = _load_base(config, runtime, world)
@@ -243,7 +243,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         "data": datasets.train.digest(),
         "eval": "" if datasets.eval is None else datasets.eval.digest(),
         "tokenizer": tokenizer.digest(),
-        "base": main_rank_says(lambda: base_digest(base_folder_of(config.base_folder), folder / DIGESTS)),
+        "base": from_main_rank(lambda: base_digest(base_folder_of(config.base_folder), folder / DIGESTS)),
     }
     target = statistics.transform(config.target_transform).to_dict()
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)

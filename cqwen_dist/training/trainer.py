@@ -10,7 +10,7 @@ from typing import Any
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import Config
-from cqwen_dist.parallel.collectives import Stopped, main_rank_says
+from cqwen_dist.parallel.collectives import Stopped, from_main_rank
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.stop import StopFlag
 from cqwen_dist.run.files import CHECKPOINTS, METRICS
@@ -41,7 +41,7 @@ def train(
         try:
             metrics = train_on(config, runtime, callbacks, write_inputs)
             folder = Path(config.run.dir)
-            ended = main_rank_says(lambda: read_status(folder))
+            ended = from_main_rank(lambda: read_status(folder))
         finally:
             leave_deepspeed()
     newest = ended.get("checkpoint")
@@ -243,7 +243,7 @@ class Trainer:
         run = self.run
         run.loaders.close()
         run.saver.wait()
-        folder = main_rank_says(lambda: latest_checkpoint(run.folder))
+        folder = from_main_rank(lambda: latest_checkpoint(run.folder))
         found.again = self._suspect is not None
         if folder is None or found.again:
             raise found

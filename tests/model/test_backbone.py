@@ -14,7 +14,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.backbone import FeatureExtractionNetwork, build_base, load_base, tokenizer_beside
+from cqwen_dist.model.backbone import FeatureExtractionNetwork, base_tokenizer, build_base, load_base
 
 BASES = [(kind, tied) for kind in ARCHITECTURES for tied in (False, True)]
 
@@ -113,7 +113,7 @@ def test_a_folder_with_its_own_code_asks_nothing_at_the_terminal(tmp_path, monke
     own = {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["strange.Strange", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | own))
     monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
-    assert tokenizer_beside(str(tmp_path)) is None
+    assert base_tokenizer(str(tmp_path)) is None
 
 
 def test_build_base_is_a_function_of_the_seed_alone() -> None:

@@ -205,7 +205,7 @@ def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, 
         "loss": loss,
         "best": best.numpy(),
         "best_logit": seen.best_logit().numpy(),
-        "prob_sum": seen.everyone(prob_sum).numpy(),
+        "prob_sum": seen.of_all_ranks(prob_sum).numpy(),
         "p": seen.p_of(17, *AT).numpy(),
         "right": seen.mean((best == seen.labels).float()),
     }

@@ -95,7 +95,7 @@ class TorchTile:
 
 
 def _label_entries(target: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat index of one entry per token of a [t, n] tile, and -1.0 where that is its label, else 1.0: [t], [t]."""
+    """(flat index of one entry per token of a [t, n] tile [t], -1.0 where it is the token's label, else 1.0 [t])."""
     n = like.shape[1]
     inside = (target >= 0) & (target < n)
     at = torch.arange(0, like.numel(), n, device=like.device) + target.clamp(0, n - 1)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import check_model_type
-from cqwen_dist.model.backbone import base_folder_of, base_refusal, mean_row, say_added
+from cqwen_dist.model.backbone import base_folder_of, base_refusal, mean_row, record_added_rows
 from cqwen_dist.parallel.collectives import main_rank_first, naming
 from cqwen_dist.parallel.runtime import Runtime
 
@@ -118,7 +118,7 @@ def load_partitioned_base(
     head, table = files.head(), files.slice_of(EMBEDDING)
     if rows > config.vocab_size:
         head, table = WithMeanRows(head, rows), WithMeanRows(table, rows, dtype)
-        say_added(config, rows)
+        record_added_rows(config, rows)
     join_deepspeed()
     with init_empty_weights(include_buffers=False):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
