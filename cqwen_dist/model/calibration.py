@@ -113,6 +113,7 @@ def calibrate(
     progress("C and gamma", 0, 1)
     histogram = logits.histogram()
     threshold, gamma = groups.agreed(lambda: best_threshold_and_gamma(histogram))
+    progress("numbers", 0, 1)  # it may raise, and nothing has to be undone before the constants are set
     gamma = set_scales(model, gamma, b_noise_init)
     model.action.threshold.fill_(threshold)
     regression = start.fit_regression(fit)
@@ -209,7 +210,6 @@ class _Start:
 
     def fit_regression(self, fit: _Positions) -> dict[str, Any]:
         """Start the wide part, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
-        self.progress("numbers", 0, 1)
         target, wide = self.model.target, self.model.wide
         x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)
         x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in (x, fit.values, fit.folds)))
