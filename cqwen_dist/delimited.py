@@ -1,4 +1,4 @@
-"""CSV as it is met: which sign stands between cells, and numbers with a decimal comma."""
+"""CSV: the delimiter, and numbers with a decimal comma."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def has_decimal_comma(cell: str) -> bool:
 
 
 def read_cells(cells: dict[str, str], delimiter: str, decimal_comma: bool) -> tuple[dict[str, str], str | None]:
-    """A row's cells by column, and the column of a decimal comma that was not announced.
+    """A row's cells by column, and the first column with a decimal comma although decimal_comma is false.
 
-    decimal_comma: numbers with one, or with points between thousands, become 1234.5. Without it a comma between digits
-    is one where semicolons stand between cells.
+    decimal_comma: numbers such as 1.234,5 become 1234.5. Without it a number with a decimal comma is looked for where
+    semicolons separate the cells.
     """
     if decimal_comma:
         return {name: _with_point(cell) for name, cell in cells.items()}, None

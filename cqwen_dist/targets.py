@@ -49,33 +49,28 @@ class TargetTransform:
         Args: values [...] of any float dtype (float64 keeps integers above 2^24).
         Returns: [...] fp32, finite for finite input (clamped to +-TARGET_LIMIT).
         """
-        raw = values.double()
-        if self.name == "standardise":
-            raw = (raw - self.median) / self.scale
-        elif not self.linear:
-            raw = raw.sign() * raw.abs().log1p()
-            if self.name == "standardise_log":
-                raw = (raw - self.median) / self.scale
-        return raw.clamp(-TARGET_LIMIT, TARGET_LIMIT).float()
+        raw = values.double() if self.linear else values.double().sign() * values.double().abs().log1p()
+        median, scale = self._unit
+        return ((raw - median) / scale).clamp(-TARGET_LIMIT, TARGET_LIMIT).float()
 
     def inverse(self, targets: torch.Tensor) -> torch.Tensor:
         """Targets (predicted locations, or quantiles: the map is monotone) to raw numbers.
 
         Args: targets [...] of any float dtype. Returns: [...] float64, finite for finite input.
         """
-        target = targets.double()
-        if self.name == "standardise":
-            return target * self.scale + self.median
-        if not self.linear:
-            if self.name == "standardise_log":
-                target = target * self.scale + self.median
-            return target.sign() * target.abs().clamp(max=_LOG_LIMIT).expm1()
-        return target
+        median, scale = self._unit
+        raw = targets.double() * scale + median
+        return raw if self.linear else raw.sign() * raw.abs().clamp(max=_LOG_LIMIT).expm1()
 
     @property
     def linear(self) -> bool:
         """Whether a scale has a meaning in the raw unit (`inverse_scale` works)."""
         return self.name in ("standardise", "none")
+
+    @property
+    def _unit(self) -> tuple[float, float]:
+        """Median and scale, where the transform uses them."""
+        return (self.median, self.scale) if self.name.startswith("standardise") else (0.0, 1.0)
 
     def inverse_scale(self, scales: torch.Tensor) -> torch.Tensor:
         """Scales of targets to scales in the raw unit.
@@ -85,13 +80,12 @@ class TargetTransform:
         """
         if not self.linear:
             raise ValueError(f"{self.name} is not linear: a scale has no raw unit; map quantiles by inverse()")
-        return scales.double() * (self.scale if self.name == "standardise" else 1.0)
+        return scales.double() * self._unit[1]
 
     def log_derivative(self, values: torch.Tensor) -> torch.Tensor:
         """ln dt/dv at raw values [...], float64: what turns a density of targets into one of raw numbers."""
         raw = values.double()
-        unit = math.log(self.scale) if self.name.startswith("standardise") else 0.0
-        return -unit - (torch.zeros_like(raw) if self.linear else raw.abs().log1p())
+        return -math.log(self._unit[1]) - (torch.zeros_like(raw) if self.linear else raw.abs().log1p())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` gives an equal transform."""

@@ -58,12 +58,12 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def of(cls, tokenizer: NumericalAwareTokenizer) -> CausalQwenTokenizer:
-        """The same tokenizer with this face."""
+        """The same tokenizer as one of transformers."""
         return _like(cls, tokenizer.tokenizer, num_token_id=tokenizer.num_token_id, policy=tokenizer.policy)
 
     @classmethod
     def from_pretrained(cls, *args: Any, padding_side: str = "left", **given: Any) -> CausalQwenTokenizer:
-        """As transformers'. padding_side: what a base's files say was chosen for training."""
+        """As transformers'. padding_side: a base's files name the side for training, so they do not decide it."""
         return super().from_pretrained(*args, padding_side=padding_side, **given)
 
     @classmethod
@@ -79,7 +79,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """A copy that knows no numbers."""
+        """A copy that reads numerals as words."""
         return _like(PreTrainedTokenizerFast, self)
 
     @property
@@ -152,7 +152,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         verbose: bool = True,
         **wanted: Any,
     ) -> BatchEncoding:
-        """What `__call__` and `encode` come down to: transformers' fields, and numeric_values (float64, 0 at words).
+        """Called by `__call__` and `encode`: transformers' fields, and numeric_values (float64, 0 at words).
 
         No special token is added, whatever add_special_tokens says. Raises: UserError for a number that float64 does
         not hold, and where special tokens of a text are to be read as words; ValueError as transformers.
@@ -222,24 +222,15 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         """`NumericalAwareTokenizer.preprocess`."""
         return self.reader.preprocess(texts, padding_side)
 
-    def pad(
-        self,
-        encoded_inputs: Any,
-        padding: Any = True,
-        max_length: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        padding_side: Any = None,
-        return_attention_mask: bool | None = None,
-        return_tensors: Any = None,
-        verbose: bool = True,
+    def pad(  # type: ignore[override]
+        self, encoded_inputs: Any, padding: Any = True, *, padding_side: Any = None, **given: Any
     ) -> BatchEncoding:
-        """As transformers' tokenizers pad, and numeric_values with 0; what data collators call."""
+        """As transformers' tokenizers pad, and numeric_values with 0. Data collators call this."""
         if not isinstance(encoded_inputs, Mapping):
             encoded_inputs = {name: [row[name] for row in encoded_inputs] for name in encoded_inputs[0]}
         inputs = dict(encoded_inputs)
         values = inputs.pop("numeric_values", None)
-        how = (padding, max_length, pad_to_multiple_of, padding_side, return_attention_mask, return_tensors, verbose)
-        padded = super().pad(inputs, *how)
+        padded = super().pad(inputs, padding, padding_side=padding_side, **given)
         if values is not None:
             padded["numeric_values"] = _padded_values(values, padded["input_ids"], padding_side or self.padding_side)
         return padded if isinstance(padded, BatchEncoding) else BatchEncoding(padded)
@@ -255,9 +246,9 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
     def decode(  # type: ignore[override]
         self, token_ids: Any, values: Any = None, skip_special_tokens: bool = False, **ignored: Any
     ) -> Any:
-        """As `NumericalAwareTokenizer.decode`; values None: a number is written as <NUM>, for its value is not known.
+        """As `NumericalAwareTokenizer.decode`; without values a number is written as <NUM>.
 
-        Several rows [B,T] give a list. ignored: clean_up_tokenization_spaces, for numbers would not survive it.
+        Several rows [B,T] give a list. ignored: clean_up_tokenization_spaces, which would change numbers.
         """
         if isinstance(values, bool):  # transformers' second argument
             values, skip_special_tokens = None, values

@@ -1,9 +1,8 @@
 """Files cut into blocks of records. A block is read by itself, in any process, so that many can be read at once.
 
-The process that cuts does little: of JSON lines and of a text a line it looks for line ends, of Parquet it takes record
-batches; parsing is the block's own work. What cannot be cut without being read (CSV, whose quoted cells may hold line
-ends, JSON arrays, paragraphs, `datasets`) is read here, row by row, and makes blocks of rows. Where blocks are cut
-depends on the source alone.
+The process that cuts does little: it splits lines of JSON or text at line ends and takes Parquet's record batches; the
+process that reads a block parses it. What must be parsed to be cut (CSV, whose quoted cells may hold line ends, JSON
+arrays, paragraphs, `datasets`) is read here, row by row, and makes blocks of rows. The cuts depend on the source alone.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from typing import Any
 
 from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import Literal
+from cqwen_dist.data.cells import BadLine, Literal
 from cqwen_dist.data.diabetes import diabetes_texts
-from cqwen_dist.data.records import BadLine, Block, Row, Text, given, needed_columns, too_long
+from cqwen_dist.data.records import Block, Row, Text, given, needed_columns, too_long
 from cqwen_dist.data.tables import of_datasets, of_parquet
 from cqwen_dist.delimited import delimiter_of, read_cells
 
@@ -36,6 +35,8 @@ _BUNDLED: dict[str, Callable[[], list[str]]] = {
     "diabetes/train": lambda: diabetes_texts("train"),
     "diabetes/test": lambda: diabetes_texts("test"),
 }
+# A line's record; None for an empty line. Raises `BadLine`.
+ParsedLine = Callable[[bytes], "Mapping[str, Any] | None"]
 
 
 def blocks(source: str, config: DataConfig, key: str) -> Iterator[Block]:
@@ -74,9 +75,9 @@ def _of_file(path: Path, config: DataConfig) -> Iterator[Block]:
         elif ending == ".json" and lines.begin_with(b"["):
             yield from _of_rows(_of_array(lines))
         elif ending != ".txt":
-            yield from _of_lines(lines, _json_rows)
+            yield from _of_lines(lines, _json_line)
         elif config.sample_by == "line":
-            yield from _of_lines(lines, partial(_text_rows, config.text_field))
+            yield from _of_lines(lines, partial(_text_line, config.text_field))
         else:
             yield from _of_rows(_of_text(lines, config))
 
@@ -108,8 +109,8 @@ def _size(value: object) -> int:
 
 
 class _Lines:
-    """The lines of a file with their numbers. Instead of a line that is too long, which is never held, and of what a
-    broken compressed file ends with, `BadLine` is raised, once each."""
+    """The lines of a file with their numbers. Raises `BadLine`, once each, for a line that is too long (it is never in
+    memory as a whole) and for the end of a broken compressed file; iteration goes on behind it."""
 
     def __init__(self, file: io.BufferedReader | gzip.GzipFile, path: Path, config: DataConfig) -> None:
         self.file, self.path, self.config, self.number = file, path, config, 0
@@ -133,14 +134,14 @@ class _Lines:
         return line
 
     def begin_with(self, sign: bytes) -> bool:
-        """Whether that is the first byte that is no white space."""
+        """Whether this is the first byte that is no white space."""
         try:
             return self.file.peek(1024).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(sign)
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            return False  # whoever reads it says so
+            return False  # reading it raises
 
     def some(self, size: int) -> bytes:
-        """So many bytes, less at the end, whatever lines there are. Raises: BadLine for a broken compressed file."""
+        """So many bytes, fewer at the end. Raises: BadLine for a broken compressed file."""
         return self._read(size, self.file.read)
 
     def _read(self, limit: int, read: Callable[[int], bytes] | None = None) -> bytes:
@@ -158,8 +159,8 @@ class _Lines:
         return f"{self.path}:{self.number}"
 
 
-def _of_lines(lines: _Lines, rows: Callable[[str, int, bytes], Iterator[Row]]) -> Iterator[Block]:
-    """Blocks of whole lines; `rows` makes rows of the file's name, the first line's number, and the lines."""
+def _of_lines(lines: _Lines, parsed: ParsedLine) -> Iterator[Block]:
+    """Blocks of whole lines."""
     held: list[bytes] = []
     size, more = 0, True
     while more:
@@ -173,22 +174,27 @@ def _of_lines(lines: _Lines, rows: Callable[[str, int, bytes], Iterator[Row]]) -
         except BadLine as error:
             bad = [(lines.where, error)]
         if held and (size >= BLOCK or bad or not more):
-            yield partial(rows, str(lines.path), lines.number - len(bad) - len(held) + 1, b"".join(held))
+            yield partial(_line_rows, parsed, str(lines.path), lines.number - len(bad) - len(held) + 1, b"".join(held))
             held, size = [], 0
         if bad:
             yield partial(given, bad)
 
 
-def _json_rows(name: str, first: int, data: bytes) -> Iterator[Row]:
+def _line_rows(parsed: ParsedLine, name: str, first: int, data: bytes) -> Iterator[Row]:
+    """The records of whole lines. first: the first line's number."""
     for number, line in enumerate(io.BytesIO(data), first):
-        if line.strip(b"\xef\xbb\xbf \t\r\n"):
-            try:
-                yield f"{name}:{number}", _parsed(line)
-            except BadLine as bad:
-                yield f"{name}:{number}", bad
+        record: Mapping[str, Any] | BadLine | None
+        try:
+            record = parsed(line)
+        except BadLine as bad:
+            record = bad
+        if record is not None:
+            yield f"{name}:{number}", record
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def _json_line(line: bytes) -> Mapping[str, Any] | None:
+    if not line.strip(b"\xef\xbb\xbf \t\r\n"):
+        return None
     text = _decoded(line)
     try:
         record = _JSON.decode(text)
@@ -197,6 +203,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BadLine("no JSON object", text.strip()[:60], 'one JSON object a line, such as {"text": "..."}')
     return record
+
+
+def _text_line(field: str, line: bytes) -> Mapping[str, Any] | None:
+    text = _decoded(line)
+    return {field: text.strip("\r\n")} if text.strip() else None
 
 
 def _decoded(line: bytes) -> str:
@@ -211,17 +222,6 @@ def _no_constant(name: str) -> None:
 
 
 _JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal, parse_constant=_no_constant)
-
-
-def _text_rows(field: str, name: str, first: int, data: bytes) -> Iterator[Row]:
-    for number, line in enumerate(io.BytesIO(data), first):
-        try:
-            text = _decoded(line)
-        except BadLine as bad:
-            yield f"{name}:{number}", bad
-            continue
-        if text.strip():
-            yield f"{name}:{number}", {field: text.strip("\r\n")}
 
 
 def _of_text(lines: _Lines, config: DataConfig) -> Iterator[Row]:
@@ -258,9 +258,9 @@ _CHUNK = 1 << 16
 
 
 def _of_array(lines: _Lines) -> Iterator[Row]:
-    """The records of a JSON array, one after the other; no more than one is held, and what was read behind it.
+    """The records of a JSON array, one in memory at a time.
 
-    Raises: UserError where it is broken: nothing behind that can be told apart.
+    Raises: UserError where it is broken: no record behind that place can be found.
     """
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, at, number, done, first = "", 0, 1, False, True
@@ -341,7 +341,7 @@ def _columns(row: list[str], where: str) -> list[str]:
 
 
 def _cells(row: dict[str, str], needed: list[str], delimiter: str, config: DataConfig) -> dict[str, str]:
-    """The cells that are needed. Raises: BadLine for a decimal comma, where commas separate nothing else."""
+    """The cells that are needed. Raises: BadLine for a decimal comma without data.decimal_comma."""
     found, wrong = read_cells({name: row[name] for name in needed}, delimiter, config.decimal_comma)
     if wrong is not None:
         allowed = f"a decimal point in the column {wrong!r}, or data.decimal_comma: true"

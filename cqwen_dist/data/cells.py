@@ -1,4 +1,4 @@
-"""What stands in a cell of a record: nothing, text, or a number."""
+"""Cells of a record: empty, text, or a number; and the error for a record that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from datetime import date
 from decimal import Decimal
 
 import numpy as np
+
+
+class BadLine(Exception):
+    """A line or record that cannot be used: kind (counted), what was found, what is allowed."""
+
+    def __init__(self, kind: str, found: object, allowed: str) -> None:
+        super().__init__(kind, found, allowed)
+        self.kind, self.found, self.allowed = kind, found, allowed
 
 
 class Literal(str):

@@ -16,6 +16,7 @@ from typing import Any
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.data.cells import BadLine
 
 # Qwen's own form, for a tokenizer that has no template.
 CHATML = (
@@ -25,14 +26,6 @@ CHATML = (
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters
 
 Spans = tuple[tuple[int, int], ...]
-
-
-class BadChat(Exception):
-    """A chat that cannot be used."""
-
-    def __init__(self, found: object, allowed: str) -> None:
-        super().__init__(allowed)
-        self.found, self.allowed = found, allowed
 
 
 class Chat:
@@ -55,15 +48,17 @@ class Chat:
     ) -> tuple[str, Spans]:
         """The text of a chat and the characters that are learnt.
 
-        Args: messages, tools: as `cqwen_dist.data.turns` makes them. Raises: BadChat; UserError for a template that is
+        Args: messages, tools: as `cqwen_dist.data.turns` makes them. Raises: BadLine; UserError for a template that is
         broken or writes no tool calls.
         """
         own = [i for i, message in enumerate(messages) if _is_learnt(message)]
         if not own:
-            raise BadChat([message["role"] for message in messages], "a turn of the assistant, not of weight 0")
+            raise BadLine(
+                "no chat", [message["role"] for message in messages], "a turn of the assistant, not of weight 0"
+            )
         plain = self._fill(messages, tools)
         if _OPEN in plain or _CLOSE in plain:
-            raise BadChat(plain, "no noncharacters U+FDD0, U+FDD1")
+            raise BadLine("no chat", plain, "no noncharacters U+FDD0, U+FDD1")
         marked = self._fill([_marked(message) for message in messages], tools)
         pieces = marked.replace(_CLOSE, _OPEN).split(_OPEN)
         if "".join(pieces) != plain or len(pieces) != 2 * len(own) + 1:
@@ -114,7 +109,7 @@ class Chat:
             chats = [[dict(message) for message in messages]]
             filled = render_jinja_template(chats, tools, chat_template=template, **options, **self._names)
         except Exception as error:  # whatever the template's own code raises
-            raise BadChat(_one_line(error), "a chat that the chat template takes") from None
+            raise BadLine("no chat", _one_line(error), "a chat that the chat template takes") from None
         return str(filled[0][0])
 
 

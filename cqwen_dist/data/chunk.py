@@ -18,7 +18,7 @@ from cqwen_dist.data.store import SCHEMA, offsets_of
 
 
 class Recipe(NamedTuple):
-    """What becomes of a text behind the encoder."""
+    """How an encoded text becomes a row."""
 
     end: int  # the id that ends every text
     numeric_targets: str
@@ -27,7 +27,7 @@ class Recipe(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some texts tokenised: a row each; overflows as (row, place, literal); which rows are not of a length to stay."""
+    """Some texts tokenised, a row each; overflows as (row, place, literal); rows outside min_tokens and max_tokens."""
 
     batch: pa.RecordBatch
     overflows: list[tuple[int, str, str]]
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A text that was read: its segments, whether each is learnt, what was read in each; tokens that are not learnt."""
+    """A text, its segments with whether each is learnt, the reading of each, and tokens that are not learnt."""
 
     text: Text
     segments: list[tuple[str, bool]]
@@ -111,7 +111,7 @@ def _targets(
 
 
 def _read(texts: Sequence[Text], encoder: NumberEncoder) -> list[_Row]:
-    """Every segment of every text, read all at once."""
+    """All segments of all texts, encoded in one call."""
     segments = [_segments(text) for text in texts]
     readings = iter(encoder.read([segment for own in segments for segment, _ in own]))
     rows = []

@@ -1,8 +1,7 @@
 """Samples to a `Batch`: shifted once, padded on the right.
 
 labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document. The last token of a document predicts
-nothing (IGNORE_INDEX, 0), and so does one in front of a token that is read but not learnt. Nothing behind the
-collator shifts again.
+nothing (IGNORE_INDEX, 0), and so does a token before one that is not learnt. No later code shifts again.
 
 How attention stays inside packed documents: `position_ids` restart at 0 where a document begins (and where the
 padding begins), and transformers builds the block mask from them when `attention_mask=None` and no cache is in use
@@ -21,9 +20,7 @@ import numpy as np
 import torch
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
-from cqwen_dist.data.document import Document, Sample
-
-__all__ = ["Document", "Sample", "collate"]
+from cqwen_dist.data.store import Document, Sample
 
 # Widths are multiples of this: few different shapes, and aligned matrix products.
 MULTIPLE = 8
@@ -43,7 +40,7 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
     position_ids = np.zeros((rows, width), dtype=np.int64)
     numeric_values, numeric_labels = np.zeros((2, rows, width), dtype=np.float64)
     attention_mask, numeric_mask = np.zeros((2, rows, width), dtype=bool)
-    beside = [(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 3)))]
+    sparse = [(np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 3)))]
     steps = np.arange(width)
     if not samples:
         position_ids[0] = steps
@@ -65,13 +62,15 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
                 numeric_mask[row, unlearnt] = False
             if document.labels is not None:
                 labels[row, end - 2] = IGNORE_INDEX
-            beside.append(_beside(document, row * width + start, np.flatnonzero(numeric_mask[row, start : end - 1])))
+            sparse.append(
+                _sparse_labels(document, row * width + start, np.flatnonzero(numeric_mask[row, start : end - 1]))
+            )
             start = end
         # A single document's positions run on through the padding: then there is no restart, and the kernels for
         # plain causal attention apply. Behind packed documents the padding is a document of its own.
         first = start if len(sample) == 1 else 0
         position_ids[row, start:] = steps[: width - start] + first
-    partial, typed, more = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*beside, strict=True))
+    partial, typed, more = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*sparse, strict=True))
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         numeric_values=torch.from_numpy(numeric_values),
@@ -86,9 +85,11 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
     )
 
 
-def _beside(document: Document, first: int, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A document's rows of `Batch.partial`, `typed` and `more`. first: where it begins in B*T; targets: before which of
-    its tokens there is a number to learn."""
+def _sparse_labels(document: Document, first: int, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A document's rows of `Batch.partial`, `typed` and `more`.
+
+    first: its first position in B*T; targets: its positions whose next token is a number to learn.
+    """
     labels = np.zeros(0, np.int64) if document.labels is None else document.labels
     kinds = np.zeros(len(targets), np.int64) if document.types is None else document.types[targets + 1]
     more = np.zeros(0) if document.more is None or not len(targets) else document.more  # of the text's one target

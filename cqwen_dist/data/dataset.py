@@ -15,22 +15,20 @@ import pyarrow as pa
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
-from cqwen_dist.data.document import Sample
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.sources import chunks
-from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics, streamed_statistics
-from cqwen_dist.data.store import TokenStore
+from cqwen_dist.data.statistics import Gather, NumericStatistics, streamed_statistics
+from cqwen_dist.data.store import Sample, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
 _TOLD = 1000  # overflows of which the place is kept
-_EXACT = 1 << 22  # targets that are simply held
 
 
 @dataclass
 class DataReport:
-    """What became of the texts; `lines` says it to a person."""
+    """Counts of a dataset."""
 
     texts: int = 0
     documents: int = 0  # pieces of texts, each at most sequence_length long
@@ -48,7 +46,7 @@ class DataReport:
     lost: int = 0  # tokens of both that are not used
 
     def lines(self, name: str) -> list[str]:
-        """The counts, one line each for what a person should know."""
+        """The counts as lines for a person."""
         share = self.numbers / self.tokens if self.tokens else 0.0
         lines = [
             f"{name}: {self.texts:,} texts, {self.tokens:,} tokens, {self.numbers:,} numbers ({share:.1%}), "
@@ -62,8 +60,7 @@ class DataReport:
                 lines.append(f"{name}: {which}, {how}: {self.lost:,} tokens fewer (data.long_texts)")
         if self.overflows:
             lines.append(f"{name}: {self.overflows:,} numbers overflow and stay text, first {self.first_overflow}")
-        left_out = (("too short", self.too_short), ("too long", self.too_long))
-        for why, count in left_out:
+        for why, count in (("too short", self.too_short), ("too long", self.too_long)):
             if count:
                 lines.append(f"{name}: {count:,} texts left out as {why}")
         return lines
@@ -72,13 +69,12 @@ class DataReport:
 class TextDataset:
     """Samples of stored texts. `dataset[i]` is a `Sample`: a tuple of documents, one unless packed.
 
-    A text of L tokens (its end token included) longer than sequence_length T is cut into pieces of T tokens that
-    overlap by one, so each token but the first is predicted exactly once; or the first piece alone is kept, or none, as
-    `data.long_texts` says. With `pack`, whole pieces are put
-    together to rows of at most T tokens (longest first, into the fullest row that fits; deterministic).
+    A text of more than T = sequence_length tokens (its end token included) is cut into pieces of T tokens that overlap
+    by one, so each token but the first is predicted exactly once. `data.long_texts` may keep the first piece alone, or
+    none. With `pack`, whole pieces are put together to rows of at most T tokens (`packing.pack`).
 
-    Args: store: tokenised texts; texts: [m] int64, rising: those that are this dataset's, None: all; config:
-    sequence_length, long_texts, pack, group_by_length; folder: where packed rows are kept, and found again.
+    Args: store: tokenised texts; texts: [m] int64, rising: this dataset's texts, None: all; config: sequence_length,
+    long_texts, pack, group_by_length; content: gives the store's digest; folder: where packed rows are kept.
     Raises: UserError when sequence_length is below 2, or drops every text.
     """
 
@@ -95,8 +91,8 @@ class TextDataset:
         self.pad_token_id, self.num_token_id = tokenizer.pad_token_id, tokenizer.num_token_id
         self.report = report
         self.group_by_length = config.group_by_length
-        self._store, self._texts, self._pack, self._folder = store, texts, config.pack, folder
-        self._given, self._long = texts, config.long_texts
+        self._store, self._given, self._pack, self._folder = store, texts, config.pack, folder
+        self._long = config.long_texts
         self._content = content or store.digest
         self._cut(config.sequence_length)
 
@@ -106,7 +102,7 @@ class TextDataset:
         self._length, self._texts = length, self._given
         lengths = self.text_lengths()
         long = lengths > length
-        count, tokens = (int(long.sum()), int(lengths[long].sum(dtype=np.int64)))
+        count, tokens = int(long.sum()), int(lengths[long].sum(dtype=np.int64))
         if self._long == "drop" and count:
             if count == len(lengths):
                 allowed = f"truncate or cut: every text has more than {length} tokens (data.sequence_length)"
@@ -177,16 +173,9 @@ class TextDataset:
         """The numbers (or only those whose value the regression learns), part by part, float64."""
         return self._store.parts("targets" if targets else "numbers", self._texts)
 
-    def target_values(self) -> np.ndarray:
-        """[M] float64: every value that the regression learns, once (seed S1 2: the statistics' input)."""
-        return np.concatenate([np.zeros(0), *self.number_parts()])
-
-    def statistics(self, rank: int = 0, world: int = 1, gather: Gather | None = None) -> NumericStatistics:
-        """Median and IQR/2 of the targets; many are streamed, a share by each rank (then gather is called)."""
-        if self.report.targets <= _EXACT:
-            return numeric_statistics(self.target_values())
-        mine = (lambda: islice(self.number_parts(), rank, None, world)) if gather else self.number_parts
-        return streamed_statistics(mine, gather or (lambda own: [own]))
+    def statistics(self, rank: int = 0, world: int = 1, gather: Gather = lambda own: [own]) -> NumericStatistics:
+        """Median and IQR/2 of the targets (seed S1 2); each rank counts its share, `gather` joins them."""
+        return streamed_statistics(lambda: islice(self.number_parts(), rank, None, world), gather)
 
     def word_counts(self, vocab_size: int) -> np.ndarray:
         """[V] int64: how often each word occurs."""
@@ -197,7 +186,7 @@ class TextDataset:
 
 
 class Tokeniser:
-    """What turns chunks of texts into rows, and refuses or counts what overflows."""
+    """Selects the rows of tokenised chunks that stay, and refuses or counts numbers that overflow."""
 
     def __init__(self, tokenizer: NumericalAwareTokenizer, config: DataConfig) -> None:
         """Raises: UserError for a tokenizer without an end token."""
@@ -211,9 +200,9 @@ class Tokeniser:
         self.overflows: list[tuple[int, str]] = []  # (row, what to say), the first few
 
     def take(self, chunk: Chunk, report: DataReport, new: np.ndarray | None = None) -> pa.RecordBatch:
-        """The next chunk's rows that stay, of those that are `new` [n] bool, and their counts.
+        """The next chunk's rows of allowed length; counts the others. new: [n] bool, False at texts to leave out.
 
-        Raises: UserError for a number that overflows unless they are to be skipped.
+        Raises: UserError for a number that overflows unless data.on_nonfinite is skip.
         """
         new = np.ones(chunk.batch.num_rows, bool) if new is None else new
         stay = new & ~chunk.too_short & ~chunk.too_long
@@ -232,12 +221,7 @@ class Tokeniser:
 
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
-    """Texts to a dataset in memory, an end token behind each.
-
-    `config.numeric_targets` says which numbers are targets: all, or the last of each text; a number that opens a
-    text is never one (nothing predicts it).
-    Raises: UserError for a number that overflows unless config.on_nonfinite is skip, or no end token.
-    """
+    """Texts to a dataset in memory, an end token behind each. Raises: as `Tokeniser`."""
     tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
     for chunk in chunks(texts):
         batches.append(tokeniser.take(encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe), report))

@@ -1,4 +1,4 @@
-"""Records and texts that a program holds, written once as JSONL: from there on they are a file like any other."""
+"""A program's own records and texts, written to a JSONL file that is read like any other."""
 
 from __future__ import annotations
 

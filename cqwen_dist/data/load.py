@@ -1,4 +1,4 @@
-"""All that a run reads: small data in memory, large data prepared and mapped; the samples are the same."""
+"""A run's datasets: small data in memory, large data prepared and mapped; the samples are the same."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ IN_MEMORY = 32 << 20
 
 @dataclass(frozen=True)
 class Datasets:
-    """The training part and the held-out part (None when there is none), and how reading went."""
+    """The training part, the held-out part (None: nothing is held out), and how reading went."""
 
     train: TextDataset
     eval: TextDataset | None
     reading: ReadReport
 
     def lines(self) -> list[str]:
-        """Both reports, one line each for what a person should know."""
+        """All reports, as lines for a person."""
         held_out = self.eval.report.lines("eval") if self.eval is not None else []
         return [*self.reading.lines(), *self.train.report.lines("train"), *held_out]
 
@@ -43,15 +43,13 @@ def load_datasets(
 ) -> Datasets:
     """All that a run reads, tokenised.
 
-    first: runs an action on one rank before the others go on (preparing is one rank's work; a rank that does not see
-    the folder, having a disk of its own, prepares again).
+    first: runs an action on one rank before the others go on. One rank prepares the data; a rank with a disk of its
+    own does not find the folder and prepares again.
     Raises: UserError, also when no text is left to train on.
     """
     if not is_prepared(config):
         report = ReadReport()
         train, held_out = read_split(config, report, Chat(tokenizer.tokenizer))
-        if not train:
-            raise UserError("data.train", "no usable text", "one text or more", str(config.train))
         evaluated = tokenise(held_out, tokenizer, config) if held_out else None
         found = Datasets(tokenise(train, tokenizer, config), evaluated, report)
         for name, part in (("train", found.train), ("eval", found.eval)):
@@ -68,15 +66,15 @@ def is_prepared(config: DataConfig) -> bool:
         return True
     named = (("data.train", config.train), ("data.eval", config.eval or []))
     every = [file for key, own in named for source in as_list(own) for file in source_files(source, key)]
-    sources = [source for source in every if source[:8] != "bundled:"]
-    paths = [Path(source).expanduser() for source in sources]
+    sources = [source for source in every if not source.startswith("bundled:")]
     if any(source.startswith("hf:") or Path(source.partition("#")[0]).expanduser().is_dir() for source in sources):
         return True
+    paths = [Path(source).expanduser() for source in sources]
     return sum(path.stat().st_size for path in paths if path.is_file()) > IN_MEMORY
 
 
 def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer) -> Datasets:
-    """A prepared folder's datasets, mapped. Raises: UserError for a folder that is not whole."""
+    """A prepared folder's datasets, mapped. Raises: UserError for an incomplete folder."""
     manifest = read_manifest(folder)
     train = TokenStore.open(folder / "train.arrow", tokenizer.num_token_id)
     parts: dict[str, tuple[TokenStore, np.ndarray | None]] = {"train": (train, None)}

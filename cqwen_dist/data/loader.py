@@ -3,9 +3,9 @@
 An epoch's order is one permutation of (seed, epoch). Step s takes samples [s G, (s+1) G) of it, the last step of an
 epoch what is left, so that every sample is seen once an epoch. Rank r takes the r-th contiguous share of the step's
 samples: any number of ranks serves any G, shares differ by one at most, and a rank may have none. Every rank makes
-the same number of micro-batches in every step (`micro_steps`), where need be of padding, so that collectives and
-accumulation line up. Batches may be made ahead of time by a thread, in page-locked memory where there is a GPU; the
-place that is saved is the one behind the step handed out last.
+the same number of micro-batches in every step (`micro_steps`), some of padding alone, so that collectives and
+accumulation line up. A thread may make batches ahead of time, in page-locked memory where there is a GPU; the place
+that is saved is the one after the last step handed out.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from queue import Empty, Full, Queue
-from typing import Protocol, TypeVar, runtime_checkable
+from queue import Queue
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
-from cqwen_dist.data.collate import Sample, collate
+from cqwen_dist.data.collate import collate
+from cqwen_dist.data.store import Sample
 
 T = TypeVar("T")
 
-# Steps among which those of similar length are looked for.
+# Samples are sorted by length among those of so many steps.
 _GROUPED = 50
 
 
 class Samples(Protocol):
-    """What a loader needs of a dataset."""
+    """What a loader needs of a dataset; one with `group_by_length` = True also has `lengths()`, [len] int32."""
 
     pad_token_id: int
     num_token_id: int
@@ -38,15 +39,6 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
-
-
-@runtime_checkable
-class Grouped(Protocol):
-    """A dataset that says whether its samples are to be grouped by length."""
-
-    group_by_length: bool
-
-    def lengths(self) -> np.ndarray: ...
 
 
 def share(count: int, rank: int, world: int) -> range:
@@ -73,52 +65,43 @@ def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.
     return np.concatenate([order[: whole * batch].reshape(whole, batch)[steps].ravel(), order[whole * batch :]])
 
 
-JOIN_S = 10.0  # a thread that waits for a dead disk is not waited for longer
+JOIN_S = 10.0  # longest wait for a thread that may hang on a dead disk
 
 
 def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
-    """The items, up to `count` of them made ahead of time by a thread; what it raises is raised here."""
+    """The items, up to `count` of them made ahead of time by a thread; an error in the thread is raised here."""
     if not count:
         yield from items
         return
-    waiting: Queue[tuple[bool, T | BaseException | None]] = Queue(count)
+    made: Queue[tuple[T | None, BaseException | None]] = Queue()
+    room = threading.Semaphore(count)
     stop = threading.Event()
-
-    def put(entry: tuple[bool, T | BaseException | None]) -> None:
-        while not stop.is_set():
-            try:
-                waiting.put(entry, timeout=0.1)
-                return
-            except Full:
-                continue
 
     def work() -> None:
         try:
             for item in items:
-                put((True, item))
+                room.acquire()
                 if stop.is_set():
                     return
-            put((False, None))
+                made.put((item, None))
+            made.put((None, StopIteration()))
         except BaseException as error:
-            put((False, error))
+            made.put((None, error))
 
     thread = threading.Thread(target=work, name="cqwen-loader", daemon=True)
     thread.start()
     try:
         while True:
-            try:
-                more, item = waiting.get(timeout=5.0)
-            except Empty:
-                if not thread.is_alive() and waiting.empty():
-                    raise RuntimeError("the loader's thread ended without a word") from None
-                continue
-            if not more:
-                if isinstance(item, BaseException):
-                    raise item
+            item, error = made.get()
+            room.release()
+            if isinstance(error, StopIteration):
                 return
+            if error is not None:
+                raise error
             yield item  # type: ignore[misc]
     finally:
         stop.set()
+        room.release()
         # A process that ends while the thread is inside torch is aborted ("terminate called without an active
         # exception"), though all its work was done.
         thread.join(JOIN_S)
@@ -167,7 +150,7 @@ class Loader:
         self.epoch, self.step, self.prefetch = 0, 0, prefetch
         self._handed_out = (0, 0)
         self._orders: dict[int, np.ndarray] = {}
-        grouped = isinstance(dataset, Grouped) and dataset.group_by_length
+        grouped = getattr(dataset, "group_by_length", False)
         self._lengths: np.ndarray | None = dataset.lengths() if grouped else None  # type: ignore[attr-defined]
 
     def __iter__(self) -> Generator[list[Batch], None, None]:

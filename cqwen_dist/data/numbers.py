@@ -1,37 +1,18 @@
-"""Numerals in text: which ones are numbers, and what they are worth (`data.write_numbers` writes them back).
+"""Numerals in text: which ones are numbers, and their values (`data.write_numbers` writes them back).
 
-The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the rest open.
-The policy, by default (`NumberPolicy` switches the parts marked [..]):
+The seeds ask for "detect, replace by <NUM>, keep the value" (seed S0 1.1) and leave the rest open. The policy is
+docs/numbers.md, example by example; `NumberPolicy` switches parts of it. What the patterns below rest on:
 
-Numbers
-- integers and decimals: 48, 3.14, .5 (= 0.5; not behind a letter, digit or dot); a dot that ends a sentence
-  is no part: "1." is 1. European decimal commas and dots as thousands are not read.
-- [thousands] 1,234,567.5: groups of exactly three behind a first group of one to three without leading zero.
-  "1,23" is two numbers, and so is "1234,567". A list without spaces ("100,200") cannot be told apart: one number.
-  Also 1 234 567 with no-break or thin spaces; with plain ones where a group begins with 0, as no number of its own
-  does: 80 000, 5 650 000 (but "5 650" is two numbers). So the list "100 000 200 000" is one number.
-- [accounting, off] (1,234) is -1234: brackets directly around a numeral with thousands, as balance sheets write; not
-  (12), which is as often a remark, nor behind a letter, a digit or a closing bracket. Off, the brackets are text.
-- [scientific] 1.5e-3, 2E10. Overflow is infinite here; `DataConfig.on_nonfinite` says what happens then.
-- [signs] a minus (-, −, －) directly in front is a sign at the start of a line, behind a space, an opening bracket,
-  an operator, "=", ":" or a CJK character; it is an operator, thus text, behind a numeral, "%" or a closing bracket,
-  also with spaces between (48-12, 48 -12), and a hyphen behind a letter or dot (x-5, COVID-19: 5, 19).
-  A plus stays text: it changes no value.
-- whatever stands around: $12, 50% (50, not 0.5), 48/2, 3*4, 3x4 (x between numerals is a product), 12-5, a range 3-5,
-  a ratio 3:5, #5, 3-year, and letters directly behind: 5kg, 10x, 1st, 3D, 1990s. CJK counts as no letter: 价格是99.9元.
-- full-width digits and dot as their ASCII forms (１２．５); a full-width comma ends a clause, so it groups nothing.
-  Digits of other scripts, superscripts and fractions such as ½ are text.
-
-Text
-- [identifiers] a numeral directly behind a letter or "_" (A4, covid19, v1.2.3, x2); letters between digits (3a7f,
-  1_000, 2h30m); two dots or more (1.2.3, 192.168.0.1:80); hex (0x1F), UUIDs; phone numbers:
-  +1-555-123-4567, 555-123-4567, (555) 123-4567, 010-12345678, 138 1234 5678, 13812345678 (but not the round
-  13812345000).
-- [leading_zeros] 007, 00.5.
-- [dates] 2024-01-31, 2024/1/31, 31/01/2024, 31.01.2024, 01/31/24, also with a time behind; 2024年1月31日, 1月31日;
-  times of day 9:30, 12:30:45 (so a ratio such as 7:11 is one too). A month's name makes no date: "Jan 31, 2024"
-  has 31 and 2024. Digits in front of "=" are arithmetic: 2000-10-15=1975. With `dates: true` the part 01 still
-  falls under leading_zeros.
+- A dot belongs to a numeral before a digit only: "1." is 1; ".5" is 0.5, but not behind a letter, digit or dot.
+- A minus directly in front is a sign at the start of a line, behind a space, an opening bracket, an operator, "=", ":"
+  or a CJK character. It is an operator, so text, behind a numeral, "%" or a closing bracket, also with spaces between;
+  behind a letter or a dot it is a hyphen.
+- "(1,234)" is -1234 (`accounting`) only with thousands in it, and not behind a letter, a digit or a closing bracket.
+- A letter or "_" in front binds a numeral to a word; letters behind bind only where a digit follows them, and "x"
+  between numerals is a product. CJK counts as no letter.
+- Digits in front of "=" are arithmetic, never a date or a phone number.
+- Full-width digits and dot are read as their ASCII forms; a full-width comma ends a clause, so it groups nothing.
+- Overflow is infinite here; `DataConfig.on_nonfinite` says what happens then.
 """
 
 from __future__ import annotations

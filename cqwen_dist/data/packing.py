@@ -1,4 +1,4 @@
-"""Texts to samples: long ones cut into pieces, pieces packed to rows. Numbers of texts and tokens only, no text."""
+"""Long texts cut into pieces, pieces packed to rows; all by lengths in tokens alone."""
 
 from __future__ import annotations
 

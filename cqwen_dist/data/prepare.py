@@ -6,8 +6,8 @@
       manifest.json              what it was made of, counts, what was skipped, sizes and contents
       packed-*.npy               rows of packed texts, made when a run first asks for them
 
-KEY is a digest of the sources' contents, of the tokenizer and of the keys of `data` that decide what a token is (not
-how samples are cut from them). A folder appears whole: it is written beside its place, under a lock, and renamed. A
+KEY is a digest of the sources' contents, of the tokenizer and of the keys of `data` that decide the tokens (not how
+samples are cut from them). A folder appears whole: it is written under another name, under a lock, and renamed. A
 second process waits for the lock and finds the folder.
 """
 
@@ -33,32 +33,22 @@ from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
-from cqwen_dist.data.records import Block, ReadReport
-from cqwen_dist.data.sources import Seen, as_list, held_out, read_texts, train_blocks
+from cqwen_dist.data.records import Block, Extractor, ReadReport
+from cqwen_dist.data.sources import as_list, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.data.workers import BlockWork, worked
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 3  # another one where the code reads numbers or writes rows in another way
+FORMAT = 3  # raise it when the code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
-_DIGESTS = "digests.sqlite"  # while texts that are there already are looked for
+_DIGESTS = "digests.sqlite"  # of texts so far, to find equal ones; deleted at the end
 # Keys of `data` that change no token.
-_OF_SAMPLES = frozenset(
-    (
-        "train",
-        "eval",
-        "watch",
-        "recipe",
-        "sequence_length",
-        "long_texts",
-        "pack",
-        "group_by_length",
-        "cache_dir",
-        "workers",
-        "prefetch",
-    )
-)
+_OF_SAMPLES = {
+    *("train", "eval", "watch", "recipe"),
+    *("sequence_length", "long_texts", "pack", "group_by_length"),
+    *("cache_dir", "workers", "prefetch"),
+}
 
 # Texts and tokens so far.
 Progress = Callable[[int, int], None]
@@ -101,23 +91,23 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
 
 
 def data_key(config: DataConfig, tokenizer: NumericalAwareTokenizer, root: Path) -> dict[str, Any]:
-    """All that the tokens depend on, as plain values. Contents of files are read once and remembered under `root`."""
+    """All that the tokens depend on, as plain values. Digests of files are remembered under `root`."""
     policy, chat = tokenizer.encoder.policy, Chat(tokenizer.tokenizer)
     return {
         "format": FORMAT,
-        "tokenizer": tokenizer.encoder.fingerprint(),
+        "tokenizer": tokenizer.encoder.fingerprint,
         "chat": [chat.template, chat.tool_template] if config.messages_field else None,
         "num_token_id": tokenizer.num_token_id,
         "end": tokenizer.eos_token_id,
         "policy": None if policy is None else policy.model_dump(),
-        "data": {k: v for k, v in config.model_dump(mode="json").items() if k not in _OF_SAMPLES},
+        "data": config.model_dump(mode="json", exclude=_OF_SAMPLES),
         "train": [_content(source, config, root, "data.train") for source in as_list(config.train)],
         "eval": [_content(source, config, root, "data.eval") for source in as_list(config.eval or [])],
     }
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a folder holds. Raises: UserError where it is none, or files are missing or of another size."""
+    """A folder's manifest. Raises: UserError where there is none, or files are missing or of another size."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         wrong = [name for name, size in manifest["files"].items() if (folder / name).stat().st_size != size]
@@ -132,7 +122,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class _Build:
-    """A folder being made: every part read, tokenised and written, texts held out, all counted in a manifest."""
+    """Makes a folder: reads, tokenises and writes every part, holds texts out, and counts all in the manifest."""
 
     def __init__(
         self, folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None
@@ -144,14 +134,16 @@ class _Build:
         self.content: dict[str, str] = {}  # digests
 
     def run(self, key: dict[str, Any]) -> None:
-        """To the manifest, which is written last. key: as `data_key`."""
+        """Everything, the manifest last. key: as `data_key`."""
         config = self.config
         overflows = {"train": self._write("train", train_blocks(config, self.reading, self.chat))}
         if config.eval is not None:
             found = (blocks(source, config, "data.eval") for source in as_list(config.eval))
             overflows["eval"] = self._write("eval", chain.from_iterable(found))
         (self.folder / _DIGESTS).unlink(missing_ok=True)
-        stores = {name: TokenStore.open(self._path(name), self.tokenizer.num_token_id) for name in overflows}
+        stores = {
+            name: TokenStore.open(self.folder / f"{name}.arrow", self.tokenizer.num_token_id) for name in overflows
+        }
         texts_of: dict[str, np.ndarray | None] = {"train": None, "eval": None}
         if config.eval is None and config.eval_fraction:
             train = stores["eval"] = stores["train"]
@@ -175,16 +167,13 @@ class _Build:
         for path in self.folder.iterdir():
             sync(path)
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.arrow"
-
     def _write(self, name: str, part: Iterator[Block]) -> list[tuple[int, str]]:
         """A part, tokenised, to its file; returns what overflows. Raises: UserError where no text is usable."""
         config, report = self.config, self.reports.setdefault(name, DataReport())
         tokeniser, content = Tokeniser(self.tokenizer, config), ContentDigest()
-        work = BlockWork(config, self.chat, tokeniser.encoder, tokeniser.recipe)
+        work = BlockWork(Extractor(config, self.chat), tokeniser.encoder, tokeniser.recipe)
         seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
-        with pa.OSFile(str(self._path(name)), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+        with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for chunk, read in worked(part, work, config.workers or len(os.sched_getaffinity(0))):
                 self.reading.add(read)
                 new = None if seen is None else seen.new_ones(chunk.batch)
@@ -202,8 +191,8 @@ class _Build:
         return tokeniser.overflows
 
 
-class _SeenOnDisk(Seen):
-    """Digests in a file: memory does not grow with the corpus."""
+class _SeenOnDisk:
+    """Digests so far, in a file: memory does not grow with the corpus."""
 
     def __init__(self, path: Path) -> None:
         self._file = sqlite3.connect(path, isolation_level=None)
@@ -215,10 +204,9 @@ class _SeenOnDisk(Seen):
 
     def new_ones(self, batch: pa.RecordBatch) -> np.ndarray:
         """Which texts of a batch were not there before [n] bool."""
-        return np.array([self.new(digest) for digest in batch.column("digest").to_pylist()], bool)
-
-    def new(self, digest: bytes) -> bool:
-        return self._file.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,)).rowcount > 0
+        insert = "INSERT OR IGNORE INTO seen VALUES (?)"
+        digests = batch.column("digest").to_pylist()
+        return np.array([self._file.execute(insert, (digest,)).rowcount > 0 for digest in digests], bool)
 
 
 # ------------------------------------------------------------------------------------------------- what the key holds

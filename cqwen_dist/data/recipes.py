@@ -1,18 +1,17 @@
-"""What the first records of a data file look like, and the keys of `data` that read such records."""
+"""Recognises a data file by its first records, and gives the keys of `data` that read such records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
 from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.cells import as_number, is_empty
-from cqwen_dist.data.records import BadLine, Text
+from cqwen_dist.data.cells import BadLine, as_number, is_empty
+from cqwen_dist.data.records import Text
 
-Record = Mapping[str, Any]
 RECORDS = 200  # that are looked at
 
 
@@ -25,7 +24,7 @@ class DataRecipe(NamedTuple):
 
 
 def recognise(source: str, target: str | None = None) -> DataRecipe:
-    """The recipe of a source by its first records. target: the column whose number is to be written.
+    """The recipe of a source by its first records. target: the column whose number the model learns to write.
 
     Raises `UserError` where there is no record, or none of the recipes reads them.
     """
@@ -39,7 +38,7 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
 
 
 def records_of(source: str, count: int | None = None) -> tuple[list[Any], dict[str, Any]]:
-    """A source's first records (None: all), or texts of a text file; the keys of `data` that it takes to read them.
+    """A source's first records (None: all; of a text file: texts), and the keys of `data` that read them.
 
     Raises `UserError`, at a broken line too.
     """
@@ -84,7 +83,7 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]] | None:
-    """A prompt and what is to be said to it, by the names of their fields."""
+    """A prompt and its answer, by the names of their fields."""
     if {"instruction", "output"} <= shared:
         return "instructions (Alpaca)", RECIPES["alpaca" if with_input else "instructions"]
     pairs = (pair for pair in QUESTION_AND_ANSWER if shared.issuperset(pair))
@@ -120,11 +119,11 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_numeric(cells: Iterable[Any]) -> bool:
-    """Whether there are numbers, and empty cells alone beside."""
+    """Whether all cells are numbers or empty, and one at least is a number."""
     held = [as_number(cell) for cell in cells if not is_empty(cell)]
     return bool(held) and None not in held
 
 
 def _length(texts: list[str]) -> int:
-    """Characters that 95 of 100 texts do not exceed."""
+    """The length in characters that 95 % of the texts do not exceed."""
     return sorted(map(len, texts))[min(len(texts) - 1, int(0.95 * len(texts)))]

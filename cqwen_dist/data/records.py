@@ -1,7 +1,7 @@
-"""A record (a JSON object, a row of a table) to one text, and to what of it is learnt.
+"""A record (a JSON object, a row of a table) to one text, and which characters of it are learnt.
 
-Plain text; a template over the record's fields; a prompt in front that is read but not learnt; a chat of which the
-assistant's turns are learnt; a table's row of which one field is the regression's target.
+The text may be a field as it stands, a template over the fields, or a chat, whose assistant turns are learnt. A prompt
+in front is not learnt. One field may be the regression's target.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, NumberPolicy, UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import as_number, as_text, is_empty
-from cqwen_dist.data.chat import BadChat, Chat, Spans
+from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty
+from cqwen_dist.data.chat import Chat, Spans
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.turns import messages_of, tools_of
 from cqwen_dist.delimited import has_decimal_comma
 
-# Sums alone: "cout << a; cin >> b" is no mark.
+# Only with "=" and without letters: "cout << a; cin >> b" is no mark.
 _MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
 
 
 class Text(NamedTuple):
-    """One text and the place it came from, `file:line` or `bundled:name:number`.
+    """One text and its place, `file:line` or `bundled:name:number`.
 
-    learnt: the characters [start, end) that are learnt, in order; None: all, and the end of the text. target: the
-    characters within which numbers are the regression's; None: as data.numeric_targets says. labels: words of which it
-    is known whether they come next, behind the text (seed S4 3.3.1). typed: the characters within which numbers are
-    of type 1, 2, ...; more: further values of the target.
+    learnt: the characters [start, end) that are learnt, in order; None: all, and the end of the text. target: numbers
+    within these characters are targets; None: as data.numeric_targets says. labels: words, with whether each comes next
+    after the text (seed S4 3.3.1). typed: numbers within the first of these spans are of type 1, within the second of
+    type 2, ... more: further values of the target.
     """
 
     text: str
@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
 @dataclass
 class ReadReport:
-    """How reading went: texts read, texts left out as they were there already, lines skipped by kind with the first."""
+    """Texts read, repeated texts left out, and bad lines: how many of each kind (skipped), and the first's place."""
 
     read: int = 0
     duplicates: int = 0
@@ -58,7 +58,7 @@ class ReadReport:
         self.first.setdefault(kind, where)
 
     def add(self, other: ReadReport) -> None:
-        """What was read behind this."""
+        """Adds the report of what was read next."""
         self.read += other.read
         self.duplicates += other.duplicates
         for kind, count in other.skipped.items():
@@ -71,29 +71,22 @@ class ReadReport:
         return [*lines, f"left out: {self.duplicates:,} equal texts"] if self.duplicates else lines
 
 
-class BadLine(Exception):
-    """A line or record that cannot be used: kind (counted), what was found, what is allowed."""
-
-    def __init__(self, kind: str, found: object, allowed: str) -> None:
-        super().__init__(kind, found, allowed)
-        self.kind, self.found, self.allowed = kind, found, allowed
-
-
-# A record and its place; or the place and why there is none; or a text that is ready.
+# A place, with its record, the reason why it has none, or a text that is ready.
 Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
-# Rows that can be had in any process: a function of a module with its arguments.
+# Gives rows, in any process: a module's function with its arguments.
 Block = Callable[[], Iterable[Row]]
-Extract = Callable[[Mapping[str, Any], str], Text]
-_OTHERS = "*"  # in a template: all fields that are named nowhere, a line each
+# A text, the characters that are learnt, and where the located fields are.
+_Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]]]
+_OTHERS = "*"  # in a template: all fields that the config does not name, a line each
 
 
 def given(rows: list[Row]) -> list[Row]:
-    """A block of rows that are there already."""
+    """The block of rows that were read already is `partial(given, rows)`."""
     return rows
 
 
 def _named_fields(config: DataConfig) -> list[str]:
-    """The fields that the config names, each once, and `_OTHERS`. Raises `UserError` for a bad template."""
+    """The fields that the config names, each once; `_OTHERS` among them. Raises `UserError` for a bad template."""
     if config.messages_field is not None:
         return [config.messages_field]
     names = _template_fields("data.prompt_template", _unescaped(config.prompt_template))
@@ -105,7 +98,7 @@ def _named_fields(config: DataConfig) -> list[str]:
 
 
 def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
-    """The columns of a table that become text; the others need not be read. Raises: BadLine where one is missing."""
+    """The columns of a table that are used. Raises: BadLine where one is missing."""
     names = _named_fields(config)
     missing = next((name for name in names if name not in columns and name != _OTHERS), None)
     if missing is not None:
@@ -114,49 +107,26 @@ def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
     return [name for name in columns if _OTHERS in names or name in names or name in optional]
 
 
-def extractor(config: DataConfig, chat: Chat) -> Extract:
-    """The function from a record and its place to its text; it raises `BadLine`."""
-    template, prompt_template = _unescaped(config.text_template), _unescaped(config.prompt_template)
-    cells = _Cells(frozenset(_named_fields(config)), config.empty_cell)
-    limit = int(config.max_text_mib * 2**20)
-    names = {str(ours): theirs for ours, theirs in config.message_keys.items()}
-    fields = {name for name in (config.target_field, *config.number_types) if name is not None}
-    located = sorted(fields, key=lambda name: (template or "").index(f"{{{name}}}"))
+class Extractor:
+    """From a record and its place to its text. Raises `BadLine`; `UserError` for a template that nothing can fill."""
 
-    def clean(text: str) -> str:
-        return _MARKS.sub("", text) if config.calculator_marks == "strip" else text
+    def __init__(self, config: DataConfig, chat: Chat) -> None:
+        self.config, self.chat = config, chat
+        self._template, self._prompt = _unescaped(config.text_template), _unescaped(config.prompt_template)
+        self._named = frozenset(_named_fields(config))
+        fields = {name for name in (config.target_field, *config.number_types) if name is not None}
+        self._keys = {str(ours): theirs for ours, theirs in config.message_keys.items()}
+        # Fields whose place in the text is needed, in the template's order.
+        self._located = sorted(fields, key=lambda name: (self._template or "").index(f"{{{name}}}"))
 
-    def compose(record: Mapping[str, Any]) -> tuple[str, Spans | None, dict[str, tuple[int, int]]]:
-        if config.messages_field is not None:
-            try:
-                messages = messages_of(cells.field(record, config.messages_field), names, config.roles)
-                return *chat(messages, tools_of(record.get(config.tools_field))), {}
-            except BadChat as error:
-                raise BadLine("no chat", error.found, error.allowed) from None
-            except RecursionError:
-                raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
-        spans: dict[str, tuple[int, int]] = {}
-        if template is None:
-            text = clean(cells.text(record, config.text_field, None))
-        else:
-            text, spans = _located(template, located, record, clean, cells)
-            if config.target_field is not None:
-                _refuse_unread(text[slice(*spans[config.target_field])], config.target_field, config.numbers)
-        if not text.strip():
-            raise BadLine("empty text", text, "a text that is not empty")
-        if prompt_template is None:
-            return text, None, spans
-        prompt = clean(cells.fill(prompt_template, record))
-        moved = {name: (start + len(prompt), end + len(prompt)) for name, (start, end) in spans.items()}
-        return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
-
-    def extract(record: Mapping[str, Any], where: str) -> Text:
-        text, learnt, spans = compose(record)
+    def __call__(self, record: Mapping[str, Any], where: str) -> Text:
+        config = self.config
+        text, learnt, spans = self._chat(record) if config.messages_field is not None else self._plain(record)
         try:
             size = len(text) if text.isascii() else len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise BadLine("not Unicode text", text[error.start : error.end], "no lone surrogates") from None
-        if size > limit:
+        if size > int(config.max_text_mib * 2**20):
             raise too_long(size, config)
         return Text(
             text,
@@ -165,30 +135,64 @@ def extractor(config: DataConfig, chat: Chat) -> Extract:
             spans.get(config.target_field or ""),
             _labels(record.get(config.labels_field or "")),
             tuple(spans[name] for name in config.number_types),
-            tuple(cells.number(record, name) for name in config.more_values),
+            tuple(_number(record, name) for name in config.more_values),
         )
 
-    return extract
+    def _chat(self, record: Mapping[str, Any]) -> _Composed:
+        config = self.config
+        try:
+            messages = messages_of(_field(record, str(config.messages_field)), self._keys, config.roles)
+            return *self.chat(messages, tools_of(record.get(config.tools_field))), {}
+        except RecursionError:
+            raise BadLine("no chat", Said("values nested too deep"), "a few levels") from None
 
+    def _plain(self, record: Mapping[str, Any]) -> _Composed:
+        config = self.config
+        spans: dict[str, tuple[int, int]] = {}
+        if self._template is None:
+            text = self._clean(self._cell(record, config.text_field, None))
+        else:
+            text, spans = self._fill_located(self._template, record)
+            if config.target_field is not None:
+                _refuse_unread(text[slice(*spans[config.target_field])], config.target_field, config.numbers)
+        if not text.strip():
+            raise BadLine("empty text", text, "a text that is not empty")
+        if self._prompt is None:
+            return text, None, spans
+        prompt = self._fill(self._prompt, record)
+        moved = {name: (start + len(prompt), end + len(prompt)) for name, (start, end) in spans.items()}
+        return prompt + text, ((len(prompt), len(prompt) + len(text)),), moved
 
-class _Cells:
-    """A record's cells as text. named: fields that the config names; empty: as `data.empty_cell`."""
+    def _fill_located(self, template: str, record: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, int]]]:
+        """The template's text, and where in it (as NFC) each of the located fields is."""
+        text, rest, spans = "", template, {}
+        for name in self._located:
+            head, _, rest = rest.partition(f"{{{name}}}")
+            cell = _field(record, name)
+            if is_empty(cell):
+                raise BadLine("empty cell", cell, f"a number in the field {name!r}")
+            before = unicodedata.normalize("NFC", text + self._fill(head, record))
+            text = unicodedata.normalize("NFC", before + self._cell(record, name, None))
+            spans[name] = (len(before), len(text))
+        return text + self._fill(rest, record), spans
 
-    def __init__(self, named: frozenset[str], empty: str | None) -> None:
-        self.named, self.empty = named, empty
-
-    def fill(self, template: str, record: Mapping[str, Any]) -> str:
+    def _fill(self, template: str, record: Mapping[str, Any]) -> str:
         """The template with the record's cells."""
+        empty = self.config.empty_cell
         names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-        values = {name: self.text(record, name, self.empty) for name in names if name != _OTHERS}
+        values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}
         if _OTHERS in names:
-            others = [name for name in record if name not in self.named]
-            values[_OTHERS] = "".join(f"{name}: {self.text(record, name, self.empty)}\n" for name in others)
-        return template.format(**values)
+            others = [name for name in record if name not in self._named]
+            values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
+        return self._clean(template.format(**values))
 
-    def text(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:
-        """A cell. empty: what stands for one that is empty or not there; None: nothing for "", the others are bad."""
-        value = self.field(record, name) if empty is None else record.get(name)
+    def _clean(self, text: str) -> str:
+        return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text
+
+    @staticmethod
+    def _cell(record: Mapping[str, Any], name: str, empty: str | None) -> str:
+        """A cell as text. empty: what replaces an empty or missing cell; None: only "" may be empty."""
+        value = _field(record, name) if empty is None else record.get(name)
         if is_empty(value) and empty is not None:
             return empty
         if is_empty(value) and value != "":
@@ -198,39 +202,22 @@ class _Cells:
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
         return found
 
-    def number(self, record: Mapping[str, Any], name: str) -> float:
-        """A cell that is a number by itself."""
-        found = as_number(self.field(record, name))
-        if found is None:
-            raise BadLine("wrong type", record[name], f"a number in the field {name!r}")
-        return found
 
-    @staticmethod
-    def field(record: Mapping[str, Any], name: str) -> Any:
-        """What a record holds."""
-        if name not in record:
-            raise BadLine("missing field", sorted(record), f"a JSON object with the field {name!r}")
-        return record[name]
+def _field(record: Mapping[str, Any], name: str) -> Any:
+    if name not in record:
+        raise BadLine("missing field", sorted(record), f"a JSON object with the field {name!r}")
+    return record[name]
 
 
-def _located(
-    template: str, names: list[str], record: Mapping[str, Any], clean: Callable[[str], str], cells: _Cells
-) -> tuple[str, dict[str, tuple[int, int]]]:
-    """The template's text, and where in it (as NFC) each of some fields is, which are named in their order there."""
-    text, rest, spans = "", template, {}
-    for name in names:
-        head, rest = _around(rest, name)
-        cell = cells.field(record, name)
-        if is_empty(cell):
-            raise BadLine("empty cell", cell, f"a number in the field {name!r}")
-        before = unicodedata.normalize("NFC", text + clean(cells.fill(head, record)))
-        text = unicodedata.normalize("NFC", before + cells.text(record, name, None))
-        spans[name] = (len(before), len(text))
-    return text + clean(cells.fill(rest, record)), spans
+def _number(record: Mapping[str, Any], name: str) -> float:
+    found = as_number(_field(record, name))
+    if found is None:
+        raise BadLine("wrong type", record[name], f"a number in the field {name!r}")
+    return found
 
 
 def _refuse_unread(cell: str, name: str, policy: NumberPolicy) -> None:
-    """Raises: BadLine for a target that is not read as a number, or as another one than it is."""
+    """Raises: BadLine for a target that is not read as a number, or is read as another number."""
     found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
     if has_decimal_comma(cell) and len(found) != 1:
         raise BadLine(
@@ -241,7 +228,7 @@ def _refuse_unread(cell: str, name: str, policy: NumberPolicy) -> None:
 
 
 def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
-    """The words of a record's `data.labels_field` with whether they hold; None among them: not known, left out."""
+    """The words of a record's `data.labels_field` with whether each holds; unknown ones (None) are left out."""
     known = {} if found is None else found
     if not isinstance(known, Mapping) or not all(value is None or type(value) is bool for value in known.values()):
         raise BadLine("wrong labels", found, 'words with true or false, such as {" sweet": true, " cold": false}')
@@ -249,18 +236,13 @@ def _labels(found: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def too_long(size: int, config: DataConfig) -> BadLine:
-    """What a line or a text beyond the limit is."""
+    """The error for a line or a text beyond the limit."""
     found = f"no text of at most that: {size / 2**20:,.1f} MiB or more"
     return BadLine("text too long", found, f"at most {config.max_text_mib:g} MiB (data.max_text_mib)")
 
 
 def _unescaped(template: str | None) -> str | None:
     return None if template is None else template.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def _around(template: str, name: str) -> tuple[str, str]:
-    at = template.index(f"{{{name}}}")
-    return template[:at], template[at + len(name) + 2 :]
 
 
 def _template_fields(key: str, template: str | None) -> list[str]:

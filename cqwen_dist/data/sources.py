@@ -1,17 +1,17 @@
-"""Where texts come from, read lazily, every bad line named.
+"""Texts of files, folders and data sets, read lazily; errors name the line.
 
-- `path.jsonl` (and any ending not named below): one JSON object a line, UTF-8; empty lines are passed over.
+- `path.jsonl` (and any ending not named below): one JSON object a line, UTF-8; empty lines are skipped.
 - `path.json`: an array of such objects, or one a line.
-- `path.csv`, `path.tsv`: the first row names the columns and says what stands between cells (comma, semicolon, tab or
-  bar); cells stand in a template as they stand in the file.
+- `path.csv`, `path.tsv`: the first row names the columns and shows the delimiter (comma, semicolon, tab or bar); a
+  template gets cells as they stand in the file.
 - `path.txt`: a text a line, a paragraph (empty lines between) or the whole file, as `data.sample_by` says.
-- `path.parquet`: row by row; floats stand in a template in the shortest form that reads back as the same float64.
-- a folder: what `datasets` saved (`save_to_disk`), or data files that it can load; `#SPLIT` behind it, default train.
+- `path.parquet`: row by row; a template gets floats in the shortest form that reads back as the same float64.
+- a folder, with `#SPLIT` behind it (default train): what `datasets` saved (`save_to_disk`), or data files it can load.
 - `hf:NAME`, `hf:ORG/NAME/CONFIG#SPLIT`: a data set of the Hugging Face hub, streamed.
 - `bundled:diabetes`, `bundled:diabetes/train`, `bundled:diabetes/test`: see `cqwen_dist.data.diabetes`.
 
-Files may be `.gz`. A pattern such as `shards/*.jsonl` is its files, sorted, one after the other. How a file
-becomes records: `cqwen_dist.data.blocks`; a record a text: `cqwen_dist.data.records`.
+Files may be `.gz`. A pattern such as `shards/*.jsonl` stands for its files in sorted order. `cqwen_dist.data.blocks`
+makes records of a file, `cqwen_dist.data.records` makes a text of a record.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import numpy as np
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.blocks import blocks
+from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.records import BadLine, Block, Extract, ReadReport, Text, extractor, given
+from cqwen_dist.data.records import Block, Extractor, ReadReport, Text, given
 
 __all__ = ["ReadReport", "Text", "mixed", "read_split", "read_texts", "read_train"]
 
@@ -40,17 +41,16 @@ def read_texts(
 ) -> Iterator[Text]:
     """The texts of one source in order.
 
-    Raises: UserError for a file that is missing or cannot be read, an unknown bundled name, a data set that `datasets`
-    cannot load, and, unless config.on_bad_line is skip (then they are counted in `report`), for lines that are no
-    UTF-8, no JSON object, lack a field, hold something else than text, are empty or too long, and for compressed files
-    that end too early.
+    Raises: UserError for a source that is missing or cannot be read. For a bad line (no UTF-8, no JSON object, a field
+    missing, empty or of a wrong type, too long, a compressed file that ends too early) UserError too, unless
+    config.on_bad_line is skip; then it is counted in `report`.
     """
-    extract = extractor(config, chat or Chat())
+    extract = Extractor(config, chat or Chat())
     for block in blocks(source, config, key):
-        yield from read_block(block, extract, config.on_bad_line == "skip", report)
+        yield from read_block(block, extract, report)
 
 
-def read_block(block: Block, extract: Extract, skip: bool, report: ReadReport) -> Iterator[Text]:
+def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator[Text]:
     """The texts of one block in order; bad lines are counted or raised as `read_texts` says."""
     for where, record in block():
         try:
@@ -58,7 +58,7 @@ def read_block(block: Block, extract: Extract, skip: bool, report: ReadReport) -
                 raise record
             text = record if isinstance(record, Text) else extract(record, where)
         except BadLine as bad:
-            if not skip:
+            if extract.config.on_bad_line != "skip":
                 raise UserError(bad.kind, bad.found, bad.allowed, where) from None
             report.skip(bad.kind, where)
         except UserError as error:  # of a chat template, which all records meet
@@ -69,13 +69,13 @@ def read_block(block: Block, extract: Extract, skip: bool, report: ReadReport) -
 
 
 def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator[Block]:
-    """Blocks whose texts are those of `read_train`. Where texts are drawn or counted off, they are read here."""
+    """`read_train` as blocks. Mixed and limited texts are read here, in the process that asks for blocks."""
     if config.weights is None and config.limit is None:
         for source in as_list(config.train):
             yield from blocks(source, config, "data.train")
         return
     for chunk in chunks(read_train(config, report, chat)):
-        report.read -= len(chunk)  # who reads the block counts them again
+        report.read -= len(chunk)  # `read_block` counts them again
         yield partial(given, [(text.where, text) for text in chunk])
 
 
@@ -97,24 +97,13 @@ def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None)
             return
 
 
-def read_eval(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Iterator[Text]:
-    """The texts of data.eval. Raises: UserError where there are none."""
-    none = True
-    for source in as_list(config.eval or []):
-        for text in read_texts(source, config, report, "data.eval", chat):
-            none = False
-            yield text
-    if none:
-        raise UserError("data.eval", "no usable text", "one text or more", str(config.eval))
-
-
 def mixed(
     open_source: Callable[[int], Iterator[Text]], weights: list[float], all_of: bool, seed: int
 ) -> Iterator[Text]:
     """Texts of several sources, each draw's source by weight; a function of the seed (MT19937) and the sources alone.
 
-    Ends when a source is used up; with all_of: when every source has been used up once, short ones beginning again.
-    An empty source ends nothing and is drawn no more.
+    Ends when a source is used up; with all_of: when every source was used up once, and short ones begin again.
+    An empty source is drawn no more.
     """
     draw = np.random.RandomState(seed)
     shares = np.array(weights) / sum(weights)
@@ -146,9 +135,12 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
     Raises: what `read_texts` raises; UserError when the held-out part would be all.
     """
     texts = read_train(config, report, chat)
-    train = list(unique(texts, report, Seen()) if config.deduplicate else texts)
+    train = list(_unique(texts, report) if config.deduplicate else texts)
     if config.eval is not None:
-        return train, list(read_eval(config, report, chat))
+        found = [text for one in as_list(config.eval) for text in read_texts(one, config, report, "data.eval", chat)]
+        if not found:
+            raise UserError("data.eval", "no usable text", "one text or more", str(config.eval))
+        return train, found
     if not config.eval_fraction or not train:
         return train, []
     digests = [text_digest(text) for text in train]
@@ -159,31 +151,21 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
 
 
 def text_digest(text: Text) -> bytes:
-    """SHA-256 of the text, and of what is known beside it if anything is [32 bytes]."""
-    beside = f"\0{text.labels}{text.more}" if text.labels or text.more else ""
-    return hashlib.sha256((text.text + beside).encode()).digest()
+    """SHA-256 of the text, its labels and its further values [32 bytes]."""
+    extra = f"\0{text.labels}{text.more}" if text.labels or text.more else ""
+    return hashlib.sha256((text.text + extra).encode()).digest()
 
 
-class Seen:
-    """Digests that were there already, in memory."""
-
-    def __init__(self) -> None:
-        self._digests: set[bytes] = set()
-
-    def new(self, digest: bytes) -> bool:
-        """Whether this one is new."""
-        before = len(self._digests)
-        self._digests.add(digest)
-        return len(self._digests) > before
-
-
-def unique(texts: Iterable[Text], report: ReadReport, seen: Seen) -> Iterator[Text]:
-    """The texts without those that were there already, which are counted."""
+def _unique(texts: Iterable[Text], report: ReadReport) -> Iterator[Text]:
+    """Each different text once; the others are counted."""
+    seen: set[bytes] = set()
     for text in texts:
-        if seen.new(text_digest(text)):
-            yield text
-        else:
+        digest = text_digest(text)
+        if digest in seen:
             report.duplicates += 1
+        else:
+            seen.add(digest)
+            yield text
 
 
 def held_out(first: np.ndarray, digest: Callable[[int], bytes], fraction: float) -> np.ndarray:

@@ -2,10 +2,9 @@
 
 For a Cauchy the interquartile range is twice the scale, and neither statistic minds a few extreme numbers.
 
-Many numbers are streamed twice. A KLL sketch (Karnin, Lang and Liberty 2016; of the library `datasketches`), merged
-over ranks, says between which values a quantile lies; the second time the few numbers in between are kept and the
-others counted. So the result is exact, the same on any number of ranks, and takes memory for some thousandths of the
-numbers.
+The numbers may be too many to hold, and spread over ranks. So quartiles are found by counting, 16 bits at a time: as
+unsigned integers, the bits of float64 sort as the numbers do, and each pass over the numbers gives 16 further bits of
+the quartiles. The result is exact and the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ import numpy as np
 
 from cqwen_dist.targets import TargetTransform
 
-# Numbers that are looked at again and again: one pass over each array.
+# Float64 numbers in arrays; each call is one pass over them.
 Parts = Callable[[], Iterable[np.ndarray]]
-# What every rank has, in the order of ranks.
+# Takes this rank's value, returns the values of all ranks in their order.
 Gather = Callable[[Any], Sequence[Any]]
 
 _QUARTILES = (0.25, 0.5, 0.75)
-_SKETCH_SIZE = 2048  # k: 48 KB, ranks right to 0.12 %
-_MARGIN = 4.0  # of the sketch's 99 % bound
-_HELD = 1 << 21  # values inside a window before equal ones are put together
+_DIGIT = 16  # bits that a pass finds
+_MASK = (1 << _DIGIT) - 1
+_SIGN = 1 << 63
+_SLICE = 1 << 17  # numbers at a time, so that what is made of them stays in the cache
 
 
 @dataclass(frozen=True)
@@ -55,110 +55,64 @@ class NumericStatistics:
 
 
 def numeric_statistics(values: np.ndarray) -> NumericStatistics:
-    """Median and IQR/2 of target values.
-
-    Args: values [M], of any order, finite. Computed in float64, the median being the mean of the middle two
-    (`torch.median` takes the lower). Where more than half of the values are equal the IQR is 0 and half the mean
-    distance from the median stands in; constant data has scale 1. So scale > 0 always.
-    """
-    values = np.asarray(values, dtype=np.float64)
-    if not values.size:
-        return NumericStatistics(0.0, 1.0, 0)
-
-    def mean_distance(read: Callable[[np.ndarray], np.ndarray], median: float) -> float:
-        return float(np.mean(np.abs(read(values) / 2 - median / 2)))
-
-    spreads = []
-    for read in (_raw, _logarithms):
-        low, median, high = (float(q) for q in np.quantile(read(values), _QUARTILES))
-        spreads.append(_spread(low, median, high, read, mean_distance))
-    return NumericStatistics(spreads[0][0], spreads[0][1], int(values.size), *spreads[1])
+    """`streamed_statistics` of one array [M], of any order, finite."""
+    return streamed_statistics(lambda: [values], lambda own: [own])
 
 
 def streamed_statistics(parts: Parts, gather: Gather) -> NumericStatistics:
-    """The same of numbers that are too many to hold: `parts` gives this rank's, part by part, as often as asked."""
-    count, found = _order_statistics(parts, gather)
+    """Median and IQR/2 of finite numbers. parts: this rank's, read again in every pass. All ranks call this.
+
+    Computed in float64, the median being the mean of the middle two (`torch.median` takes the lower). Where more than
+    half of the numbers are equal the IQR is 0 and half the mean distance from the median stands in; constant data has
+    scale 1. So scale > 0 always.
+    """
+    count = sum(gather(sum(len(part) for part in parts())))
     if not count:
         return NumericStatistics(0.0, 1.0, 0)
-
-    def mean_distance(read: Callable[[np.ndarray], np.ndarray], median: float) -> float:
-        sums = [float(np.abs(read(part) / 2 - median / 2).sum()) for part in parts()]
-        return math.fsum(s for own in gather(sums) for s in own) / count  # the same in any order
-
+    places = [(count - 1) * quartile for quartile in _QUARTILES]
+    number = _of_ranks({rank for place in places for rank in (math.floor(place), math.ceil(place))}, parts, gather)
+    pairs = [np.array([number[math.floor(place)], number[math.ceil(place)]]) for place in places]
     spreads = []
     for read in (_raw, _logarithms):
-        low, median, high = (_between(read(np.array([a, b])), share) for a, b, share in found)
-        spreads.append(_spread(low, median, high, read, mean_distance))
-    return NumericStatistics(spreads[0][0], spreads[0][1], count, *spreads[1])
+        low, median, high = (_between(read(pair), place % 1) for pair, place in zip(pairs, places, strict=True))
+        scale = high / 2 - low / 2
+        if scale <= 1e-12 * abs(median):  # what rounding alone makes of equal numbers is no spread
+            sums = [float(np.abs(read(part) / 2 - median / 2).sum()) for part in parts()]
+            scale = math.fsum(s for own in gather(sums) for s in own) / count  # the same in any order
+        spreads.append((median, scale if scale > 1e-12 * abs(median) else 1.0))
+    return NumericStatistics(*spreads[0], count, *spreads[1])
 
 
-def _order_statistics(parts: Parts, gather: Gather) -> tuple[int, list[tuple[float, float, float]]]:
-    """How many numbers there are, and for each quartile its two neighbours and the share of the second."""
-    from datasketches import kll_doubles_sketch
-
-    own = kll_doubles_sketch(_SKETCH_SIZE)
-    for part in parts():
-        own.update(np.array(part))  # it takes no array that is read-only
-    merged = kll_doubles_sketch(_SKETCH_SIZE)
-    for data in gather(own.serialize()):
-        merged.merge(kll_doubles_sketch.deserialize(data))
-    count = int(merged.n)
-    if not count:
-        return 0, []
-    at = [(count - 1) * q for q in _QUARTILES]
-    ranks = [(math.floor(h), math.ceil(h)) for h in at]
-    margin = _MARGIN * merged.normalized_rank_error(False) + 1.0 / count
-    while True:
-        # Merging draws lots: the windows of rank 0 are everybody's.
-        windows = gather([_window(merged, q, margin) for q in _QUARTILES])[0]
-        below, inside = _counted(parts, windows, gather)
-        found: list[tuple[float, float, float]] = []
-        for h, pair, under, values in zip(at, ranks, below, inside, strict=True):
-            a, b = (_of_rank(rank - under, *values) for rank in pair)
-            if a is not None and b is not None:
-                found.append((a, b, h - math.floor(h)))
-        if len(found) == len(_QUARTILES):
-            return count, found
-        margin *= 4  # one time in millions
+def _of_ranks(ranks: set[int], parts: Parts, gather: Gather) -> dict[int, float]:
+    """The numbers of these ranks in ascending order (0: the smallest)."""
+    leading = dict.fromkeys(ranks, 0)  # the bits that are known of the number of each rank
+    inside = {rank: rank for rank in ranks}  # its rank among the numbers with the same leading bits
+    for shift in range(64 - _DIGIT, -1, -_DIGIT):
+        counts = {bits: np.zeros(1 << _DIGIT, np.int64) for bits in leading.values()}
+        for part in parts():
+            for start in range(0, len(part), _SLICE):
+                keys = _sortable(part[start : start + _SLICE])
+                for bits, count in counts.items():
+                    same = keys if shift == 64 - _DIGIT else keys[keys >> (shift + _DIGIT) == bits]
+                    count += np.bincount((same >> shift & _MASK).view(np.int64), minlength=len(count))
+        everyone = gather(counts)
+        for rank, bits in leading.items():
+            ends = np.sum([own[bits] for own in everyone], 0).cumsum()
+            digit = int(np.searchsorted(ends, inside[rank], "right"))
+            inside[rank] -= int(ends[digit - 1]) if digit else 0
+            leading[rank] = bits << _DIGIT | digit
+    return {rank: _number(bits) for rank, bits in leading.items()}
 
 
-def _window(sketch: Any, q: float, margin: float) -> tuple[float, float]:
-    low = sketch.get_quantile(q - margin) if q > margin else -math.inf
-    high = sketch.get_quantile(q + margin) if q + margin < 1 else math.inf
-    return low, high
+def _sortable(values: np.ndarray) -> np.ndarray:
+    """Unsigned integers [M] that sort as the float64 values do: of negative numbers all bits flip, else the sign's."""
+    bits = (values + 0.0).view(np.int64)  # + 0.0: -0.0 is 0.0
+    return (bits ^ (bits >> 63 | np.iinfo(np.int64).min)).view(np.uint64)
 
 
-def _counted(
-    parts: Parts, windows: list[tuple[float, float]], gather: Gather
-) -> tuple[list[int], list[tuple[np.ndarray, np.ndarray]]]:
-    """For each window: how many numbers lie below it, and the different values in it with how often each occurs."""
-    below = [0] * len(windows)
-    held: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in windows]
-    for part in parts():
-        for j, (low, high) in enumerate(windows):
-            below[j] += int((part < low).sum())
-            held[j].append(np.unique(part[(part >= low) & (part <= high)], return_counts=True))
-            if sum(len(values) for values, _ in held[j]) > _HELD:
-                held[j] = [_together(held[j])]
-    inside = [_together([(np.zeros(0), np.zeros(0, np.int64)), *own]) for own in held]
-    everyone = gather((below, inside))
-    return (
-        [sum(own[0][j] for own in everyone) for j in range(len(windows))],
-        [_together([own[1][j] for own in everyone]) for j in range(len(windows))],
-    )
-
-
-def _together(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    values, where = np.unique(np.concatenate([part[0] for part in parts]), return_inverse=True)
-    counts = np.zeros(len(values), np.int64)
-    np.add.at(counts, where, np.concatenate([part[1] for part in parts]))
-    return values, counts
-
-
-def _of_rank(rank: int, values: np.ndarray, counts: np.ndarray) -> float | None:
-    """The value of this rank among them; None where it lies outside."""
-    index = int(np.searchsorted(counts.cumsum(), rank, "right"))
-    return float(values[index]) if rank >= 0 and index < len(values) else None
+def _number(bits: int) -> float:
+    """The float64 of a sortable integer."""
+    return float(np.uint64(bits ^ _SIGN if bits & _SIGN else bits ^ (2**64 - 1)).view(np.float64))
 
 
 def _between(pair: np.ndarray, share: float) -> float:
@@ -173,20 +127,3 @@ def _raw(values: np.ndarray) -> np.ndarray:
 
 def _logarithms(values: np.ndarray) -> np.ndarray:
     return np.sign(values) * np.log1p(np.abs(values))
-
-
-def _spread(
-    low: float,
-    median: float,
-    high: float,
-    read: Callable[[np.ndarray], np.ndarray],
-    mean_distance: Callable[[Callable[[np.ndarray], np.ndarray], float], float],
-) -> tuple[float, float]:
-    """(median, IQR/2 or what stands in for it)."""
-    scale = high / 2 - low / 2
-    # What rounding alone makes of equal numbers is no spread.
-    if scale <= 1e-12 * abs(median):
-        scale = mean_distance(read, median)
-    if scale <= 1e-12 * abs(median):
-        scale = 1.0
-    return median, scale

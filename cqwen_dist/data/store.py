@@ -14,8 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from cqwen_dist.data.document import Document
-
 SCHEMA = pa.schema(
     [
         ("ids", pa.list_(pa.int32())),  # the end token included
@@ -36,20 +34,42 @@ def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-class _View(NamedTuple):
-    """A record batch's buffers as arrays, none of them copied."""
+class Document(NamedTuple):
+    """A text's tokens, or a piece of them; all arrays have one length t >= 1."""
 
-    ids: np.ndarray
-    ids_at: np.ndarray
-    numbers: np.ndarray
-    targets: np.ndarray
-    numbers_at: np.ndarray
-    unlearnt: np.ndarray
-    unlearnt_at: np.ndarray
-    labels: np.ndarray
-    labels_at: np.ndarray
-    more: np.ndarray
-    more_at: np.ndarray
+    ids: np.ndarray  # [t] integers
+    values: np.ndarray  # [t] float64; the value at <NUM>, 0 at words
+    targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
+    learnt: np.ndarray | None = None  # [t] bool; False at tokens that are read only (a prompt's); None: all are learnt
+    types: np.ndarray | None = None  # [t] int8: the type of a target, 0 for other; None: all are 0
+    more: np.ndarray | None = None  # [k] float64: further values of the one target; None: it is not here, or has none
+    labels: np.ndarray | None = None  # [k] int32: of the last token but one, w: w is next, ~w: it is not; None: usual
+
+
+# One row of a batch: a single document, or several that were packed.
+Sample = tuple[Document, ...]
+
+
+class _Lists(NamedTuple):
+    """A column of lists, not copied."""
+
+    values: np.ndarray
+    at: np.ndarray  # offsets
+
+    def of(self, row: int) -> np.ndarray:
+        """A row's list."""
+        return self.values[self.at[row] : self.at[row + 1]]
+
+
+class _View(NamedTuple):
+    """The first columns of `SCHEMA`."""
+
+    ids: _Lists
+    numbers: _Lists
+    targets: _Lists
+    unlearnt: _Lists
+    labels: _Lists
+    more: _Lists
 
 
 class TokenStore:
@@ -58,9 +78,9 @@ class TokenStore:
     def __init__(self, batches: Sequence[pa.RecordBatch], num_token_id: int) -> None:
         self._batches = [batch for batch in batches if batch.num_rows]
         self.num_token_id = num_token_id
-        self._views: list[_View | None] = [None] * len(self._batches)
+        self._views = [_view_of(batch) for batch in self._batches]
         self._first = offsets_of([batch.num_rows for batch in self._batches])
-        sizes = [np.diff(self._view(b).ids_at) for b in range(len(self._batches))]
+        sizes = [np.diff(view.ids.at) for view in self._views]
         self.lengths = np.concatenate([np.zeros(0, np.int32), *sizes])  # [n] int32, tokens of each text
 
     @classmethod
@@ -75,29 +95,30 @@ class TokenStore:
     def document(self, text: int, start: int, end: int) -> Document:
         """Tokens start to end of a text."""
         b = int(np.searchsorted(self._first, text, "right")) - 1
-        view, row = self._view(b), text - int(self._first[b])
-        at = view.ids_at[row]
-        ids = view.ids[at + start : at + end]
+        view, row = self._views[b], text - int(self._first[b])
+        whole = view.ids.of(row)
+        ids = whole[start:end]
         is_number = ids == self.num_token_id
-        before = int((view.ids[at : at + start] == self.num_token_id).sum()) if start else 0
-        first = view.numbers_at[row] + before
+        before = int((whole[:start] == self.num_token_id).sum()) if start else 0
+        mine = slice(before, before + int(is_number.sum()))
         values = np.zeros(len(ids))
         targets = np.zeros(len(ids), np.int8)
-        count = int(is_number.sum())
-        values[is_number] = view.numbers[first : first + count]
-        targets[is_number] = view.targets[first : first + count]
-        found = view.labels[view.labels_at[row] : view.labels_at[row + 1]]
-        labels = found if len(found) and at + end == view.ids_at[row + 1] else None  # behind the text's last piece
-        more = view.more[view.more_at[row] : view.more_at[row + 1]]
+        values[is_number] = view.numbers.of(row)[mine]
+        targets[is_number] = view.targets.of(row)[mine]
         types = np.maximum(targets - 1, 0) if (targets > 1).any() else None
-        extra = types, more if len(more) and targets.any() else None, labels
-        marks = view.unlearnt[view.unlearnt_at[row] : view.unlearnt_at[row + 1]]
-        if not len(marks):
-            return Document(ids, values, targets != 0, None, *extra)
-        learnt = np.ones(len(ids), bool)
+        labels, more, marks = view.labels.of(row), view.more.of(row), view.unlearnt.of(row)
+        learnt = np.ones(len(ids), bool) if len(marks) else None
         for low, high in zip(marks[::2], marks[1::2], strict=True):
-            learnt[max(low - start, 0) : max(high - start, 0)] = False
-        return Document(ids, values, targets != 0, learnt, *extra)
+            learnt[max(low - start, 0) : max(high - start, 0)] = False  # type: ignore[index]
+        return Document(
+            ids,
+            values,
+            targets != 0,
+            learnt,
+            types,
+            more if len(more) and targets.any() else None,
+            labels if len(labels) and end == len(whole) else None,  # behind the text's last piece
+        )
 
     def column(self, name: str) -> np.ndarray:
         """A column of whole numbers for all texts [n]."""
@@ -116,20 +137,17 @@ class TokenStore:
     def number_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Numbers and targets of each text, both [n] int64."""
         numbers, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for b in range(len(self._batches)):
-            view = self._view(b)
-            ends = offsets_of((view.targets != 0).astype(np.int64))
-            numbers.append(np.diff(view.numbers_at).astype(np.int64))
-            targets.append(np.diff(ends[view.numbers_at]))
+        for view in self._views:
+            ends = offsets_of((view.targets.values != 0).astype(np.int64))
+            numbers.append(np.diff(view.numbers.at).astype(np.int64))
+            targets.append(np.diff(ends[view.targets.at]))
         return np.concatenate(numbers), np.concatenate(targets)
 
     def parts(self, kind: str, texts: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """The ids, the numbers or the targets' values of some texts, batch by batch. texts: [m] rising; None: all."""
-        for b in range(len(self._batches)):
-            view = self._view(b)
-            at = view.ids_at if kind == "ids" else view.numbers_at
-            values = view.ids if kind == "ids" else view.numbers
-            keep = np.ones(len(values), bool) if kind != "targets" else view.targets != 0
+        for b, view in enumerate(self._views):
+            values, at = view.ids if kind == "ids" else view.numbers
+            keep = np.ones(len(values), bool) if kind != "targets" else view.targets.values != 0
             if texts is not None:
                 low, high = np.searchsorted(texts, self._first[b : b + 2])
                 mine = np.zeros(len(at) - 1, bool)
@@ -144,12 +162,6 @@ class TokenStore:
             content.update(batch)
         return content.hexdigest()
 
-    def _view(self, b: int) -> _View:
-        view = self._views[b]
-        if view is None:
-            view = self._views[b] = _view_of(self._batches[b])
-        return view
-
 
 class ContentDigest:
     """The digest of a store, batch by batch."""
@@ -160,14 +172,14 @@ class ContentDigest:
     def update(self, batch: pa.RecordBatch) -> None:
         """The next batch."""
         view = _view_of(batch)
-        counts = [np.diff(at).astype(np.int64) for at in (view.ids_at, view.numbers_at, view.unlearnt_at)]
-        arrays = [view.ids, view.numbers, view.targets, view.unlearnt, *counts]
+        counts = [np.diff(lists.at).astype(np.int64) for lists in (view.ids, view.numbers, view.unlearnt)]
+        arrays = [*(lists.values for lists in view[:4]), *counts]
         for part, array in zip(self._parts, arrays, strict=True):
             part.update(np.ascontiguousarray(array).data)
-        extra = [view.labels, np.diff(view.labels_at)] if len(view.labels) else []
-        extra += [view.more, np.diff(view.more_at)] if len(view.more) else []
-        for array in extra:
-            self._parts[-1].update(np.ascontiguousarray(array).data)  # without any the digest is as it always was
+        for lists in (view.labels, view.more):
+            if len(lists.values):  # without any the digest is as it always was
+                self._parts[-1].update(np.ascontiguousarray(lists.values).data)
+                self._parts[-1].update(np.diff(lists.at).data)
 
     def hexdigest(self) -> str:
         """Of all so far."""
@@ -175,17 +187,4 @@ class ContentDigest:
 
 
 def _view_of(batch: pa.RecordBatch) -> _View:
-    ids, numbers, targets, unlearnt, labels, more = (batch.column(i) for i in range(6))
-    return _View(
-        ids.values.to_numpy(),
-        ids.offsets.to_numpy(),
-        numbers.values.to_numpy(),
-        targets.values.to_numpy(),
-        numbers.offsets.to_numpy(),
-        unlearnt.values.to_numpy(),
-        unlearnt.offsets.to_numpy(),
-        labels.values.to_numpy(),
-        labels.offsets.to_numpy(),
-        more.values.to_numpy(),
-        more.offsets.to_numpy(),
-    )
+    return _View(*(_Lists(c.values.to_numpy(), c.offsets.to_numpy()) for c in batch.columns[: len(_View._fields)]))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.cells import shortened
-from cqwen_dist.data.records import BadLine, Block, Row, given, needed_columns
+from cqwen_dist.data.cells import BadLine, shortened
+from cqwen_dist.data.records import Block, Row, given, needed_columns
 
-_SINGLE = ("float", "float32", "halffloat", "float16")  # what Arrow, and `datasets`, call them
+_SINGLE = ("float", "float32", "halffloat", "float16")  # the names of Arrow and of `datasets`
 
 
 def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
@@ -55,7 +55,7 @@ def _broken_table(error: Exception) -> BadLine:
 
 
 def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
-    """The rows of a folder or of a data set of the hub, `#SPLIT` behind it (default train).
+    """The rows of a folder or of a data set of the hub; `#SPLIT` behind its name (default train).
 
     Raises: UserError for what `datasets` cannot load.
     """

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,8 @@ class NumericalAwareTokenizer:
     Raises: UserError when the vocabulary is too small, num_token_id is a word's row, or the tokenizer is slow.
     """
 
+    reads_numbers = True
+
     def __init__(
         self,
         tokenizer: Any,
@@ -76,16 +79,13 @@ class NumericalAwareTokenizer:
             literal = str(added[self.num_token_id])
         if vocab_size is not None:
             self.rows_for(vocab_size)
-        self.encoder = NumberEncoder(self._backend, self.num_token_id, self._reads, literal)
+        self.encoder = NumberEncoder(
+            self._backend, self.num_token_id, self.policy if self.reads_numbers else None, literal
+        )
 
     def rows_for(self, vocab_size: int) -> int:
         """Rows that a model's vocabulary of this size is to have: more, where words use all. Raises `UserError`."""
         return rows_with_number(vocab_size, self.text_size, self.num_token_id)
-
-    @property
-    def _reads(self) -> NumberPolicy | None:
-        """The policy by which texts are read."""
-        return self.policy
 
     @classmethod
     def from_pretrained(
@@ -139,10 +139,8 @@ class NumericalAwareTokenizer:
     @property
     def pad_token_id(self) -> int:
         """What fills a row up: the pad token, else the end token, else 0 (masked anyway)."""
-        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token_id is not None:
-                return token_id
-        return 0
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(token_id for token_id in known if token_id is not None)
 
     @cached_property
     def numeral_ids(self) -> list[int]:
@@ -199,20 +197,14 @@ class NumericalAwareTokenizer:
         if len(ids) != len(values):
             raise ValueError(f"{len(ids)} ids, but {len(values)} values")
         pieces: list[str | float] = []
-        words: list[int] = []
-
-        def flush() -> None:
-            if words:
-                pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
-                words.clear()
-
-        for token_id, value in zip(_plain(ids), _plain(values), strict=True):
-            if token_id == self.num_token_id:
-                flush()
-                pieces.append(float(value))
+        for is_number, group in groupby(
+            zip(_plain(ids), _plain(values), strict=True), key=lambda pair: pair[0] == self.num_token_id
+        ):
+            if is_number:
+                pieces += [float(value) for _, value in group]
             else:
-                words.append(int(token_id))
-        flush()
+                words = [int(token_id) for token_id, _ in group]
+                pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
         return write_numbers(pieces, self.policy)
 
     def encode_strictly(self, texts: list[str]) -> list[Encoded]:
@@ -227,9 +219,7 @@ class NumericalAwareTokenizer:
 class DigitTokenizer(NumericalAwareTokenizer):
     """The same tokenizer with every numeral left as its digits: how a base model reads, and what to compare with."""
 
-    @property
-    def _reads(self) -> NumberPolicy | None:
-        return None
+    reads_numbers = False
 
 
 def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cqwen_dist.data.cells import Literal, as_text
-from cqwen_dist.data.chat import BadChat
+from cqwen_dist.data.cells import BadLine, Literal, as_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CALL = "function_call"  # a role of ShareGPT's: what the assistant says is the call, as JSON
@@ -20,13 +19,13 @@ _SHAREGPT = {
 
 
 def messages_of(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A chat's messages as chat templates want them. Raises `BadChat`.
+    """A chat's messages as chat templates want them. Raises `BadLine`.
 
     keys: what messages call role, content and tool_calls; without: these names, or ShareGPT's from and value. roles:
     what roles mean. A key whose value is null is as one that is not there (a table has every key in every message).
     """
     if not isinstance(found, (list, tuple)) or not found:
-        raise BadChat(found, "a list of messages, [{role, content}, ...]")
+        raise BadLine("no chat", found, "a list of messages, [{role, content}, ...]")
     return [_message(message, keys, roles) for message in found]
 
 
@@ -36,13 +35,13 @@ def tools_of(found: Any) -> list[dict[str, Any]] | None:
     if tools is None or tools == [] or tools == "":
         return None
     if not isinstance(tools, list):
-        raise BadChat(tools, 'a list of tools, [{"type": "function", "function": {"name": ...}}, ...]')
+        raise BadLine("no chat", tools, 'a list of tools, [{"type": "function", "function": {"name": ...}}, ...]')
     return [_function(tool, "tools") for tool in tools]
 
 
 def _message(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(found, Mapping):
-        raise BadChat(found, "messages with a role and a content, both text")
+        raise BadLine("no chat", found, "messages with a role and a content, both text")
     names = {"role": "role", "content": "content", "tool_calls": "tool_calls"}
     names |= {ours: theirs for ours, theirs in (("role", "from"), ("content", "value")) if ours not in found}
     names |= keys
@@ -56,7 +55,7 @@ def _message(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> d
         return {**rest, "role": role, "content": _content(content)}
     calls = [calls] if isinstance(calls, dict) else calls
     if role != "assistant" or not isinstance(calls, list):
-        raise BadChat(calls, "a list of tool_calls, of the assistant")
+        raise BadLine("no chat", calls, "a list of tool_calls, of the assistant")
     functions = [_function(call, "tool_calls") for call in calls]
     return {**rest, "role": role, "content": _content(content or ""), "tool_calls": functions}
 
@@ -65,7 +64,9 @@ def _role(found: Any, roles: Mapping[str, str]) -> str:
     named = roles.get(found, found) if isinstance(found, str) else None
     role = _SHAREGPT.get(named or "", named)
     if role is None or role not in (*ROLES, _CALL):
-        raise BadChat(found, f"messages with a role, {', '.join(ROLES)} (others by data.roles), and a content")
+        raise BadLine(
+            "no chat", found, f"messages with a role, {', '.join(ROLES)} (others by data.roles), and a content"
+        )
     return role
 
 
@@ -75,7 +76,7 @@ def _content(found: Any) -> str:
         found = "".join(str(part.get("text")) for part in found)
     text = as_text(found)
     if text is None:
-        raise BadChat(found, "messages with a role and a content, both text")
+        raise BadLine("no chat", found, "messages with a role and a content, both text")
     return text
 
 
@@ -83,7 +84,7 @@ def _function(found: Any, what: str) -> dict[str, Any]:
     """{"type": "function", "function": {...}} of that, or of the function alone; arguments as a mapping."""
     inner = found.get("function", found) if isinstance(found, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise BadChat(found, f'{what} with a name, such as {{"function": {{"name": "add", ...}}}}')
+        raise BadLine("no chat", found, f'{what} with a name, such as {{"function": {{"name": "add", ...}}}}')
     if isinstance(inner.get("arguments"), str):
         inner = {**inner, "arguments": _from_json(inner["arguments"], "arguments as JSON")}
     outer = {"type": "function"} if inner is found else {"type": "function", **found}
@@ -96,7 +97,7 @@ def _from_json(found: Any, what: str) -> Any:
     try:
         return json.loads(found)
     except (ValueError, RecursionError) as error:
-        raise BadChat(found, f"{what} ({error})") from None
+        raise BadLine("no chat", found, f"{what} ({error})") from None
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Blocks tokenised in their order, in this process or in several; torch and transformers are not imported for it."""
+"""Blocks tokenised in order, in this process or in several; imports no torch, no transformers."""
 
 from __future__ import annotations
 
@@ -9,47 +9,45 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from multiprocessing import get_context
-from typing import Any
+from typing import NamedTuple
 
-from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.chat import Chat
+from cqwen_dist.config import UserError
 from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
 from cqwen_dist.data.encoder import NumberEncoder
-from cqwen_dist.data.records import Block, ReadReport, extractor
+from cqwen_dist.data.records import Block, Extractor, ReadReport
 from cqwen_dist.data.sources import read_block
 
-_AHEAD = 2  # blocks a worker has waiting
-_WORTH = 8  # blocks from which on it is worth to start workers (a second or two each)
+_AHEAD = 2  # blocks that wait for each worker
+_WORTH = 8  # fewer blocks are not worth the start of workers (a second or two each)
 
 Done = tuple[Chunk, ReadReport]
 
 
-class BlockWork:
-    """What becomes of a block: its texts, tokenised, and how reading went."""
+class BlockWork(NamedTuple):
+    """Reads a block and tokenises its texts; pickled once for each worker process."""
 
-    def __init__(self, config: DataConfig, chat: Chat, encoder: NumberEncoder, recipe: Recipe) -> None:
-        self.given = config, chat, encoder, recipe
-        self._extract, self._skip = extractor(config, chat), config.on_bad_line == "skip"
+    extract: Extractor
+    encoder: NumberEncoder
+    recipe: Recipe
 
     def __call__(self, block: Block) -> Done:
         """Raises: UserError for a bad line unless they are to be skipped."""
         report = ReadReport()
-        texts = list(read_block(block, self._extract, self._skip, report))
-        return encode_chunk(texts, *self.given[2:]), report
+        return encode_chunk(list(read_block(block, self.extract, report)), self.encoder, self.recipe), report
 
 
 def worked(blocks: Iterator[Block], work: BlockWork, workers: int) -> Iterator[Done]:
-    """What became of each block, in order; with several workers so many are ahead that each has two.
+    """The result of each block, in order; several workers are kept busy with two blocks each.
 
     Raises: what reading and tokenising raise, at the block's turn; UserError for a worker that was killed.
     """
     first = list(islice(blocks, _WORTH)) if workers > 1 else []
     blocks = chain(first, blocks)
     if len(first) < _WORTH:
-        yield from map(work, blocks)
+        yield from (work(block) for block in blocks)
         return
     waiting: deque[Future[Done]] = deque()
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=work.given) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(work,)) as pool:
         try:
             for block in blocks:
                 waiting.append(pool.submit(_work, block))
@@ -65,14 +63,13 @@ def worked(blocks: Iterator[Block], work: BlockWork, workers: int) -> Iterator[D
                 future.cancel()
 
 
-_worker: dict[str, Any] = {}
+_worker: list[BlockWork] = []
 
 
-def _start(config: DataConfig, chat: Chat, encoder: NumberEncoder, recipe: Recipe) -> None:
+def _start(work: BlockWork) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker["work"] = BlockWork(config, chat, encoder, recipe)
+    _worker.append(work)
 
 
 def _work(block: Block) -> Done:
-    done: Done = _worker["work"](block)
-    return done
+    return _worker[0](block)

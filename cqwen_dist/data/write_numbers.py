@@ -27,19 +27,19 @@ def _forms(value: float, policy: NumberPolicy) -> list[str]:
     if policy.scientific:
         forms.append(scientific)
         whole, places = mantissa.replace(".", ""), len(mantissa.partition(".")[2])
-        forms.append(f"{whole}e{int(exponent) - places}")  # a row of digits, as a phone number in front may need
-    if policy.leading_zeros and "e" not in forms[0]:  # so many digits behind a "+" may make what is in front a phone's
+        forms.append(f"{whole}e{int(exponent) - places}")  # digits without a dot, where a phone number stands in front
+    if policy.leading_zeros and "e" not in forms[0]:  # behind a "+" so many digits may look like a phone number
         sign, plain = ("-", forms[0][1:]) if forms[0][0] == "-" else ("", forms[0])
         forms += [f"{sign}{'0' * zeros}{plain}" for zeros in range(1, 7)]
-    if policy.accounting and policy.thousands and value < 0:  # where a minus would be none
+    if policy.accounting and policy.thousands and value < 0:  # where a minus would be an operator
         forms.append(f"({-Decimal(digits.removesuffix('.0')):,f})")
     return forms
 
 
 class _Writing:
-    """Pieces that become one text: the forms that each may take, and which of them is chosen.
+    """Pieces that become one text: the possible forms of each, and the chosen one.
 
-    plain: the form of a number that no form makes readable; it is written so and not tried again (`given_up`).
+    given_up: numbers that no form makes readable; they are written in their `plain` form.
     """
 
     def __init__(self, pieces: Sequence[str | float], policy: NumberPolicy) -> None:
@@ -92,7 +92,7 @@ class _Writing:
         return i if 0 <= i < len(self.texts) and self.numbers[i] and i not in self.given_up else None
 
     def try_next_form(self, i: int) -> None:
-        """Of number i; where all were tried, the plain one stays."""
+        """The next form of number i; after the last one the plain one, for good."""
         self.chosen[i] += 1
         if self.chosen[i] == len(self.forms[i]):
             self.chosen[i] = self.plain.get(i, 0)

@@ -10,7 +10,7 @@ import numpy as np
 from cqwen_dist.config import Config, UserError
 
 if TYPE_CHECKING:
-    from cqwen_dist.data.document import Document
+    from cqwen_dist.data.store import Document
 
 LONGEST = 48  # tokens of a continuation
 

@@ -10,8 +10,9 @@ import torch
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import NumberPolicy
-from cqwen_dist.data.collate import Document, collate
+from cqwen_dist.data.collate import collate
 from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.data.collate import Document
 from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.parallel.groups import build_groups

@@ -5,7 +5,8 @@ import torch
 from transformers import Qwen2Config, Qwen2Model
 
 from cqwen_dist.batch import IGNORE_INDEX
-from cqwen_dist.data.collate import Document, Sample, collate
+from cqwen_dist.data.collate import collate
+from cqwen_dist.data.store import Document, Sample
 
 NUM, PAD = 90, 91
 

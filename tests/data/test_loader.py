@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
-from cqwen_dist.data.collate import Document, Sample
 from cqwen_dist.data.loader import EvalLoader, Loader, ahead, epoch_order, grouped_order, share
+from cqwen_dist.data.store import Document, Sample
 
 
 class Numbered:

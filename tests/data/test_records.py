@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 from cqwen_dist.batch import IGNORE_INDEX
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.chat import BadChat, Chat
+from cqwen_dist.data.cells import BadLine
+from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.diabetes import diabetes_texts
@@ -123,7 +124,7 @@ def test_the_assistants_turns_alone_are_learnt(
     inner.chat_template = template
     chat = Chat(inner)
     if learnt is None:
-        with pytest.raises((UserError, BadChat)):
+        with pytest.raises((UserError, BadLine)):
             chat(CHAT)
         return
     text, spans = chat(CHAT)

@@ -16,11 +16,12 @@ import pytest
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data import blocks as cutting
 from cqwen_dist.data.blocks import Row, blocks
+from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import Tokeniser
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.prepare import prepare, read_manifest
-from cqwen_dist.data.records import BadLine
+from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.data.workers import BlockWork, worked
 
@@ -150,7 +151,7 @@ def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeyp
     monkeypatch.setattr("cqwen_dist.data.workers._WORTH", 1)
     config = DataConfig(train="a")
     tokeniser = Tokeniser(tokenizer, config)
-    work = BlockWork(config, Chat(), tokeniser.encoder, tokeniser.recipe)
+    work = BlockWork(Extractor(config, Chat()), tokeniser.encoder, tokeniser.recipe)
     with pytest.raises(UserError, match=r"data\.workers: found no living process: one was killed"):
         list(worked(iter([_killed]), work, 2))
 

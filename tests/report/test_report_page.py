@@ -15,7 +15,7 @@ from support.browser import look
 from support.runs import cqwen_forked
 
 from cqwen_dist.config import UserError, load_config
-from cqwen_dist.data.document import Document
+from cqwen_dist.data.store import Document
 from cqwen_dist.report.html import render, write_report
 from cqwen_dist.report.run_data import POINTS, read_run
 from cqwen_dist.report.samples import cut
