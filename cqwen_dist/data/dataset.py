@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.sources import chunks
-from cqwen_dist.data.statistics import Gather, NumericStatistics, streamed_statistics
+from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statistics
 from cqwen_dist.data.store import Sample, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
@@ -169,13 +168,13 @@ class TextDataset:
         """[texts] int32: tokens of each text."""
         return self._store.lengths if self._texts is None else self._store.lengths[self._texts]
 
-    def number_parts(self, targets: bool = True) -> Iterator[np.ndarray]:
-        """The numbers (or only those whose value the regression learns), part by part, float64."""
-        return self._store.parts("targets" if targets else "numbers", self._texts)
+    def number_parts(self, targets: bool = True, which: slice = slice(None)) -> Iterator[np.ndarray]:
+        """The targets' values (or all numbers), part by part, float64. which: of the parts."""
+        return self._store.parts("targets" if targets else "numbers", self._texts, which)
 
     def statistics(self, rank: int = 0, world: int = 1, gather: Gather = lambda own: [own]) -> NumericStatistics:
         """Median and IQR/2 of the targets (seed S1 2); each rank counts its share, `gather` joins them."""
-        return streamed_statistics(lambda: islice(self.number_parts(), rank, None, world), gather)
+        return numeric_statistics(lambda: self.number_parts(which=slice(rank, None, world)), gather)
 
     def word_counts(self, vocab_size: int) -> np.ndarray:
         """[V] int64: how often each word occurs."""

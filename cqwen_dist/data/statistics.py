@@ -2,8 +2,8 @@
 
 For a Cauchy the interquartile range is twice the scale, and neither statistic minds a few extreme numbers.
 
-The numbers may be too many to hold, and spread over ranks. So quartiles are found by counting, 16 bits at a time: as
-unsigned integers, the bits of float64 sort as the numbers do, and each pass over the numbers gives 16 further bits of
+The numbers may be too many to hold, and spread over ranks. So quartiles are found by counting, 8 bits at a time: as
+unsigned integers, the bits of float64 sort as the numbers do, and each pass over the numbers gives 8 further bits of
 the quartiles. The result is exact and the same on any number of ranks.
 """
 
@@ -24,7 +24,7 @@ Parts = Callable[[], Iterable[np.ndarray]]
 Gather = Callable[[Any], Sequence[Any]]
 
 _QUARTILES = (0.25, 0.5, 0.75)
-_DIGIT = 16  # bits that a pass finds
+_DIGIT = 8  # bits that a pass finds; more would make large messages on many ranks
 _MASK = (1 << _DIGIT) - 1
 _SIGN = 1 << 63
 _SLICE = 1 << 17  # numbers at a time, so that what is made of them stays in the cache
@@ -54,12 +54,7 @@ class NumericStatistics:
         return asdict(self)
 
 
-def numeric_statistics(values: np.ndarray) -> NumericStatistics:
-    """`streamed_statistics` of one array [M], of any order, finite."""
-    return streamed_statistics(lambda: [values], lambda own: [own])
-
-
-def streamed_statistics(parts: Parts, gather: Gather) -> NumericStatistics:
+def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> NumericStatistics:
     """Median and IQR/2 of finite numbers. parts: this rank's, read again in every pass. All ranks call this.
 
     Computed in float64, the median being the mean of the middle two (`torch.median` takes the lower). Where more than
@@ -91,10 +86,10 @@ def _of_ranks(ranks: set[int], parts: Parts, gather: Gather) -> dict[int, float]
         counts = {bits: np.zeros(1 << _DIGIT, np.int64) for bits in leading.values()}
         for part in parts():
             for start in range(0, len(part), _SLICE):
-                keys = _sortable(part[start : start + _SLICE])
+                keys = _sortable(part[start : start + _SLICE]) >> shift
+                heads = keys >> _DIGIT
                 for bits, count in counts.items():
-                    same = keys if shift == 64 - _DIGIT else keys[keys >> (shift + _DIGIT) == bits]
-                    count += np.bincount((same >> shift & _MASK).view(np.int64), minlength=len(count))
+                    count += np.bincount((keys[heads == bits] & _MASK).view(np.int64), minlength=len(count))
         everyone = gather(counts)
         for rank, bits in leading.items():
             ends = np.sum([own[bits] for own in everyone], 0).cumsum()

@@ -143,9 +143,12 @@ class TokenStore:
             targets.append(np.diff(ends[view.targets.at]))
         return np.concatenate(numbers), np.concatenate(targets)
 
-    def parts(self, kind: str, texts: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """The ids, the numbers or the targets' values of some texts, batch by batch. texts: [m] rising; None: all."""
-        for b, view in enumerate(self._views):
+    def parts(self, kind: str, texts: np.ndarray | None = None, which: slice = slice(None)) -> Iterator[np.ndarray]:
+        """The ids, the numbers or the targets' values of some texts, batch by batch.
+
+        texts: [m] rising; None: all. which: of the batches.
+        """
+        for b, view in list(enumerate(self._views))[which]:
             values, at = view.ids if kind == "ids" else view.numbers
             keep = np.ones(len(values), bool) if kind != "targets" else view.targets.values != 0
             if texts is not None:

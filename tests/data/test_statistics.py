@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cqwen_dist.data.statistics import NumericStatistics, streamed_statistics
+from cqwen_dist.data.statistics import NumericStatistics, numeric_statistics
 
 
 def _oracle(values: np.ndarray) -> NumericStatistics:
@@ -38,7 +38,7 @@ def _on_ranks(values: np.ndarray, world: int, parts: int) -> NumericStatistics:
             barrier.wait()
             return list(table)
 
-        found[rank] = streamed_statistics(lambda: pieces[rank::world], gather)  # type: ignore[call-overload]
+        found[rank] = numeric_statistics(lambda: pieces[rank::world], gather)  # type: ignore[call-overload]
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -88,7 +88,7 @@ def test_a_hundred_million_numbers() -> None:
     def parts() -> Any:
         return (np.random.default_rng(seed).lognormal(3, 2, 1_000_000) for seed in range(100))
 
-    found = streamed_statistics(parts, lambda own: [own])
+    found = numeric_statistics(parts)
     assert found.count == 10**8
     low, median, high = (np.exp(3 + 2 * z) for z in (-0.6744897501960817, 0.0, 0.6744897501960817))
     assert found.median == pytest.approx(median, rel=1e-3)
