@@ -28,7 +28,7 @@ class TargetTransform:
     - ``none``: t = v (the seeds).
     - ``signed_log``: t = sign(v) ln(1 + |v|), as at the input (seed S0 1.3); median and scale are not used.
     - ``standardise_log``: t = (sign(v) ln(1 + |v|) - median) / scale, with median and IQR/2 of the logarithms: for
-      numbers of many sizes, of which each should be right for its own size.
+      numbers of very different sizes, so that each error counts relative to its own size.
 
     Raises ValueError for an unknown name, a median that is not finite, or a scale that is not finite and > 0.
     """

@@ -65,9 +65,9 @@ def init(
     recipe = recognise(data, target)
     text = _config(data, base, recipe, out)
     try:
-        with written_whole(out) as beside:
-            beside.write_text(text, encoding="utf-8")
-            checked = load_config(beside)
+        with written_whole(out) as partial:
+            partial.write_text(text, encoding="utf-8")
+            checked = load_config(partial)
             shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
             first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
     except OSError as error:

@@ -75,7 +75,7 @@ class Chat:
         )
 
     def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
-        """A turn with tool calls, of which the last one's name ends at `at`."""
+        """The span of a turn with tool calls. at: where the name of its last call ends."""
         prompt = self._fill(before, tools, add_generation_prompt=True)
         turn_end = self._turn_end(tools)
         last = before[-1]["content"].strip() if before else ""

@@ -22,7 +22,7 @@ from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statis
 from cqwen_dist.data.store import Sample, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-_TOLD = 1000  # overflows of which the place is kept
+_PLACES = 1000  # kept, of the first overflows
 
 
 @dataclass
@@ -40,8 +40,8 @@ class DataReport:
     left: int = 0  # numerals that the policy left as text
     too_short: int = 0  # texts left out
     too_long: int = 0
-    truncated: int = 0  # texts longer than sequence_length of which the beginning alone is used
-    dropped: int = 0  # texts longer than sequence_length that are not used
+    truncated: int = 0  # texts longer than sequence_length; only their beginning is used
+    dropped: int = 0  # texts longer than sequence_length, not used
     lost: int = 0  # tokens of both that are not used
 
     def lines(self, name: str) -> list[str]:
@@ -125,9 +125,9 @@ class TextDataset:
         if not all(path.is_file() for path in paths):
             rows = pack(sizes, self._length)
             for path, array in zip(paths, rows, strict=True):  # every process writes the same
-                beside = path.with_name(f".{path.name}.{os.getpid()}.npy")
-                np.save(beside, array)
-                beside.replace(path)
+                partial = path.with_name(f".{path.name}.{os.getpid()}.npy")
+                np.save(partial, array)
+                partial.replace(path)
         return Rows(*(np.load(path, mmap_mode="r") for path in paths))
 
     def with_length(self, length: int) -> TextDataset:
@@ -211,7 +211,7 @@ class Tokeniser:
             if self._refuse:
                 allowed = "numbers that float64 holds (data.on_nonfinite=skip leaves them as text)"
                 raise UserError("number", literal, allowed, where)
-            if len(self.overflows) < _TOLD:
+            if len(self.overflows) < _PLACES:
                 self.overflows.append((self.rows + int(stay[:row].sum()), f"{where}: {literal[:40]}"))
         self.rows += int(stay.sum())
         report.too_short += int((new & chunk.too_short).sum())
@@ -238,6 +238,6 @@ def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overf
     report.numbers, report.targets = int(numbers[own].sum()), int(targets[own].sum())
     report.overflows = int(store.column("overflows")[own].sum(dtype=np.int64))
     report.left = int(store.column("left")[own].sum(dtype=np.int64))
-    told = np.array([row for row, _ in overflows], np.int64)
-    mine = np.ones(len(told), bool) if texts is None else np.isin(told, texts)
+    rows = np.array([row for row, _ in overflows], np.int64)
+    mine = np.ones(len(rows), bool) if texts is None else np.isin(rows, texts)
     report.first_overflow = next((overflows[i][1] for i in np.flatnonzero(mine)), "")

@@ -52,13 +52,13 @@ def write_records(rows: Any, path: Path, key: str, text_field: str = "text", kee
     """Write them, whole or not at all. keep: a file that is there must hold the same ones. Raises `UserError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with written_whole(path) as beside:
-        with beside.open("x", encoding="utf-8") as file:
+    with written_whole(path) as partial:
+        with partial.open("x", encoding="utf-8") as file:
             for count, record in enumerate(records(rows, key, text_field), 1):  # noqa: B007
                 file.write(json.dumps(record) + "\n")
         if not count:
             raise UserError(key, "no row", "one or more")
-        if keep and path.is_file() and file_record(path) != file_record(beside):
+        if keep and path.is_file() and file_record(path) != file_record(partial):
             allowed = "the same, or run.accept: [data, eval] to go on with these, or another run.dir"
             raise UserError(key, Said(f"other rows than the run began with ({path})"), allowed)
 

@@ -77,13 +77,13 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
                 return folder
             for dead in root.glob(f".{folder.name}.*.partial"):  # of a process that was killed
                 shutil.rmtree(dead, ignore_errors=True)
-            beside = root / f".{folder.name}.{os.getpid()}.partial"
-            beside.mkdir()
+            partial = root / f".{folder.name}.{os.getpid()}.partial"
+            partial.mkdir()
             try:
-                _Build(beside, config, tokenizer, progress).run(key)
-                beside.rename(folder)
+                _Build(partial, config, tokenizer, progress).run(key)
+                partial.rename(folder)
             finally:
-                shutil.rmtree(beside, ignore_errors=True)
+                shutil.rmtree(partial, ignore_errors=True)
             sync(root)
     except OSError as error:
         raise UserError("data.cache_dir", str(root), f"a folder to write to ({error.strerror or error})") from None

@@ -68,8 +68,8 @@ class _Writing:
                 return i
         return None
 
-    def beside_misread_text(self, spans: list[NumberSpan]) -> int | None:
-        """The first number beside a text that is read as a number: in another form it may leave that a text.
+    def next_to_misread_text(self, spans: list[NumberSpan]) -> int | None:
+        """The first number next to a text that is misread as a number; another form of it may prevent that.
 
         Behind it ("555-123-" and 4567.0), or in front ("(1,234)" and "x5").
         """
@@ -105,7 +105,7 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
     Numbers are written plainly, save where that would be misread: 100 in front of ",456" becomes 100.0, 13812345678
     (it looks like a phone number) gets ".0" or an exponent, and two numbers in a row get a space between. NaN and the
     infinities become "nan", "inf" and "-inf", which are no numbers to `find_numbers`. Pieces that no reading gives
-    (text that is itself a numeral, beside a number) are written plainly.
+    (text that is itself a numeral, next to a number) are written plainly.
     """
     writing = _Writing(pieces, policy)
     while True:
@@ -113,7 +113,7 @@ def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_
         spans = find_numbers(text, policy)
         wrong = writing.misread(spans)
         if wrong is None:
-            wrong = writing.beside_misread_text(spans)
+            wrong = writing.next_to_misread_text(spans)
         if wrong is None:
             return text
         writing.try_next_form(wrong)
