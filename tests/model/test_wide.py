@@ -11,7 +11,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.wide import FOLDS, WidePart, split_value
-from cqwen_dist.model.wide_start import _counts, _kernel, _left_out, _scaling, fit_wide, texts_before
+from cqwen_dist.model.wide_start import _counts, _joined, _kernel, _left_out, _parts, _scaling, fit_wide, texts_before
 
 BUCKETS = 1024
 
@@ -108,15 +108,19 @@ def test_the_closed_form_is_a_ridge_regression():
     part, (ids, values) = WidePart(64, NUM), texts(60)
     found = texts_before(part, batch_of(ids, values, torch.zeros(60)), torch.arange(60) * 9 + 8)
     counts = _counts(found, 64)
-    rows = np.asarray((counts @ _scaling(counts)).todense())
+    scaling, parts = _parts(counts, _scaling(counts))
+    rows = (counts @ scaling).toarray()
+    rows[:, 32::2] *= np.sqrt(0.3)  # the values' weight
     draw = np.random.default_rng(0)
     t, weights = draw.normal(size=60), draw.uniform(0.2, 1, 60)
     folds = np.array([text.fold for text in found])
-    g, solved = _left_out(_kernel(counts @ _scaling(counts)), t, weights, folds, 0.7)
+    g, solved = _left_out(_joined([_kernel(part) for part in parts], 0.3), t, weights, folds, 0.7)
     for fold in set(folds):
         own, rest = folds == fold, folds != fold
         theirs = Ridge(0.7, fit_intercept=False).fit(rows[rest], t[rest], sample_weight=weights[rest])
         np.testing.assert_allclose(rows.T @ solved[fold], theirs.coef_, atol=1e-8)
+        table = scaling @ (_joined(parts, 0.3).T @ solved[fold])
+        np.testing.assert_allclose(counts[own] @ table, theirs.predict(rows[own]), atol=1e-8)
         np.testing.assert_allclose(g[own], theirs.predict(rows[own]), atol=1e-8)
 
 
