@@ -64,3 +64,10 @@ def rows_with_number(vocab_size: int, used: int, num_token_id: int) -> int:
             f"ids below the model's vocabulary size {rows}",
         )
     return rows
+
+
+def line_end_ids(vocabulary: Mapping[str, int]) -> list[int]:
+    """The tokens of a vocabulary that hold a line break, as text, as byte-level BPE writes it, or as a byte."""
+    return sorted(
+        token_id for token, token_id in vocabulary.items() if {"\n", "\u010a"} & {*token} or token == "<0x0A>"
+    )

@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
-from cqwen_dist.config.bases import numeral_ids, rows_with_number
+from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_with_number
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.numbers import find_numbers
@@ -146,6 +146,11 @@ class NumericalAwareTokenizer:
     def numeral_ids(self) -> list[int]:
         """The tokens that the tokenizer spells numerals with (`config.bases.numeral_ids`)."""
         return numeral_ids(self.tokenizer.get_vocab())
+
+    @cached_property
+    def line_end_ids(self) -> list[int]:
+        """The tokens that hold a line break (`config.bases.line_end_ids`)."""
+        return line_end_ids(self.tokenizer.get_vocab())
 
     def encode(self, text: str) -> tuple[list[int], list[float]]:
         """Ids and float64 values of one text, of one length; the value is 0.0 at words. No token is added.

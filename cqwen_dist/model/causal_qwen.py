@@ -101,7 +101,7 @@ class CausalQwenModel(nn.Module):
             scale_floor=config.scale_floor,
             **({"number_dims": config.number_dims} if config.wide else {}),
         )
-        self.wide = WidePart(config.wide, config.num_token_id) if config.wide else None
+        self.wide = WidePart(config.wide, config.num_token_id, config.vocab_size) if config.wide else None
         self.action = ActionNetwork(
             size,
             config.vocab_size,
@@ -142,6 +142,7 @@ class CausalQwenModel(nn.Module):
         numerals: Sequence[int] = (),
         num_bias_init: float = 0.0,
         reg_gain: float = 1.0,
+        line_ends: Sequence[int] = (),
         **shape: Any,
     ) -> CausalQwenModel:
         """A base model turned causal; its transformer moves in, so the base object is used up.
@@ -150,8 +151,8 @@ class CausalQwenModel(nn.Module):
         head, table: the output head's weight and the token table where `base` does not hold them whole
         (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
         at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
-        w_num VALUE_SHARE of the mean norm of these rows. reg_gain: of W_reg's Xavier start. shape: further fields of
-        `CausalQwenConfig`. Raises `UserError`, also for an unknown argument.
+        w_num VALUE_SHARE of the mean norm of these rows. reg_gain: of W_reg's Xavier start. line_ends: tokens that end
+        a line (`model.wide`). shape: further fields of `CausalQwenConfig`. Raises `UserError`, also for an unknown argument.
         """
         if unknown := [name for name in shape if name not in SHAPE]:
             allowed = f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"
@@ -174,6 +175,8 @@ class CausalQwenModel(nn.Module):
                 model.features.embedding.w_num.data.mul_(VALUE_SHARE * norm)
         inherit_head(model, weight, bias, num_row_init=num_row_init, num_bias_init=num_bias_init, reg_gain=reg_gain)
         apply_preset(model, start, b_noise_init)
+        if model.wide is not None:
+            model.wide.line_end.data[list(line_ends)] = 1.0
         return model
 
     @property

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
-from cqwen_dist.config.bases import numeral_ids
+from cqwen_dist.config.bases import line_end_ids, numeral_ids
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.from_memory import text_batches
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -37,6 +37,9 @@ def turned_causal(
         found = base_tokenizer(name_or_path)
         options.setdefault("numerals", [] if found is None else numeral_ids(found.get_vocab()))
         options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
+    if options.get("wide"):
+        found = base_tokenizer(name_or_path)
+        options.setdefault("line_ends", [] if found is None else line_end_ids(found.get_vocab()))
     rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)
     base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
     if num_token_id is None:

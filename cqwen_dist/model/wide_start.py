@@ -2,8 +2,8 @@
 
 With far more n-grams than numbers it is solved in the numbers' own space: with rows f_i of weighted entries,
 K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. An n-gram
-that m of n texts hold weighs idf = ln((1+n)/(1+m)) + 1 in F; values are centred and of variance 1 before. All in
-float64 on the CPU.
+that m of n texts hold weighs the square root of its idf ln((1+n)/(1+m)) + 1 in F; values are first centred and brought
+to variance 1. All in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _scaling(counts: csr_matrix) -> csr_matrix:
     """[buckets,buckets]: idf on the diagonal; a value's column is centred by the column beside it, to variance 1."""
     n, buckets = counts.shape
     held = np.bincount(counts.indices, minlength=buckets)
-    idf = np.log((1 + n) / (1 + held)) + 1
+    idf = np.sqrt(np.log((1 + n) / (1 + held)) + 1)
     values = np.arange(buckets // 2, buckets, 2)
     number = np.asarray(counts[:, values + 1].sum(0))[0].clip(min=1)
     columns = counts[:, values]

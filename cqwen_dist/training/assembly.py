@@ -64,6 +64,7 @@ class Words(NamedTuple):
     used_rows: int  # the tokenizer has no words from here on
     counts: np.ndarray  # [V]: occurrences in the training data
     numerals: Sequence[int] = ()  # the tokens that the base spells numerals with
+    line_ends: Sequence[int] = ()  # the tokens that end a line
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ def build_training(
         causal_size=config.model.causal_size,
         number_dims=config.number_dims,
         wide=config.model.wide,
+        line_ends=words.line_ends,
         scale_activation=config.model.scale_activation,
         scalar_threshold=config.train.thresholds == "scalar",
         target=target,
@@ -238,6 +240,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
         counts=datasets.train.word_counts(base.model.config.vocab_size),
         numerals=tokenizer.numeral_ids if config.num_row_init == "digits" else (),
+        line_ends=tokenizer.line_end_ids if config.model.wide else (),
     )
     inputs = {
         "data": datasets.train.digest(),

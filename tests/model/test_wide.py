@@ -5,20 +5,21 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 from support.numerics import assert_close
-from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
+from support.tiny import NUM, VOCAB, random_batch, tiny_causal_lm, tiny_model
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.wide import FOLDS, WidePart, split_value
+from cqwen_dist.model.wide import FOLDS, GRAMS, LINE, WidePart, split_value
 from cqwen_dist.model.wide_start import _counts, _joined, _kernel, _left_out, _parts, _scaling, fit_wide, texts_before
 
 BUCKETS = 1024
 
 
 def worn_part(buckets: int = BUCKETS) -> WidePart:
-    part = WidePart(buckets, NUM).eval()
+    part = WidePart(buckets, NUM, VOCAB).eval()
     part.weight.data.normal_(generator=torch.Generator().manual_seed(3))
+    part.line_end.data[:5] = 1.0
     return part
 
 
@@ -95,7 +96,7 @@ def test_order_words_and_values_all_count():
 
 
 def test_a_value_before_which_the_same_words_stand_is_read_in_a_line_of_its_logarithm():
-    part = WidePart(BUCKETS, NUM).eval()
+    part = WidePart(BUCKETS, NUM, VOCAB).eval()
     part.weight.data[:, BUCKETS // 2 :: 2] = 0.5  # slopes alone
     ids, values = torch.tensor([[3, 4, NUM]]), torch.zeros(1, 3, dtype=torch.float64)
     for value in (0.0, 1.0, -20.0, 1e6):
@@ -103,9 +104,22 @@ def test_a_value_before_which_the_same_words_stand_is_read_in_a_line_of_its_loga
         assert part(ids, values)[0][0, -1] == pytest.approx(0.5 * np.sign(value) * np.log1p(abs(value)), rel=1e-6)
 
 
+def test_a_line_counts_as_a_whole_wherever_it_stands():
+    part = WidePart(BUCKETS, NUM, VOCAB).eval()
+    part.line_end.data[0] = 1.0
+    entries = part.entries(torch.tensor([[7, 8, 9, 0, 5, 0, 7, 8, 9, 0, 7, 9, 8, 0]]), torch.zeros(1, 14))
+    at, columns = entries.factors[0, :, GRAMS].nonzero()[:, 0], entries.buckets[0, :, GRAMS]
+    assert at.tolist() == [3, 5, 9, 13]
+    assert columns[9] != columns[5]
+    assert columns[9] != columns[13]
+    part.weight.data[:, columns[9]] = 1.0
+    g = part(torch.tensor([[5, 0, 7, 8, 9, 0, 6]]), torch.zeros(1, 7))[0]
+    assert float(g[0, 5] - g[0, 4]) == pytest.approx(LINE)
+
+
 def test_the_closed_form_is_a_ridge_regression():
     """To 1e-8: both in float64, on some thirty columns."""
-    part, (ids, values) = WidePart(64, NUM), texts(60)
+    part, (ids, values) = WidePart(64, NUM, VOCAB), texts(60)
     found = texts_before(part, batch_of(ids, values, torch.zeros(60)), torch.arange(60) * 9 + 8)
     counts = _counts(found, 64)
     scaling, parts = _parts(counts, _scaling(counts))
@@ -125,7 +139,7 @@ def test_the_closed_form_is_a_ridge_regression():
 
 
 def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_tables_else():
-    part, (ids, values) = WidePart(BUCKETS, NUM), texts(200)
+    part, (ids, values) = WidePart(BUCKETS, NUM, VOCAB), texts(200)
     y = truth_of(ids, values)
     batch = batch_of(ids, values, y)
     found = fit_wide(texts_before(part, batch, torch.arange(200) * 9 + 8), y, BUCKETS)
@@ -140,7 +154,7 @@ def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_table
 
 
 def test_noise_is_not_fitted():
-    part, (ids, values) = WidePart(BUCKETS, NUM), texts(200)
+    part, (ids, values) = WidePart(BUCKETS, NUM, VOCAB), texts(200)
     noise = torch.randn(200, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     found = fit_wide(texts_before(part, batch_of(ids, values, noise), torch.arange(200) * 9 + 8), noise, BUCKETS)
     assert found is None or float(found.left_out.abs().mean()) < 0.3
@@ -194,6 +208,6 @@ def test_g_survives_the_dtype_of_z(dtype, tolerance):
 
 
 def test_there_are_as_many_tables_as_folds_of_like_size():
-    part, (ids, values) = WidePart(64, NUM), texts(800)
+    part, (ids, values) = WidePart(64, NUM, VOCAB), texts(800)
     folds = [t.fold for t in texts_before(part, batch_of(ids, values, torch.zeros(800)), torch.arange(800) * 9 + 8)]
     assert np.bincount(folds, minlength=FOLDS).min() > 60  # of 100; four standard deviations
