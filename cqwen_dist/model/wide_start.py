@@ -84,7 +84,7 @@ def fit_wide(texts: Sequence[TextBefore], targets: Tensor, buckets: int) -> Wide
     some = slice(0, SEARCHED)
     found = []
     for weight in VALUE_WEIGHTS:
-        kernel = _joined(kernels, weight)[some, some]
+        kernel = _joined([of_part[some, some] for of_part in kernels], weight)
         for ridge in RIDGES:
             g, _ = _left_out(kernel, held[some], weights[some], folds[some], ridge)
             found += [(np.log1p((t[some] - share * g) ** 2).mean(), weight, ridge, share * unit) for share in SHARES]
