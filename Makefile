@@ -28,7 +28,7 @@ quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the d
 	$(BIN)/cqwen quickstart
 
 demo: base ## wine prices from text and numbers on a real base: a table, a picture, five wines in words
-	$(BIN)/cqwen fit launch/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 15
+	$(BIN)/cqwen fit launch/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 4
 
 test: setup lint ## lint, types and the test suite, on two processes
 	$(BIN)/pytest -n 2 --dist loadfile

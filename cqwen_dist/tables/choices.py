@@ -52,6 +52,7 @@ stages:
   seed: {seed}
   eval_every: {every}
   checkpoint_every: {every}
+  best_metric: eval/crps
 run:
   dir: {run}
 """

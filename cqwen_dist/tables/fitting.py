@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, list_checkpoints, read_manifest
+from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
@@ -107,7 +109,8 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     """Predict the test rows with the run and with the baselines; write predicted.csv, fit.json, fit.svg."""
     table, parts = made.table, made.parts
     truth = table.values()[parts.test]
-    own = _predict(folder, made, say)
+    checkpoint = best_checkpoint(folder / "run")
+    own = _predict(folder, checkpoint, made, say)
     middle = float(np.median(table.values()[parts.train]))
     found, ends = numbers_of(own)
     if silent := int(np.isnan(found).sum()):
@@ -121,12 +124,26 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
         {"prompt": made.prompts[row], **new, "truth": float(value)}
         for row, new, value in zip(parts.test[:5], own, truth, strict=False)
     ]
-    document = {"target": table.target, "rows": len(truth), "results": results, "examples": examples}
+    document = {
+        "target": table.target,
+        "rows": len(truth),
+        "checkpoint": str(checkpoint),
+        "results": results,
+        "examples": examples,
+    }
     write_atomically(folder / "fit.json", json.dumps(document, indent=1, ensure_ascii=False))
     marks = [(t, p, low, high) for t, p, (low, high) in zip(truth, found, ends, strict=True) if np.isfinite(p)]
     title = f"{table.target}: {len(truth):,} rows it never saw"
     (folder / "fit.svg").write_text(scatter_plot(title, marks, "true", "predicted, with 90 % interval"), "utf-8")
     return document
+
+
+def best_checkpoint(run: Path) -> Path:
+    """The checkpoint of least eval/crps on the rows for evaluation; of equals the latest."""
+    manifests = (read_manifest(folder) or {} for folder in list_checkpoints(run))
+    figures = {int(found["step"]): found.get("figures") or {} for found in manifests if found}
+    best = Retention(best=1, metric="eval/crps").best_of(figures)
+    return checkpoint_folder(run, best[0]) if best else run
 
 
 def numbers_of(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
@@ -153,14 +170,14 @@ def _intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
 
 
-def _predict(folder: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """The test rows with their new columns (`generate.table.NUMBER_COLUMNS`), as predicted.csv has them."""
     import torch
 
     from cqwen_dist.checkpoint.export import load_trained
 
-    model, tokenizer = load_trained(folder / "run", "auto" if torch.cuda.is_available() else "cpu")
-    say(f"predicting {len(made.parts.test):,} rows")
+    model, tokenizer = load_trained(checkpoint, "auto" if torch.cuda.is_available() else "cpu")
+    say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
     rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
     found = list(predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6))
     with written_whole(folder / "predicted.csv") as beside, beside.open("w", encoding="utf-8", newline="") as file:
