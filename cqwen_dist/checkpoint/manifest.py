@@ -59,6 +59,12 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [folder for folder, known in found.items() if known and folder == checkpoint_folder(run_dir, known["step"])]
 
 
+def evaluated(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Each checkpoint's step and its metrics, empty where it was not evaluated; those without a manifest left out."""
+    manifests = filter(None, map(read_manifest, list_checkpoints(run_dir)))
+    return {int(manifest["step"]): manifest.get("figures") or {} for manifest in manifests}
+
+
 def leftovers(folder: Path) -> list[Path]:
     """Unfinished folders of killed runs in `checkpoints/`, by names that only this package gives."""
     return [path for path in folder.glob(".step-*") if re.fullmatch(r"\.step-\d{8,}\.(partial|replaced)", path.name)]

@@ -30,10 +30,9 @@ from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import (
     FORMAT,
     checkpoint_folder,
+    evaluated,
     leftovers,
-    list_checkpoints,
     put_aside,
-    read_manifest,
 )
 from cqwen_dist.checkpoint.resume import Tensors, TrainState
 from cqwen_dist.checkpoint.retention import Retention
@@ -291,9 +290,7 @@ def _ranges(records: dict[str, Any]) -> list[list[int]]:
 
 
 def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> None:
-    manifests = filter(None, map(read_manifest, list_checkpoints(run_dir)))
-    figures = {int(manifest["step"]): manifest.get("figures") or {} for manifest in manifests}
-    for step in retention.outdated(figures, newest_step):
+    for step in retention.outdated(evaluated(run_dir), newest_step):
         folder = checkpoint_folder(run_dir, step)
         if not folder.is_symlink():  # a user moved it elsewhere, to keep it
             shutil.rmtree(put_aside(folder))

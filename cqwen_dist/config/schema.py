@@ -171,8 +171,9 @@ class Config(Section):
 
     def _check_heads(self) -> None:
         """Keys with an entry for each value, or for each word, have the right number of entries."""
-        if self.model.wide and (not self.number_dims or ":" in self.model.abduction):
-            allowed = "0, or model.number_dims above 0 and model.abduction linear or two_layer"
+        fitted = self.start == "calibrated" and self.number_dims and ":" not in self.model.abduction
+        if self.model.wide and not fitted:
+            allowed = "0, or start calibrated, model.number_dims above 0 and model.abduction linear or two_layer"
             raise refused("model.wide", self.model.wide, allowed)
         if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
             allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"

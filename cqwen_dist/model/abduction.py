@@ -67,9 +67,10 @@ class AbductionNetwork(nn.Module):
 
     def forward(self, features: Tensor) -> Cauchy:
         """features [..., H or more] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
-        features, beside = self._split(features)
-        loc = self._linear(features, self.loc_net)
-        raw = self._linear(features, self.scale_net)
+        hidden = self.loc_net.in_features
+        z, beside = self.bent(features[..., :hidden]), features[..., hidden:]
+        loc = self._linear(z, self.loc_net)
+        raw = self._linear(z, self.scale_net)
         if beside.shape[-1]:
             loc = loc + F.pad(
                 beside.float().sum(-1, keepdim=True).expand(*loc.shape[:-1], self.number_dims),
@@ -78,9 +79,9 @@ class AbductionNetwork(nn.Module):
         positive = F.softplus(raw) if self.scale_activation == "softplus" else raw.exp()
         return Cauchy(loc, positive + self.scale_floor)
 
-    def _split(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.loc_net.in_features
-        return features[..., :hidden], features[..., hidden:]
+    def bent(self, z: Tensor) -> Tensor:
+        """What both maps read instead of z [..., H]: here z itself."""
+        return z
 
     @staticmethod
     def _linear(features: Tensor, layer: nn.Linear) -> Tensor:
@@ -102,11 +103,9 @@ class TwoLayerAbductionNetwork(AbductionNetwork):
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
-    def forward(self, features: Tensor) -> Cauchy:
-        features, beside = self._split(features)
-        inner = F.silu(self._linear(features, self.up)).to(features.dtype)
-        bent = (features + self._linear(inner, self.down)).to(features.dtype)
-        return super().forward(torch.cat([bent, beside], -1))
+    def bent(self, z: Tensor) -> Tensor:
+        inner = F.silu(self._linear(z, self.up)).to(z.dtype)
+        return (z + self._linear(inner, self.down)).to(z.dtype)
 
 
 class Abduction(Protocol):

@@ -152,8 +152,8 @@ class CausalQwenModel(nn.Module):
         (`training.zero.partitioned_base`). num_row_init, num_bias_init: of <NUM>'s row, as `inherit_head`; "digits":
         at the input it is the mean row of `numerals`, at the output `calibration` fits it. w_num_scale: None gives
         w_num VALUE_SHARE of the mean norm of these rows. reg_gain: of W_reg's Xavier start. line_ends: tokens that end
-        a line (`model.wide`). shape: further fields of `CausalQwenConfig`. Raises `UserError`,
-        also for an unknown argument.
+        a line (`model.wide`). shape: further fields of `CausalQwenConfig`. Raises `UserError`, also for an unknown
+        argument.
         """
         if unknown := [name for name in shape if name not in SHAPE]:
             allowed = f"an argument of from_base_model, or of the model's shape: {sorted(SHAPE)}"
@@ -195,13 +195,15 @@ class CausalQwenModel(nn.Module):
         """The unit of Y."""
         return TargetTransform.from_dict(self.config.target)
 
-    def kept_features(self, batch: Batch, keep: Tensor) -> Tensor:
-        """z [N,H] of a training batch at the positions `keep` [N], such as `batch.kept`.
+    def kept_features(self, batch: Batch, keep: Tensor, features: Callable[..., Tensor] | None = None) -> Tensor:
+        """What the abduction reads of a training batch at the positions `keep` [N], such as `batch.kept`:
+        [N,feature_size]. features: instead of the model's own `FeatureStack`, what runs it.
 
         It needs no attention mask: position_ids that restart separate packed documents (`data.collate`), and no real
         token attends to padding on its right.
         """
-        z = self.features(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+        run = self.features if features is None else features
+        z = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
         return self.with_wide(z, batch.input_ids, batch.numeric_values, position_ids=batch.position_ids, keep=keep)
 
     def with_wide(

@@ -74,9 +74,7 @@ def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit
         return RobustFit(zeros, 0.0, 1.0, y)
 
     # Targets t, and the answer without a regression
-    low, middle, high = y.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device=y.device)).tolist()
-    unit = (high - low) / 2 or float((y - middle).abs().mean()) or 1.0
-    t = (y - middle) / unit
+    t, middle, unit = around_median(y)
     at_median = RobustFit(zeros, middle, _scale(t) * unit, torch.full_like(y, middle))
     if n < 2 * FOLDS or not bool(x.isfinite().all()):
         return at_median
@@ -105,6 +103,14 @@ def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit
     ((coefficients, intercept),) = _weighted(x, clamped, weights, RIDGES[ridge : ridge + 1])
     scale = _scale(t - left_out) * unit
     return RobustFit(coefficients * factor, middle + intercept * factor, scale, middle + unit * left_out)
+
+
+def around_median(y: Tensor) -> tuple[Tensor, float, float]:
+    """((y - median) / unit, median, unit) of y [n] float64. The unit: half the interquartile range, else the mean
+    deviation from the median, else 1."""
+    low, middle, high = y.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device=y.device)).tolist()
+    unit = (high - low) / 2 or float((y - middle).abs().mean()) or 1.0
+    return (y - middle) / unit, middle, unit
 
 
 def _weighted(x: Tensor, t: Tensor, weights: Tensor, ridges: Tensor) -> list[tuple[Tensor, float]]:

@@ -35,13 +35,13 @@ _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from
 
 
 class Entries(NamedTuple):
-    """What each position adds: columns of the tables and factors, [B,T,GRAMS+3] each; the symbols, the positions' own
-    hashes and the line's so far [B,T]; where each position's text begins, [B,T], negative: before these tokens."""
+    """What each position adds: columns of the tables and factors, [B,T,GRAMS+3] each; its symbol, the hashes of
+    the text and of the line up to it, where its text begins, [B,T] each. A negative begin: before these tokens."""
 
-    buckets: Tensor
+    columns: Tensor
     factors: Tensor
     symbols: Tensor
-    hashes: Tensor
+    text: Tensor
     line: Tensor
     begin: Tensor
 
@@ -59,11 +59,11 @@ class WideState(NamedTuple):
 class WidePart(nn.Module):
     """g of ids and values. All tables are 0 until the start is calibrated: g = 0."""
 
-    def __init__(self, buckets: int, num_token_id: int, vocab_size: int) -> None:
-        """buckets: columns of each table."""
+    def __init__(self, columns: int, num_token_id: int, vocab_size: int) -> None:
+        """columns: of each table."""
         super().__init__()
         self.num_token_id = num_token_id
-        self.weight = nn.Parameter(torch.zeros(FOLDS, buckets), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(FOLDS, columns), requires_grad=False)
         self.line_end = nn.Parameter(torch.zeros(vocab_size), requires_grad=False)  # 1: the token ends a line
 
     def forward(
@@ -80,16 +80,12 @@ class WidePart(nn.Module):
         mask [B, T or more]: 0 at padding; the last T count.
         """
         found = self.entries(ids, values, positions, mask, state)
-        own = (self.weight[:, found.buckets] * found.factors).sum(-1).double()
-        sums, text = since_begin(own, found.begin), since_begin(found.hashes, found.begin)
-        if state is not None:
-            goes_on = found.begin < 0
-            sums = sums + goes_on * state.sums.unsqueeze(-1)
-            text = text + goes_on * state.hash.unsqueeze(-1)
-        g = sums.gather(0, fold_of(text).unsqueeze(0))[0] if self.training else sums.mean(0)
+        own = (self.weight[:, found.columns] * found.factors).sum(-1).double()
+        sums = _since(own, found.begin, None if state is None else state.sums)
+        g = sums.gather(0, fold_of(found.text).unsqueeze(0))[0] if self.training else sums.mean(0)
         last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
-        return g.float(), WideState(last, sums[..., -1], text[:, -1], line)
+        return g.float(), WideState(last, sums[..., -1], found.text[:, -1], line)
 
     def entries(
         self,
@@ -124,17 +120,15 @@ class WidePart(nn.Module):
         # Lines, by the sum of their tokens' 2-grams
         ends = (self.line_end[ids] != 0) & real
         line_begin = torch.where(F.pad(ends, (1, 0))[:, :-1], at, begin).cummax(1).values
-        own = hashes[1] * real
-        line = since_begin(own, line_begin)
-        if state is not None:
-            line = line + (line_begin < 0) * state.line.unsqueeze(-1)
+        line = _since(hashes[1] * real, line_begin, None if state is None else state.line)
+        text = _since(hashes[-1] * real, begin, None if state is None else state.hash)
 
         half = self.weight.shape[1] // 2  # for n-grams and lines; then even columns for values, odd ones beside them
         slope = half + 2 * (named % (half // 2))
-        buckets = torch.stack([*(h % half for h in hashes), _mixed(line) % half, slope, slope + 1], -1)
+        columns = torch.stack([*(h % half for h in hashes), _mixed(line) % half, slope, slope + 1], -1)
         word, number = real.float(), (is_number & real).float()
         factors = torch.stack([word] * GRAMS + [LINE * ends, phi(values) * number, number], -1)
-        return Entries(buckets, factors, symbols, hashes[-1] * real, line, begin)
+        return Entries(columns, factors, symbols, text, line, begin)
 
 
 def fold_of(text: Tensor) -> Tensor:
@@ -152,11 +146,11 @@ def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:
     return symbols.new_full((len(symbols), GRAMS - 1), _NOTHING) if state is None else state.symbols
 
 
-def since_begin(own: Tensor, begin: Tensor) -> Tensor:
-    """Sums of [...,B,T] from where each position's text begins, [B,T], or the first position."""
+def _since(own: Tensor, begin: Tensor, before: Tensor | None) -> Tensor:
+    """Sums of [...,B,T] from begin [B,T] up to each position; where begin is negative, `before` [...,B] in addition."""
     sums = own.cumsum(-1)
-    before = F.pad(sums, (1, 0))[..., :-1]
-    return sums - before.gather(-1, begin.clamp(min=0).expand_as(sums))
+    sums = sums - F.pad(sums, (1, 0))[..., :-1].gather(-1, begin.clamp(min=0).expand_as(sums))
+    return sums if before is None else sums + (begin < 0) * before.unsqueeze(-1)
 
 
 def _in_four_digits(values: Tensor) -> Tensor:

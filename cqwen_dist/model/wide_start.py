@@ -18,8 +18,8 @@ from scipy.sparse import csr_matrix, diags
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.model.ridge import SHARES
-from cqwen_dist.model.wide import FOLDS, WidePart, fold_of, since_begin
+from cqwen_dist.model.ridge import SHARES, around_median
+from cqwen_dist.model.wide import FOLDS, WidePart, fold_of
 
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
 SEARCHED = 1024  # numbers to choose by
@@ -38,7 +38,7 @@ class TextBefore(NamedTuple):
 
 
 class WideFit(NamedTuple):
-    """The tables [FOLDS,buckets] fp32, and g of each number by the table that its fold had no part in, [n] float64."""
+    """The tables [FOLDS,columns] fp32, and g of each number by the table that its fold had no part in, [n] float64."""
 
     weight: Tensor
     left_out: Tensor
@@ -47,36 +47,30 @@ class WideFit(NamedTuple):
 def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
     """Of the positions `at` [N] that numbers follow, indices into the flattened [B,T]."""
     found = wide.entries(batch.input_ids, batch.numeric_values, batch.position_ids)
-    begin = found.begin.clamp(min=0)
-    folds = fold_of(since_begin(found.hashes, begin)).flatten()[at].tolist()
-    begins = begin.flatten()[at].tolist()
-    buckets, factors = found.buckets.cpu().numpy(), found.factors.cpu().numpy()
+    folds, begins = fold_of(found.text).flatten()[at].tolist(), found.begin.clamp(min=0).flatten()[at].tolist()
+    columns, factors = found.columns.cpu().numpy(), found.factors.cpu().numpy()
     texts = []
     for place, first, fold in zip(at.tolist(), begins, folds, strict=True):
         row, last = divmod(place, batch.input_ids.shape[1])
         text = slice(first, last + 1)
         held = factors[row, text] != 0
-        texts.append(TextBefore(buckets[row, text][held], factors[row, text][held], fold))
+        texts.append(TextBefore(columns[row, text][held], factors[row, text][held], fold))
     return texts
 
 
-def fit_wide(texts: Sequence[TextBefore], targets: Tensor, buckets: int) -> WideFit | None:
+def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int) -> WideFit | None:
     """Fit the tables to targets [n], in the regression's unit; None where that predicts no better than the median.
 
     Targets are clamped and weighted as `ridge.robust_ridge` does. The ridge and a shrinkage have the least Cauchy loss
     on the folds left out.
     """
-    y = targets.double().cpu().numpy()
     folds = np.array([text.fold for text in texts])
-    if len(y) < LEAST or len(set(folds)) < 2:
+    if len(targets) < LEAST or len(set(folds)) < 2:
         return None
-    low, middle, high = np.quantile(y, [0.25, 0.5, 0.75])
-    unit = (high - low) / 2 or float(np.abs(y - middle).mean())
-    if not unit:
-        return None
-    t = (y - middle) / unit
+    around, _, unit = around_median(targets.double().cpu())
+    t = around.numpy()
     held, weights = t.clip(-LIMIT, LIMIT), 1 / (1 + t**2)
-    counts = _counts(texts, buckets)
+    counts = _counts(texts, columns)
     scaling, parts = _parts(counts, _scaling(counts))
     kernels = [_kernel(part) for part in parts]
 
@@ -105,40 +99,40 @@ def _joined(parts: Sequence[Any], weight: float) -> Any:
     return parts[0] + weight * parts[1]
 
 
-def _counts(texts: Sequence[TextBefore], buckets: int) -> csr_matrix:
-    """[n,buckets]: each text's entries, those of one column added."""
-    columns, factors, _ = zip(*texts, strict=True)
-    ends = np.cumsum([0, *map(len, columns)])
-    entries = np.concatenate(factors), np.concatenate(columns), ends
-    found = csr_matrix(entries, (len(texts), buckets), dtype=np.float64)
+def _counts(texts: Sequence[TextBefore], columns: int) -> csr_matrix:
+    """[n,columns]: each text's entries, those of one column added."""
+    places, factors, _ = zip(*texts, strict=True)
+    ends = np.cumsum([0, *map(len, places)])
+    entries = np.concatenate(factors), np.concatenate(places), ends
+    found = csr_matrix(entries, (len(texts), columns), dtype=np.float64)
     found.sum_duplicates()
     return found
 
 
 def _scaling(counts: csr_matrix) -> csr_matrix:
-    """[buckets,buckets]: idf on the diagonal; a value's column is centred by the column beside it, to variance 1."""
-    n, buckets = counts.shape
-    held = np.bincount(counts.indices, minlength=buckets)
+    """[columns,columns]: idf on the diagonal; a value's column is centred by the column beside it, to variance 1."""
+    n, columns = counts.shape
+    held = np.bincount(counts.indices, minlength=columns)
     idf = np.sqrt(np.log((1 + n) / (1 + held)) + 1)
-    values = np.arange(buckets // 2, buckets, 2)
+    values = np.arange(columns // 2, columns, 2)
     number = np.asarray(counts[:, values + 1].sum(0))[0].clip(min=1)
-    columns = counts[:, values]
-    mean = np.asarray(columns.sum(0))[0] / number
-    spread = np.sqrt((np.asarray(columns.multiply(columns).sum(0))[0] / number - mean**2).clip(min=0))
+    signed = counts[:, values]
+    mean = np.asarray(signed.sum(0))[0] / number
+    spread = np.sqrt((np.asarray(signed.multiply(signed).sum(0))[0] / number - mean**2).clip(min=0))
     factor = np.divide(idf[values], spread, out=np.zeros_like(spread), where=spread > LEAST_SPREAD)
     diagonal = idf.copy()
     diagonal[values] = factor
-    at = np.arange(buckets)
+    at = np.arange(columns)
     entries = np.concatenate([diagonal, -factor * mean])
     places = np.concatenate([at, values + 1]), np.concatenate([at, values])
-    return csr_matrix((entries, places), (buckets, buckets))
+    return csr_matrix((entries, places), (columns, columns))
 
 
 def _parts(counts: csr_matrix, scaling: csr_matrix) -> tuple[csr_matrix, list[csr_matrix]]:
     """The scaling with which both the words and the values of a row have mean square 1; rows of words, of values."""
-    n, buckets = counts.shape
-    is_value = np.zeros(buckets)
-    is_value[buckets // 2 :: 2] = 1
+    n, columns = counts.shape
+    is_value = np.zeros(columns)
+    is_value[columns // 2 :: 2] = 1
     rows = counts @ scaling
     squares = np.asarray(rows.multiply(rows).sum(0))[0]
     sizes = [np.sqrt(max(squares @ mask / n, 1e-12)) for mask in (1 - is_value, is_value)]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, list_checkpoints, read_manifest
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, evaluated
 from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.data import column_lines
@@ -140,9 +140,7 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
 
 def best_checkpoint(run: Path) -> Path:
     """The checkpoint of least eval/crps on the rows for evaluation; of equals the latest."""
-    manifests = (read_manifest(folder) or {} for folder in list_checkpoints(run))
-    figures = {int(found["step"]): found.get("figures") or {} for found in manifests if found}
-    best = Retention(best=1, metric="eval/crps").best_of(figures)
+    best = Retention(best=1, metric="eval/crps").best_of(evaluated(run))
     return checkpoint_folder(run, best[0]) if best else run
 
 

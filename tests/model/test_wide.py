@@ -108,7 +108,7 @@ def test_a_line_counts_as_a_whole_wherever_it_stands():
     part = WidePart(BUCKETS, NUM, VOCAB).eval()
     part.line_end.data[0] = 1.0
     entries = part.entries(torch.tensor([[7, 8, 9, 0, 5, 0, 7, 8, 9, 0, 7, 9, 8, 0]]), torch.zeros(1, 14))
-    at, columns = entries.factors[0, :, GRAMS].nonzero()[:, 0], entries.buckets[0, :, GRAMS]
+    at, columns = entries.factors[0, :, GRAMS].nonzero()[:, 0], entries.columns[0, :, GRAMS]
     assert at.tolist() == [3, 5, 9, 13]
     assert columns[9] != columns[5]
     assert columns[9] != columns[13]

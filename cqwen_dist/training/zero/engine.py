@@ -162,11 +162,9 @@ class Engine:
         with torch.set_grad_enabled(graph):
             run = self.engine if graph else self.engine.module
             with naming("DeepSpeed's forward"):
-                z: Tensor = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+                z = self.model.kept_features(batch, keep, run)
         self._finite &= z.detach().isfinite().all()
-        return self.model.with_wide(
-            z, batch.input_ids, batch.numeric_values, position_ids=batch.position_ids, keep=keep
-        )
+        return z
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Accumulate the gradients of one micro-batch; `last` marks the last of the optimizer step."""
