@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cqwen_dist import __version__
-from cqwen_dist.report.charts import GLANCE, TILES, Chart, sections, watched_names
+from cqwen_dist.config import changed_keys
+from cqwen_dist.report.charts import PAGE, compared_metrics, sections
 from cqwen_dist.report.console import finite
 from cqwen_dist.report.diagnosis import diagnose
 from cqwen_dist.report.run_data import RunData, read_run
 from cqwen_dist.run.files import METRICS, REPORT, write_atomically
 from cqwen_dist.run.status import read_status
-
-PAGE = Path(__file__).parent / "page"
 
 
 def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
@@ -59,22 +59,26 @@ def leave_report(run: Path) -> None:
 
 
 def render(runs: Sequence[RunData]) -> str:
-    """The page."""
+    """The page. Runs that share a name are shown under their folders."""
+    names = [run.name for run in runs]
+    runs = [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
+    metrics = {name for run in runs for name in run.curves}
+    parts = sections(metrics)
+    charts = [chart for _, _, found in parts for chart in found]
+    drawn = {name for chart in charts for name, _ in chart["series"]}
     environment = Environment(
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    parts = [
-        (key, title, [chart for chart in charts if any(name in run.curves for run in runs for name, _ in chart.series)])
-        for key, title, charts in sections({name for run in runs for name in run.curves})
-    ]
-    names = unique_names(runs)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters |= {"status": _status, "made_of": made_of, "diagnose": diagnose}
+    environment.filters["json"] = partial(json.dumps, indent=1, ensure_ascii=False)
     return environment.get_template("report.html.j2").render(
-        runs=[_described(name, run) for name, run in zip(names, runs, strict=True)],
+        runs=runs,
         glance=_glance(runs),
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         sections=parts,
         differences=differences(runs),
-        data=_embedded(_drawings(names, runs, parts)),
+        data=finite({"runs": [_drawn(run) for run in runs], "charts": charts, "others": sorted(metrics - drawn)}),
         style=(PAGE / "report.css").read_text(encoding="utf-8"),
         script=(PAGE / "report.js").read_text(encoding="utf-8"),
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -82,71 +86,32 @@ def render(runs: Sequence[RunData]) -> str:
     )
 
 
-def _described(name: str, run: RunData) -> dict[str, Any]:
-    """The text about a run on the page."""
+def _drawn(run: RunData) -> dict[str, Any]:
+    """What the page's script draws of a run."""
     return {
-        "name": name,
-        "folder": str(run.folder),
-        "status": _status(run),
-        "made_of": made_of(run),
-        "samples": run.samples,
-        "findings": diagnose(run),
-        "yaml": run.yaml,
-        "environment": json.dumps(run.environment, indent=1, ensure_ascii=False),
-        "stages": run.stages,
+        "name": run.name,
+        "stages": [asdict(stage) for stage in run.stages],
+        "curves": {
+            metric: {key: value for key, value in asdict(curve).items() if value is not None}
+            for metric, curve in run.curves.items()
+        },
+        "evaluations": run.evaluations,
+        "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],
     }
-
-
-def _drawings(names: list[str], runs: Sequence[RunData], parts: list[tuple[str, str, list[Chart]]]) -> dict[str, Any]:
-    """Input of the page's script: curves of all runs, charts, and the names of curves that are in no chart."""
-    known = {name for _, _, charts in parts for chart in charts for name, _ in chart.series}
-    drawn = [
-        {
-            "name": name,
-            "stages": [asdict(stage) for stage in run.stages],
-            "curves": {
-                metric: {key: value for key, value in asdict(curve).items() if value is not None}
-                for metric, curve in run.curves.items()
-            },
-            "evaluations": run.evaluations,
-            "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],
-        }
-        for name, run in zip(names, runs, strict=True)
-    ]
-    return {
-        "runs": drawn,
-        "charts": [{"section": key, **asdict(chart)} for key, _, charts in parts for chart in charts],
-        "others": sorted({name for run in runs for name in run.curves} - known),
-    }
-
-
-def unique_names(runs: Sequence[RunData]) -> list[str]:
-    """The runs' names; the folder for each run whose name another run has too."""
-    names = [run.name for run in runs]
-    return [str(run.folder) if names.count(run.name) > 1 else run.name for run in runs]
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """Config keys in which the runs differ, except run.dir and run.name, with each run's value as JSON."""
-    flat = [dict(_flat(run.config.model_dump(mode="json"))) for run in runs]
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in ("run.dir", "run.name")]
-    rows = [(key, [json.dumps(one.get(key), ensure_ascii=False) for one in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
-        return [pair for key, value in tree.items() for pair in _flat(value, f"{prefix}{key}.")]
-    if isinstance(tree, list) and tree and isinstance(tree[0], dict):
-        return [pair for i, value in enumerate(tree) for pair in _flat(value, f"{prefix}{i}.")]
-    return [(prefix.rstrip("."), tree)]
+    changes = [changed_keys(runs[0].config, run.config, begun=False) for run in runs]
+    first = {key: before for found in changes for key, before, _ in found if key not in ("run.dir", "run.name")}
+    values = [{**first, **{key: now for key, _, now in found}} for found in changes]
+    return [(key, [json.dumps(of_run[key], ensure_ascii=False) for of_run in values]) for key in first]
 
 
 def _status(run: RunData) -> str:
     total, seconds, ranks = run.status.get("total_steps"), run.status.get("seconds"), run.environment.get("ranks")
-    steps = (
-        f"{run.steps:,} of {total:,} steps" if isinstance(total, int) and total != run.steps else f"{run.steps:,} steps"
-    )
+    of_total = f" of {total:,}" if isinstance(total, int) and total != run.steps else ""
+    steps = f"{run.steps:,}{of_total} steps"
     if isinstance(seconds, (int, float)):
         steps += f", {_duration(float(seconds))}"
     parts = [str(run.status.get("status", "unknown")), steps]
@@ -179,48 +144,38 @@ def _duration(seconds: float) -> str:
 
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Rows of the table of last metrics. With several runs, the best value of a row is marked."""
-    rows: list[tuple[str, str, str, bool | None]] = [*GLANCE]
-    for name in watched_names({name for run in runs for name in run.last}):
-        rows.append((f"Words right: {name}, not trained on", f"watch/{name}/accuracy", "percent", True))
-        rows.append(("… the base model's", f"watch/{name}/base_accuracy", "percent", None))
-    found = []
-    for label, name, kind, more in rows:
-        values = [run.last.get(name) for run in runs]
-        if any(value is not None for value in values):
-            best = _best(values, more)
+    rows = []
+    for metric in compared_metrics({name for run in runs for name in run.last}):
+        others = {name: f"… {label}" for name, label in metric.get("against", {}).items()}
+        for name, label in {metric["name"]: metric["label"], **others}.items():
+            values = [run.last.get(name) for run in runs]
+            known = {value for value in values if value is not None}
+            if not known:
+                continue
+            pick = {"larger": max, "smaller": min}.get(metric.get("best", "")) if name == metric["name"] else None
+            best = pick(known) if pick is not None and len(known) > 1 else None
             cells = [
-                {"text": "–" if value is None else _text(value, kind), "best": best is not None and value == best}
+                {"text": "–" if value is None else _text(value, metric), "best": best is not None and value == best}
                 for value in values
             ]
-            found.append({"label": label, "values": cells})
-    return found
-
-
-def _best(values: list[float | None], more: bool | None) -> float | None:
-    """The best value; None if all are equal. more: the largest value is best; None: none is."""
-    known = [value for value in values if value is not None]
-    if more is None or len(set(known)) < 2:
-        return None
-    return max(known) if more else min(known)
+            rows.append({"label": label, "values": cells})
+    return rows
 
 
 def _tiles(run: RunData) -> list[dict[str, str]]:
-    """The main metrics of a single run, each with the metric to compare it with."""
+    """The main metrics of a single run, each with the metrics to compare it with."""
     tiles = []
-    for label, name, kind, others in TILES:
-        if name in run.last:
-            compared = [f"{title} {_text(run.last[other], kind)}" for other, title in others if other in run.last]
-            tiles.append({"label": label, "value": _text(run.last[name], kind), "compared": ", ".join(compared)})
+    for metric in compared_metrics([]):
+        if metric.get("tile") and metric["name"] in run.last:
+            others = {label: run.last[name] for name, label in metric.get("against", {}).items() if name in run.last}
+            compared = ", ".join(f"{label} {_text(value, metric)}" for label, value in others.items())
+            tiles.append(
+                {"label": metric["label"], "value": _text(run.last[metric["name"]], metric), "compared": compared}
+            )
     return tiles
 
 
-def _text(value: float, kind: str) -> str:
-    if kind == "percent":
+def _text(value: float, metric: dict[str, Any]) -> str:
+    if metric.get("percent"):
         return f"{100 * value:.1f} %"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
-
-
-def _embedded(data: Any) -> str:
-    """JSON for a script element: nothing in it can end the element, and all numbers are finite."""
-    text = json.dumps(finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

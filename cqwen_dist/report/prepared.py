@@ -14,7 +14,7 @@ import typer
 from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cqwen_dist.config import TRAIN_TOKENIZER, Config
@@ -28,6 +28,7 @@ from cqwen_dist.report.console import plain_console, print_json
 
 SUMMARY = "summary.json"
 PLOT = "summary.svg"
+_TARGETS = ("median", "iqr_half")  # None where no number is a target
 BAR = 40  # characters of the longest bar
 
 
@@ -115,31 +116,29 @@ def _sizes(dataset: TextDataset) -> list[tuple[str, int]]:
 def drawn(found: dict[str, Any]) -> RenderableType:
     """The summary as a table and bars."""
     names = [name for name in ("train", "eval") if name in found]
-    table = Table("", *names, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-
-    def target(value: float | None) -> str:
-        return "none" if value is None else f"{value:.6g}"
-
-    rows: list[tuple[str, Any]] = [
-        ("texts", lambda of: f"{of['texts']:,}"),
-        ("tokens", lambda of: f"{of['tokens']:,}"),
-        (f"sequences of at most {found['sequence_length']:,}", lambda of: f"{of['sequences']:,}"),
-        ("  filled by tokens", lambda of: f"{of['tokens_per_sequence']:.1%}"),
-        ("numbers", lambda of: f"{of['numbers']:,}"),
-        ("  a token", lambda of: f"{of['numbers_per_token']:.4f}"),
-        ("  learnt by the regression", lambda of: f"{of['targets']:,}"),
-        ("numerals left as text", lambda of: f"{of['left']:,} ({of['left_share']:.2%})"),
-        ("  beyond float64", lambda of: f"{of['overflows']:,}"),
-        ("texts left out: too short, too long", lambda of: f"{of['too_short']:,}, {of['too_long']:,}"),
-        ("long texts truncated, dropped", lambda of: f"{of['truncated']:,}, {of['dropped']:,}"),
-        ("  tokens that are lost", lambda of: f"{of['lost']:,}"),
-        ("median of the targets", lambda of: target(of["median"])),
-        ("IQR/2 of the targets", lambda of: target(of["iqr_half"])),
+    table = Table("", *(Column(name, justify="right") for name in names), box=None, pad_edge=False)
+    parts = [
+        {**found[name], **{k: "none" if found[name][k] is None else f"{found[name][k]:.6g}" for k in _TARGETS}}
+        for name in names
     ]
-    for title, cell in rows:
-        table.add_row(title, *(cell(found[name]) for name in names))
+    rows = {
+        "texts": "{texts:,}",
+        "tokens": "{tokens:,}",
+        f"sequences of at most {found['sequence_length']:,}": "{sequences:,}",
+        "  filled by tokens": "{tokens_per_sequence:.1%}",
+        "numbers": "{numbers:,}",
+        "  a token": "{numbers_per_token:.4f}",
+        "  learnt by the regression": "{targets:,}",
+        "numerals left as text": "{left:,} ({left_share:.2%})",
+        "  beyond float64": "{overflows:,}",
+        "texts left out: too short, too long": "{too_short:,}, {too_long:,}",
+        "long texts truncated, dropped": "{truncated:,}, {dropped:,}",
+        "  tokens that are lost": "{lost:,}",
+        "median of the targets": "{median}",
+        "IQR/2 of the targets": "{iqr_half}",
+    }
+    for title, text in rows.items():
+        table.add_row(title, *(text.format(**part) for part in parts))
     train = found["train"]
     return Group(
         table,
@@ -154,10 +153,9 @@ def drawn(found: dict[str, Any]) -> RenderableType:
 
 
 def _bars(counts: list[tuple[str, int]]) -> RenderableType:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column()
+    table = Table(
+        Column(justify="right"), Column(justify="right"), Column(), show_header=False, box=None, pad_edge=False
+    )
     most = max(count for _, count in counts)
     for name, count in counts:
         too_short = 0 < 8 * BAR * count < most  # less than an eighth of a character
@@ -165,25 +163,18 @@ def _bars(counts: list[tuple[str, int]]) -> RenderableType:
     return table
 
 
-class _ProgressLine:
+class _ProgressLine(Progress):
     """Progress on stderr: a live line on a terminal, a line every half minute elsewhere."""
 
     def __init__(self) -> None:
-        self._live = Progress(TextColumn("{task.description}"), TimeElapsedColumn(), disable=not sys.stderr.isatty())
-        self._task = self._live.add_task("preparing")
+        super().__init__(TextColumn("{task.description}"), TimeElapsedColumn(), disable=not sys.stderr.isatty())
+        self._line = self.add_task("preparing")
         self._began = self._printed = time.monotonic()
-
-    def __enter__(self) -> _ProgressLine:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
 
     def __call__(self, texts: int, tokens: int) -> None:
         now = time.monotonic()
         line = f"preparing: {texts:,} texts, {tokens:,} tokens, {tokens / max(now - self._began, 1e-9):,.0f} a second"
-        self._live.update(self._task, description=line)
-        if self._live.disable and now - self._printed > 30:
+        self.update(self._line, description=line)
+        if self.disable and now - self._printed > 30:
             self._printed = now
             typer.echo(line, err=True)

@@ -13,17 +13,8 @@ from typing import Any
 
 from cqwen_dist.config import Config, Stage, UserError, load_config
 from cqwen_dist.report.charts import RIDGE
-from cqwen_dist.run.files import (
-    ALARMS,
-    CONFIG,
-    ENVIRONMENT,
-    EVALUATIONS,
-    METRICS,
-    START,
-    STATUS,
-    read_lines,
-    read_object,
-)
+from cqwen_dist.run import files
+from cqwen_dist.run.files import read_lines, read_object
 from cqwen_dist.training.stages import StagePlan
 
 POINTS = 400  # of a curve; a longer one becomes medians over so many stretches, with a band from minimum to maximum
@@ -73,33 +64,33 @@ class RunData:
 
 def read_run(folder: Path) -> RunData:
     """Read a run's folder. Raises `UserError` for any other folder."""
-    if not (folder / CONFIG).is_file():
+    if not (folder / files.CONFIG).is_file():
         raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
-    config = load_config(folder / CONFIG, [f"run.dir={json.dumps(str(folder))}"])
-    start = read_object(folder / START)
+    config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"])
+    start = read_object(folder / files.START)
     values: Values = {}
     for name, value in (start.get("eval") or {}).items():
         _add(values, name, 0, value)
-    stages, steps = _read_metrics(folder / METRICS, values)
+    stages, steps = _read_metrics(folder / files.METRICS, values)
     _add_rates(values, config.stages, stages)
     if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
         from cqwen_dist.data.diabetes import baselines
 
         values[RIDGE] = (values["eval/baseline_mdae"][0], [baselines().ridge] * len(values["eval/baseline_mdae"][0]))
-    found = (read_object(path) for path in sorted((folder / EVALUATIONS).glob("step-*.json")))
+    found = (read_object(path) for path in sorted((folder / files.EVALUATIONS).glob("step-*.json")))
     return RunData(
         name=config.run.name or folder.resolve().name,
         folder=folder,
-        status=read_object(folder / STATUS),
+        status=read_object(folder / files.STATUS),
         config=config,
         yaml=config.to_yaml(),
-        environment=read_object(folder / ENVIRONMENT),
+        environment=read_object(folder / files.ENVIRONMENT),
         start=start,
         stages=stages,
         curves={name: _curve(x, y) for name, (x, y) in values.items()},
         last={name: y[-1] for name, (_, y) in values.items()},
         evaluations=[evaluation for evaluation in found if "step" in evaluation],
-        alarms=list(_lines(folder / ALARMS)),
+        alarms=list(_lines(folder / files.ALARMS)),
         steps=steps,
         raw={name: y for name, (_, y) in values.items()},
     )
