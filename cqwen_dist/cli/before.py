@@ -81,7 +81,7 @@ def plan(
     from cqwen_dist.config import load_config
     from cqwen_dist.plan.command import run
 
-    planned = run(
+    document, shown = run(
         load_config(config, overrides or []),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -94,7 +94,7 @@ def plan(
         scale=scale,
         write=write,
     )
-    print_document(planned.to_dict() if as_json else planned, as_json, lambda found: found.show())
+    print_document(document, as_json, lambda _: shown)
 
 
 def doctor(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -127,25 +128,26 @@ def submit(
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
 ) -> None:
     """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""
-    from cqwen_dist.cluster.slurm import PythonSetup, Resources, render
+    from cqwen_dist.cluster.slurm import Resources, render, waits_for
     from cqwen_dist.cluster.submit import advice, check_jobs, plan_jobs
     from cqwen_dist.cluster.submit import submit as send
 
     asked = Resources(
         nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
     )
-    where = PythonSetup(venv=venv, container=container, container_command=container_command, setup=tuple(setup or []))
+    python = {"venv": venv, "container": container, "container_command": container_command, "setup": tuple(setup or [])}
     options = {"name": name, "warn_s": warn_s, "max_restarts": max_restarts, "preflight": not blind}
-    jobs = plan_jobs(config, overrides or [], asked, stage or [], where, **options)
+    checked, jobs = plan_jobs(config, overrides or [], asked, stage or [], **python, **options)
     if not dry:
-        for line in advice(jobs, send(jobs)):
+        for line in advice(jobs, send(checked, jobs)):
             typer.echo(line)
         return
     for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:
         typer.echo(words, err=True)
-    for job, script, command in zip(jobs.jobs, jobs.scripts, jobs.commands(), strict=True):
+    for index, job in enumerate(jobs):
         typer.echo(render(job), nl=False)
-        typer.echo(f"{script}\n{command}", err=True)
+        wait = waits_for(f"<id of job {index}>" if index else None)
+        typer.echo(f"{job.script}\n{' '.join(['sbatch', *wait, shlex.quote(str(job.script))])}", err=True)
 
 
 def _open_enough_files() -> None:

@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import SLURM
+from cqwen_dist.run.files import CONFIG, SLURM
 
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 
@@ -52,7 +52,6 @@ class Resources:
         for option in self.options:
             if not option.startswith("-"):
                 raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
-        _refuse_unprintable(self.partition, self.account, self.qos, self.constraint, self.exclude, *self.options)
 
     @property
     def ranks(self) -> int:
@@ -61,42 +60,40 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class PythonSetup:
-    """Where Python is on the nodes, and the commands to run before it."""
-
-    python: str = sys.executable
-    venv: str | None = None
-    container: str | None = None
-    container_command: str = "apptainer exec --nv"
-    setup: tuple[str, ...] = ()  # lines of bash, as they are
-
-    def __post_init__(self) -> None:
-        _refuse_unprintable(self.python, self.venv, self.container, self.container_command, *self.setup)
-
-
-@dataclass(frozen=True)
 class Job:
-    """One job of a run."""
+    """One job of a run, its script, and the Python on its nodes."""
 
     name: str
     folder: Path  # where it runs
     run_dir: Path
-    config: str
-    overrides: tuple[str, ...]
+    script: Path  # the config as resolved is in the same folder
     resources: Resources
-    place: PythonSetup = field(default_factory=PythonSetup)
+    overrides: tuple[str, ...] = ()
+    python: str = sys.executable
+    venv: str | None = None
+    container: str | None = None
+    container_command: str = "apptainer exec --nv"
+    setup: tuple[str, ...] = ()  # lines of bash that run first, as they are
     warn_s: int = 180  # SIGUSR1 so long before the time limit
     max_restarts: int = 5  # in a row, without a new checkpoint
     preflight: bool = True
 
     def __post_init__(self) -> None:
-        _refuse_unprintable(self.name, str(self.folder), str(self.run_dir), self.config, *self.overrides)
+        for value in (*vars(self).values(), *vars(self.resources).values()):
+            for text in value if isinstance(value, tuple) else [value]:
+                if isinstance(text, (str, Path)) and not str(text).isprintable():
+                    raise UserError("a value of the job", str(text), "printable text on one line")
         if "\\" in str(self.run_dir):  # in --output a backslash would switch off the pattern %j
             raise UserError("run.dir", str(self.run_dir), "a path without backslashes")
         if self.warn_s < 60:
             raise UserError("--warn-s", self.warn_s, "60 or more: SLURM looks at the clock every 30 s")
         if self.max_restarts < 0:
             raise UserError("--max-restarts", self.max_restarts, "0 or more")
+
+    @property
+    def config(self) -> Path:
+        """The file that the job's ranks read."""
+        return self.script.with_name(CONFIG)
 
     def directives(self) -> list[str]:
         """Its #SBATCH lines, each option quoted as sbatch reads it."""
@@ -245,9 +242,3 @@ def _quoted(text: str) -> str:
 def _option(text: str) -> str:
     name, equals, value = text.partition("=")
     return f"{name}={_quoted(value)}" if equals else _quoted(text)
-
-
-def _refuse_unprintable(*values: str | None) -> None:
-    for value in values:
-        if value is not None and not value.isprintable():
-            raise UserError("a value of the job", value, "printable text on one line")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +13,12 @@ from cqwen_dist.config import Config, UserError, source_files
 from cqwen_dist.plan.architecture import read_architecture
 from cqwen_dist.plan.machine import machine
 from cqwen_dist.plan.make import Plan, plan
-from cqwen_dist.plan.scaling import Point, scaling
-from cqwen_dist.plan.search import FittingLayout, search, with_layout
+from cqwen_dist.plan.scaling import scaling
+from cqwen_dist.plan.search import search, with_layout
 from cqwen_dist.plan.show import head_lines, render, render_scaling
 
 NOTHING_FITS = "no layout fits: more ranks, more memory, shorter texts, or bf16 where it is fp32"
 COUNTED_BYTES = 2**30  # a file of texts larger than this is not counted through
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan with what else was asked for."""
-
-    plan: Plan
-    choices: list[FittingLayout] | None
-    points: list[Point] | None
-    written: Path | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        document = self.plan.to_dict()
-        if self.choices is not None:
-            document["choices"] = [choice.to_dict() for choice in self.choices]
-        if self.points is not None:
-            document["scaling"] = [asdict(point) for point in self.points]
-        if self.written is not None:
-            document["written"] = str(self.written)
-        return document
-
-    def show(self) -> RenderableType:
-        """For a terminal."""
-        shown: list[RenderableType] = [render(self.plan, self.choices or ())]
-        if self.choices == []:
-            shown.append(Text(NOTHING_FITS, style="red"))
-        if self.points is not None:
-            shown.append(render_scaling(self.points))
-            shown.append(Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step."))
-        if self.written is not None:
-            shown.append(Text(f"written: {self.written}"))
-        return Group(*shown)
 
 
 def run(
@@ -67,25 +34,35 @@ def run(
     searching: bool = False,
     scale: bool = False,
     write: Path | None = None,
-) -> Planned:
-    """The plan, and what else was asked for. write: the config with the best layout that was found, or as it is where
-    nothing was searched. Raises `UserError`."""
+) -> tuple[dict[str, Any], RenderableType]:
+    """The plan with what else was asked for: as plain values for JSON, and for a terminal. Raises `UserError`.
+
+    write: the config with the best layout that was found, or as it is where nothing was searched.
+    """
     known = machine(gpu or ("h100" if gpus_per_node else "cpu"), interconnect, calibration)
     architecture = read_architecture(config)
     options: dict[str, Any] = {"gpu_memory_gib": gpu_memory_gib, "architecture": architecture, "machine": known}
     points = scaling(config, **options) if scale else None
     options |= {"nodes": nodes, "gpus_per_node": gpus_per_node, "sequences": sequences or count_sequences(config)}
     planned = plan(config, **options)
-    choices = search(config, **options) if searching else None
+    choices = search(config, **options) if searching else []
+    document, shown = planned.to_dict(), [*render(planned, choices).renderables]
+    if searching:
+        document["choices"] = [choice.to_dict() for choice in choices]
+        shown += [] if choices else [Text(NOTHING_FITS, style="red")]
+    if points is not None:
+        document["scaling"] = [asdict(point) for point in points]
+        shown += [render_scaling(points)]
+        shown += [Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step.")]
     if write is not None:
-        chosen, shown = config, planned
-        if choices is not None:
-            if not choices:
-                raise UserError("--write", str(write), "a layout that fits (none was found)")
-            chosen, shown = with_layout(config, choices[0].layout), choices[0].plan
+        if searching and not choices:
+            raise UserError("--write", str(write), "a layout that fits (none was found)")
+        chosen, best = (with_layout(config, choices[0].layout), choices[0].plan) if choices else (config, planned)
         command = f"cqwen plan {write} --nodes {nodes} --gpus-per-node {gpus_per_node}"
-        write_config(write, chosen, shown, f"{command} --gpu-memory-gib {gpu_memory_gib:g} --gpu {known.name}")
-    return Planned(planned, choices, points, write)
+        write_config(write, chosen, best, f"{command} --gpu-memory-gib {gpu_memory_gib:g} --gpu {known.name}")
+        document["written"] = str(write)
+        shown += [Text(f"written: {write}")]
+    return document, Group(*shown)
 
 
 def write_config(path: Path, config: Config, planned: Plan, command: str) -> None:

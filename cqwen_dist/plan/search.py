@@ -53,19 +53,42 @@ class Layout:
 
 @dataclass(frozen=True)
 class FittingLayout:
-    """A layout that fits, its plan, and the reasons for it."""
+    """A layout that fits, and its plan."""
 
     layout: Layout
     plan: Plan
-    why: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the slowest stage, all ranks."""
+        return self.plan.slowest.tokens_per_s
+
+    @property
+    def why(self) -> str:
+        """The part that takes longest, and what each choice of the layout does."""
+        layout, planned = self.layout, self.plan
+        parts = [f"bound by {planned.slowest.bound}"]
+        if layout.vocab_group_size > 1:
+            spared = planned.head_bytes_sent_unsharded - planned.head_bytes_sent
+            verb = "spares" if spared > 0 else "costs"
+            rows = f"the word head's rows over {layout.vocab_group_size} ranks"
+            parts.append(f"{rows}: {verb} {abs(spared) / 2**20:,.0f} MiB on the wire a step")
+        elif planned.world > 1:
+            parts.append("every rank holds the whole word head")
+        if layout.zero_stage == 3:
+            parts.append("ZeRO-3 spreads the frozen backbone")
+        if layout.gradient_checkpointing:
+            parts.append("activations computed twice to hold fewer")
+        if layout.offload != "none":
+            parts.append("masters and moments on the host")
+        return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        slowest = self.plan.slowest
         return {
             "overrides": self.layout.to_overrides(),
-            "tokens_per_s": slowest.tokens_per_s,
-            "mfu": slowest.mfu,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.plan.slowest.mfu,
             "device_gib": round(self.plan.device_gib, 3),
             "host_gib": round(self.plan.host_gib, 3),
             "hours": self.plan.hours,
@@ -77,10 +100,12 @@ class FittingLayout:
 def search(config: Config, **options: Any) -> list[FittingLayout]:
     """The best layouts that fit, at most MOST, the best first; none where nothing fits.
 
+    There is one of each plainness, sorted by tokens/s; a difference within SIMPLER_WITHIN counts as none. Of equally
+    fast micro-batches it takes the one that needs least memory; of equally fast layouts the plainest is first.
     options: those of `plan`. Raises `UserError` as `plan` does.
     """
     ranks_per_node = max(1, options["gpus_per_node"])
-    found: list[tuple[Layout, Plan]] = []
+    kinds: dict[tuple[Any, ...], list[FittingLayout]] = {}
     for layout in layouts(config, options["nodes"] * ranks_per_node, ranks_per_node):
         try:
             planned = plan(with_layout(config, layout), **options)
@@ -89,8 +114,17 @@ def search(config: Config, **options: Any) -> list[FittingLayout]:
                 continue
             raise
         if planned.fits:
-            found.append((layout, planned))
-    return _best(found)
+            kinds.setdefault(layout.plainness, []).append(FittingLayout(layout, planned))
+    picked = [min(_near(kind), key=lambda found: found.plan.device_gib) for kind in kinds.values()]
+    near = sorted(_near(picked), key=lambda found: found.layout.plainness)
+    rest = sorted((found for found in picked if found not in near), key=lambda found: -found.tokens_per_s)
+    return [*near, *rest][:MOST]
+
+
+def _near(found: list[FittingLayout]) -> list[FittingLayout]:
+    """Those within SIMPLER_WITHIN of the fastest."""
+    top = max((each.tokens_per_s for each in found), default=0.0)
+    return [each for each in found if each.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
 
 
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
@@ -116,46 +150,3 @@ def with_layout(config: Config, layout: Layout) -> Config:
         section = getattr(config, SECTION[key]).model_copy(update={key: value})
         config = config.model_copy(update={SECTION[key]: section})
     return config
-
-
-def _best(found: list[tuple[Layout, Plan]]) -> list[FittingLayout]:
-    """One layout of each plainness, by tokens/s; a difference within SIMPLER_WITHIN counts as none.
-
-    Of equal micro-batches the one that needs least memory; of equal layouts the plainest.
-    """
-    kinds: dict[tuple[Any, ...], list[tuple[Layout, Plan]]] = {}
-    for item in found:
-        kinds.setdefault(item[0].plainness, []).append(item)
-    picked = [min(_near(kind), key=lambda item: item[1].device_gib) for kind in kinds.values()]
-    near = sorted(_near(picked), key=lambda item: item[0].plainness)
-    rest = sorted((item for item in picked if item not in near), key=_tokens_per_s, reverse=True)
-    return [FittingLayout(layout, planned, _why(layout, planned)) for layout, planned in [*near, *rest][:MOST]]
-
-
-def _near(found: list[tuple[Layout, Plan]]) -> list[tuple[Layout, Plan]]:
-    """Those within SIMPLER_WITHIN of the fastest."""
-    top = max(map(_tokens_per_s, found), default=0.0)
-    return [item for item in found if _tokens_per_s(item) >= top * (1 - SIMPLER_WITHIN)]
-
-
-def _tokens_per_s(item: tuple[Layout, Plan]) -> float:
-    return item[1].slowest.tokens_per_s
-
-
-def _why(layout: Layout, planned: Plan) -> str:
-    """The part that takes longest, and what each choice of the layout does."""
-    parts = [f"bound by {planned.slowest.bound}"]
-    if layout.vocab_group_size > 1:
-        spared = planned.head_bytes_sent_unsharded - planned.head_bytes_sent
-        verb = "spares" if spared > 0 else "costs"
-        rows = f"the word head's rows over {layout.vocab_group_size} ranks"
-        parts.append(f"{rows}: {verb} {abs(spared) / 2**20:,.0f} MiB on the wire a step")
-    elif planned.world > 1:
-        parts.append("every rank holds the whole word head")
-    if layout.zero_stage == 3:
-        parts.append("ZeRO-3 spreads the frozen backbone")
-    if layout.gradient_checkpointing:
-        parts.append("activations computed twice to hold fewer")
-    if layout.offload != "none":
-        parts.append("masters and moments on the host")
-    return "; ".join(parts)

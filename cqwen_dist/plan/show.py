@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -57,12 +58,6 @@ def _size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-_ROWS = (
-    *("seconds", "forward", "backward", "heads", "communication", "optimizer", "starting kernels"),
-    *("tokens/s", "MFU", "a rank sends", "hours"),
-)
-
-
 def _stages(plan: Plan) -> Table:
     """A row a metric, a column a stage: few stages fit any terminal."""
     how = "measured rates" if plan.machine.calibrated else "stated rates"
@@ -70,23 +65,26 @@ def _stages(plan: Plan) -> Table:
     table.add_column("stage")
     for stage in plan.stages:
         table.add_column(stage.stage, justify="right")
-    for name, *cells in zip(_ROWS, *map(_stage_cells, plan.stages), strict=True):
-        table.add_row(name, *cells)
+    columns = [_stage_cells(stage) for stage in plan.stages]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     return table
 
 
-def _stage_cells(stage: StageCost) -> list[str]:
-    """`_ROWS` of one stage."""
-    t = stage.time
-    parts = (t.backbone_forward, t.backbone_backward, t.heads, t.communication, t.optimizer, t.exposed_launches)
-    return [
-        f"{t.seconds:.4g}",
-        *(f"{part / t.seconds:.0%}" for part in parts),
-        f"{stage.tokens_per_s:,.0f}",
-        f"{stage.mfu:.0%}",
-        f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "nothing",
-        "?" if stage.hours is None else f"{stage.hours:.2f}",
-    ]
+def _stage_cells(stage: StageCost) -> dict[str, str]:
+    """Metric -> its text."""
+    names = {"backbone_forward": "forward", "backbone_backward": "backward", "exposed_launches": "starting kernels"}
+    shares = {names.get(part, part): f"{s / stage.time.seconds:.0%}" for part, s in asdict(stage.time).items()}
+    return {
+        "seconds": f"{stage.time.seconds:.4g}",
+        **shares,
+        "tokens/s": f"{stage.tokens_per_s:,.0f}",
+        "MFU": f"{stage.mfu:.0%}",
+        "a rank sends": f"{_size(stage.bytes_sent)} in {stage.collectives} messages"
+        if stage.collectives
+        else "nothing",
+        "hours": "?" if stage.hours is None else f"{stage.hours:.2f}",
+    }
 
 
 def _total(plan: Plan) -> str:
@@ -117,8 +115,8 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
             "yes" if at.gradient_checkpointing else "no",
             at.offload,
             f"{planned.device_gib:.1f}",
-            f"{planned.slowest.tokens_per_s:,.0f}",
-            f"{round(100 * (planned.slowest.tokens_per_s / plan.slowest.tokens_per_s - 1)) or 0:+d}%",
+            f"{choice.tokens_per_s:,.0f}",
+            f"{round(100 * (choice.tokens_per_s / plan.slowest.tokens_per_s - 1)) or 0:+d}%",
         )
     overrides = " ".join(choices[0].layout.to_overrides())
     return [table, notes, Text(f"The first, as overrides (--write FILE writes it): {overrides}")]

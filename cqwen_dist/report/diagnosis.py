@@ -14,6 +14,7 @@ from cqwen_dist.report.run_data import RunData
 LEVELS = ("bad", "warn", "note", "good")  # the worst first
 
 FEW_WORDS = 0.2  # accuracy; a pretrained model has 0.3 to 0.7 on texts of a kind that it knows
+SUM, SUM_OF_ONE = "dist/ovr_prob_sum_median_standard", "dist/ovr_prob_sum_median_causal"
 USEFUL = 0.9  # of the median error of always predicting the median; above it, numbers are hardly learned
 
 
@@ -27,11 +28,26 @@ class Finding:
 
 
 bad, warn, note, good = (partial(Finding, level) for level in LEVELS)
+Rule = Callable[..., Iterator[Finding]]  # gets the run, then the last value of each metric that it needs
+RULES: list[tuple[Rule, tuple[str, ...]]] = []
+
+
+def rule(*metrics: str) -> Callable[[Rule], Rule]:
+    """Add a rule for runs that have all these metrics."""
+
+    def add(function: Rule) -> Rule:
+        RULES.append((function, metrics))
+        return function
+
+    return add
 
 
 def diagnose(run: RunData) -> list[Finding]:
     """All findings, the worst first."""
-    found = [finding for rule in RULES for finding in rule(run)]
+    found: list[Finding] = []
+    for function, metrics in RULES:
+        if run.last.keys() >= set(metrics):
+            found += function(run, *(run.last[name] for name in metrics))
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
@@ -45,6 +61,7 @@ def _knows_numbers(run: RunData) -> bool:
     return run.last.get("eval/reg_mdae", 0.0) < USEFUL * run.last.get("eval/baseline_mdae", math.inf)
 
 
+@rule()
 def _alarms(run: RunData) -> Iterator[Finding]:
     for alarm in run.alarms:
         kind, samples = alarm.get("kind"), ", ".join(map(str, alarm.get("samples") or []))
@@ -53,10 +70,8 @@ def _alarms(run: RunData) -> Iterator[Finding]:
         yield (warn if spike else bad)(f"Alarm at step {alarm.get('step')}: {kind}", f"{alarm.get('text')}.{named}")
 
 
-def _words(run: RunData) -> Iterator[Finding]:
-    accuracy, base = run.last.get("eval/accuracy"), run.last.get("eval/base_accuracy")
-    if accuracy is None or base is None:
-        return
+@rule("eval/accuracy", "eval/base_accuracy")
+def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
     gap = 100 * (accuracy - base)
     if gap < -1.0:
         held = run.config.loss.constraint.mode in ("hinge", "dual")
@@ -79,6 +94,7 @@ def _words(run: RunData) -> Iterator[Finding]:
         yield good(f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
 
 
+@rule()
 def _forgotten(run: RunData) -> Iterator[Finding]:
     for name in watched_names(run.last):
         accuracy, base = run.last.get(f"watch/{name}/accuracy"), run.last.get(f"watch/{name}/base_accuracy")
@@ -101,6 +117,7 @@ def _against_forgetting(run: RunData) -> str:
     return f"Freeze {named} (a stage's train), or lower their rates (lr_groups): they follow the training texts alone."
 
 
+@rule()
 def _overfit(run: RunData) -> Iterator[Finding]:
     losses = run.raw.get("eval/cls_loss_mean", [])
     if len(losses) >= 4 and losses[-1] > 1.05 * min(losses) and min(losses) > 0:
@@ -113,6 +130,7 @@ def _overfit(run: RunData) -> Iterator[Finding]:
         )
 
 
+@rule()
 def _convergence(run: RunData) -> Iterator[Finding]:
     """S1 6.2: if a loss does not fall, look at the statistics and at the regression's first predictions."""
     known, errors = run.start.get("statistics") or {}, run.raw.get("eval/reg_mdae", [])
@@ -132,9 +150,9 @@ def _convergence(run: RunData) -> Iterator[Finding]:
             yield bad(f"The loss of {what} never fell", text)
 
 
-def _num(run: RunData) -> Iterator[Finding]:
-    f1 = run.last.get("eval/num_f1")
-    if f1 is not None and "eval/reg_mdae" in run.last and f1 < 0.8:
+@rule("eval/num_f1", "eval/reg_mdae")
+def _num(run: RunData, f1: float, mdae: float) -> Iterator[Finding]:
+    if f1 < 0.8:
         precision, recall = run.last.get("eval/num_precision", 0.0), run.last.get("eval/num_recall", 0.0)
         which = "it misses numbers" if recall <= precision else "it sees numbers where words are"
         yield warn(
@@ -143,10 +161,8 @@ def _num(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _errors(run: RunData) -> Iterator[Finding]:
-    mae, mdae = run.last.get("eval/reg_mae"), run.last.get("eval/reg_mdae")
-    if mae is None or mdae is None:
-        return
+@rule("eval/reg_mae", "eval/reg_mdae")
+def _errors(run: RunData, mae: float, mdae: float) -> Iterator[Finding]:
     baseline = run.last.get("eval/baseline_mdae")
     if baseline is not None and mdae >= 0.99 * baseline:
         yield bad(
@@ -170,17 +186,20 @@ def _errors(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _intervals(run: RunData) -> Iterator[Finding]:
-    raw, conformal = run.last.get("eval/coverage_90"), run.last.get("eval/coverage_90_conformal")
-    count = run.last.get("eval/conformal_numbers", 0.0)
-    if raw is not None and abs(raw - 0.9) > 0.05:
+@rule("eval/coverage_90")
+def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
+    if abs(raw - 0.9) > 0.05:
         wide = raw > 0.9
         yield note(
             f"The Cauchy's own 90 % intervals hold {raw:.0%}",
             f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; use the "
             "recalibrated ones.",
         )
-    if conformal is None or count < 1:
+
+
+@rule("eval/coverage_90_conformal", "eval/conformal_numbers")
+def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Iterator[Finding]:
+    if count < 1:
         return
     reach = 2.576 * math.sqrt(0.09 / count)
     inside = abs(conformal - 0.9) <= reach
@@ -192,6 +211,7 @@ def _intervals(run: RunData) -> Iterator[Finding]:
         )
 
 
+@rule()
 def _distributions(run: RunData) -> Iterator[Finding]:
     for name, what, meaning in (
         ("U_loc", "locations", "single tokens have representations of their own"),
@@ -217,11 +237,8 @@ def _distributions(run: RunData) -> Iterator[Finding]:
             )
 
 
-def _prob_sum(run: RunData) -> Iterator[Finding]:
-    total = run.last.get("dist/ovr_prob_sum_median_standard")
-    causal = run.last.get("dist/ovr_prob_sum_median_causal")
-    if total is None:
-        return
+@rule(SUM)
+def _prob_sum(run: RunData, total: float) -> Iterator[Finding]:
     if 0.7 <= total <= 1.5:
         text = "One word comes next, so 1 is calibrated."
         if not _knows_words(run):
@@ -233,7 +250,11 @@ def _prob_sum(run: RunData) -> Iterator[Finding]:
             "One word comes next, so it should be near 1: "
             + ("too many words are likely (scales too wide)." if total > 1 else "no word is likely."),
         )
-    if causal is not None and causal > 0 and total > 0 and abs(math.log(causal)) > abs(math.log(total)) + 0.2:
+
+
+@rule(SUM, SUM_OF_ONE)
+def _prob_sum_of_one(run: RunData, total: float, causal: float) -> Iterator[Finding]:
+    if causal > 0 and total > 0 and abs(math.log(causal)) > abs(math.log(total)) + 0.2:
         yield note(
             f"For one fixed individual they add up to {causal:.2f}",
             f"That should be nearer to 1 than the {total:.2f} over all individuals: draws from U are far from its "
@@ -241,6 +262,7 @@ def _prob_sum(run: RunData) -> Iterator[Finding]:
         )
 
 
+@rule()
 def _gradients(run: RunData) -> Iterator[Finding]:
     norms = run.raw.get("train/grad_norm", [])
     if len(norms) < 10:
@@ -262,6 +284,7 @@ def _gradients(run: RunData) -> Iterator[Finding]:
         )
 
 
+@rule()
 def _speed(run: RunData) -> Iterator[Finding]:
     seconds, waits = run.raw.get("perf/step_s", []), run.raw.get("perf/data_wait_s", [])
     if len(waits) >= 5 and sum(waits) > 0.1 * sum(seconds):
@@ -272,19 +295,3 @@ def _speed(run: RunData) -> Iterator[Finding]:
     refused = len(run.raw.get("train/refused", []))
     if refused:
         yield warn(f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
-
-
-RULES: tuple[Callable[[RunData], Iterator[Finding]], ...] = (
-    _alarms,
-    _words,
-    _forgotten,
-    _overfit,
-    _convergence,
-    _num,
-    _errors,
-    _intervals,
-    _distributions,
-    _prob_sum,
-    _gradients,
-    _speed,
-)

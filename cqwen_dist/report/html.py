@@ -75,7 +75,7 @@ def render(runs: Sequence[RunData]) -> str:
     return environment.get_template("report.html.j2").render(
         runs=runs,
         glance=_glance(runs),
-        tiles=_tiles(runs[0]) if len(runs) == 1 else [],
+        tiles=main_metrics(runs[0]) if len(runs) == 1 else [],
         sections=parts,
         differences=differences(runs),
         data=finite({"runs": [_drawn(run) for run in runs], "charts": charts, "others": sorted(metrics - drawn)}),
@@ -143,35 +143,39 @@ def _duration(seconds: float) -> str:
 
 
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Rows of the table of last metrics. With several runs, the best value of a row is marked."""
+    """Rows of the table of last metrics: each metric, below it those to compare it with."""
     rows = []
     for metric in compared_metrics({name for run in runs for name in run.last}):
-        others = {name: f"… {label}" for name, label in metric.get("against", {}).items()}
-        for name, label in {metric["name"]: metric["label"], **others}.items():
-            values = [run.last.get(name) for run in runs]
-            known = {value for value in values if value is not None}
-            if not known:
-                continue
-            pick = {"larger": max, "smaller": min}.get(metric.get("best", "")) if name == metric["name"] else None
-            best = pick(known) if pick is not None and len(known) > 1 else None
-            cells = [
-                {"text": "–" if value is None else _text(value, metric), "best": best is not None and value == best}
-                for value in values
-            ]
-            rows.append({"label": label, "values": cells})
-    return rows
+        rows.append({**metric, "values": [run.last.get(metric["name"]) for run in runs]})
+        for name, label in metric.get("against", {}).items():
+            rows.append({**metric, "label": f"… {label}", "best": None, "values": [run.last.get(name) for run in runs]})
+    return [
+        {"label": row["label"], "values": _cells(row)}
+        for row in rows
+        if any(value is not None for value in row["values"])
+    ]
 
 
-def _tiles(run: RunData) -> list[dict[str, str]]:
-    """The main metrics of a single run, each with the metrics to compare it with."""
+def _cells(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A text for each run; the best value is marked, unless all are equal."""
+    known = {value for value in row["values"] if value is not None}
+    pick = {"larger": max, "smaller": min}.get(row.get("best") or "")
+    best = pick(known) if pick is not None and len(known) > 1 else None
+    return [
+        {"text": "–" if value is None else _text(value, row), "best": best is not None and value == best}
+        for value in row["values"]
+    ]
+
+
+def main_metrics(run: RunData) -> list[dict[str, str]]:
+    """The main metrics of a run, each with the metrics to compare it with: label, value, compared."""
     tiles = []
     for metric in compared_metrics([]):
         if metric.get("tile") and metric["name"] in run.last:
             others = {label: run.last[name] for name, label in metric.get("against", {}).items() if name in run.last}
             compared = ", ".join(f"{label} {_text(value, metric)}" for label, value in others.items())
-            tiles.append(
-                {"label": metric["label"], "value": _text(run.last[metric["name"]], metric), "compared": compared}
-            )
+            value = _text(run.last[metric["name"]], metric)
+            tiles.append({"label": metric["label"], "value": value, "compared": compared})
     return tiles
 
 

@@ -16,6 +16,8 @@ from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import load_config
 from cqwen_dist.data.diabetes import baselines, diabetes_texts
 from cqwen_dist.generate.continuation import continue_text
+from cqwen_dist.report.html import main_metrics
+from cqwen_dist.report.run_data import read_run
 from cqwen_dist.run.files import STATE
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 
@@ -36,18 +38,8 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
     table = Table(title="What it learned (100 held-out patients)", title_justify="left")
     for column in ("", "this model", "compared with"):
         table.add_column(column)
-    table.add_row(
-        "next-word accuracy", f"{metrics['eval/accuracy']:.1%}", f"{metrics['eval/base_accuracy']:.1%} base model's own"
-    )
-    table.add_row("<NUM> F1", f"{metrics['eval/num_f1']:.3f}", "")
-    table.add_row(
-        "median absolute error of the progression",
-        f"{metrics['eval/reg_mdae']:.1f}",
-        f"{base.median:.1f} always the median; {base.ridge:.1f} ridge regression",
-    )
-    if "eval/coverage_90_conformal" in metrics:
-        recalibrated, raw = metrics["eval/coverage_90_conformal"], metrics["eval/coverage_90"]
-        table.add_row("90 % interval holds the truth", f"{recalibrated:.0%}", f"{raw:.0%} the raw Cauchy interval")
+    for metric in main_metrics(read_run(run)):
+        table.add_row(metric["label"], metric["value"], metric["compared"])
     console.print(table)
 
     shown = Table(title="Generated from the exported folder (mode standard)", title_justify="left")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cqwen_dist.cluster.slurm import Job, PythonSetup, Resources, _quoted, read_stage_option, render, render_shipped
+from cqwen_dist.cluster.slurm import Job, Resources, _quoted, read_stage_option, render, render_shipped
 from cqwen_dist.config import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -19,16 +20,15 @@ PLAIN = Job(
     name="cqwen-gsm8k",
     folder=Path("/home/me/project"),
     run_dir=Path("/scratch/me/runs/gsm8k"),
-    config="/scratch/me/runs/gsm8k/slurm/submit-1/config.yaml",
-    overrides=(),
+    script=Path("/scratch/me/runs/gsm8k/slurm/submit-1/job-1.sbatch"),
     resources=Resources(nodes=2, gpus_per_node=8, partition="gpu", time="12:00:00"),
-    place=PythonSetup(python="/home/me/project/.venv/bin/python"),
+    python="/home/me/project/.venv/bin/python",
 )
 FULL = Job(
     name=f"{HOSTILE} 数",
     folder=Path(f"/home/me/{HOSTILE}"),
     run_dir=Path(f'/scratch/50% of "me"/{HOSTILE}'),
-    config=f"/scratch/{HOSTILE}/config.yaml",
+    script=Path(f"/scratch/{HOSTILE}/job-1.sbatch"),
     overrides=("run.stop_after=heads", f"data.train=$(touch x) {HOSTILE}"),
     resources=Resources(
         nodes=4,
@@ -41,11 +41,9 @@ FULL = Job(
         time="2-00:00:00",
         options=("--mem=0", "--comment=two words", "--mail-type=END"),
     ),
-    place=PythonSetup(
-        container=f"/images/{HOSTILE}.sif",
-        container_command="apptainer exec --nv --bind '/data dir'",
-        setup=("module purge", "module load apptainer"),
-    ),
+    container=f"/images/{HOSTILE}.sif",
+    container_command="apptainer exec --nv --bind '/data dir'",
+    setup=("module purge", "module load apptainer"),
     warn_s=300,
     max_restarts=2,
     preflight=False,
@@ -98,7 +96,7 @@ def test_hostile_strings_arrive_as_they_are(tmp_path: Path) -> None:
     script = f'{assignment}\n{python}\nprintf \'%s\\0\' "${{run[@]}}" "${{python[@]}}"\n'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
     words = done.stdout.split("\0")[:-1]
-    assert words[:3] == [FULL.config, *FULL.overrides]
+    assert words[:3] == [str(FULL.config), *FULL.overrides]
     assert words[3:] == ["apptainer", "exec", "--nv", "--bind", "/data dir", f"/images/{HOSTILE}.sif", "python3"]
     assert not list(tmp_path.iterdir())
 
@@ -118,12 +116,12 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
     [
         (lambda: Resources(nodes=0), "--nodes: found 0, allowed: 1 or more"),
         (lambda: Resources(time="soon"), "--time: found 'soon'"),
-        (lambda: Resources(partition="a\nb"), "printable"),
+        (lambda: replace(PLAIN, resources=Resources(partition="a\nb")), "printable"),
         (lambda: Resources(options=("mem=0",)), "--sbatch: found 'mem=0'"),
-        (lambda: PythonSetup(setup=("a\n#SBATCH --nodes=9",)), "printable"),
-        (lambda: Job("a\nb", Path("/"), Path("/r"), "c", (), Resources()), "printable"),
-        (lambda: Job("a", Path("/"), Path("/r\\s"), "c", (), Resources()), "without backslashes"),
-        (lambda: Job("a", Path("/"), Path("/r"), "c", (), Resources(), warn_s=5), "--warn-s: found 5"),
+        (lambda: replace(PLAIN, setup=("a\n#SBATCH --nodes=9",)), "printable"),
+        (lambda: replace(PLAIN, name="a\nb"), "printable"),
+        (lambda: replace(PLAIN, run_dir=Path("/r\\s")), "without backslashes"),
+        (lambda: replace(PLAIN, warn_s=5), "--warn-s: found 5"),
         (lambda: read_stage_option("heads", Resources()), "NAME:key=value"),
         (lambda: read_stage_option("heads:nodes=two", Resources()), "--stage heads:nodes: found 'two'"),
         (lambda: read_stage_option("heads:colour=red", Resources()), "nodes, gpus-per-node"),
