@@ -58,6 +58,11 @@ class ModelConfig(Section):
         "the words and numbers so far, fitted in closed form by the calibrated start (docs/tables.md); 262144 suits "
         "tables of some thousand rows.",
     )
+    random_features: Count = Field(
+        0,
+        description="Random Fourier features of the wide part: the numbers so far, known by the words before them in "
+        "their line, act on the next one together and in any smooth way; 2048 suits tables. It needs model.wide.",
+    )
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = Field(
         "linear",
         description="The network from features to U; two_layer is nonlinear and starts as the linear one; or a class "

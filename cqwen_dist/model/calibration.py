@@ -219,19 +219,20 @@ class _Start:
         if wide is not None and self.groups.world is not None:
             texts = [text for of_rank in gather_objects(texts, self.groups.world) for text in of_rank]
 
-        def ridge() -> tuple[Tensor | None, Tensor, float, float, float, float]:
-            targets = target.forward(values).double()
-            words = None if wide is None else fit_wide(texts[: len(values)], targets, wide.weight.shape[1])
-            g = torch.zeros_like(targets) if words is None else words.left_out.to(targets)
+        def ridge() -> tuple[dict[str, Tensor], Tensor, float, float, float, float]:
+            targets, config = target.forward(values).double(), self.model.config
+            before = texts[: len(values)]
+            read = None if wide is None else fit_wide(before, targets, config.wide, config.random_features)
+            g = torch.zeros_like(targets) if read is None else read.left_out.to(targets)
             found = robust_ridge(x, targets - g, folds)
             error = (target.inverse(found.left_out + g) - values).abs().median()
             of_median = (values - values.quantile(0.5)).abs().median()
-            tables = None if words is None else words.weight
+            tables = {} if read is None else read.tables
             return tables, found.coefficients.cpu(), found.intercept, found.scale, float(error), float(of_median)
 
         tables, coefficients, intercept, scale, error, of_median = self.groups.agreed(ridge)
-        if wide is not None and tables is not None:
-            wide.weight.copy_(tables)
+        for name, table in tables.items():
+            self.model.get_parameter(f"wide.{name}").copy_(table)
         start_regression(self.model, coefficients, intercept, scale)
         return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
 

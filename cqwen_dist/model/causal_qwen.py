@@ -101,7 +101,8 @@ class CausalQwenModel(nn.Module):
             scale_floor=config.scale_floor,
             **({"number_dims": config.number_dims} if config.wide else {}),
         )
-        self.wide = WidePart(config.wide, config.num_token_id, config.vocab_size) if config.wide else None
+        shape = config.wide, config.num_token_id, config.vocab_size, config.random_features
+        self.wide = WidePart(*shape) if config.wide else None
         self.action = ActionNetwork(
             size,
             config.vocab_size,

@@ -5,12 +5,13 @@ z of a frozen base holds little of which words stood earlier and next to nothing
 regression on the words themselves uses both. So the wide part is one. To the location that the deep part infers from z
 it adds, at position i of a text,
 
-    g_i = sum over j <= i: w[each n-gram that ends at j] + where j is a number: w[the tokens before it] phi(x_j)
+    g_i = sum over j <= i: w[each n-gram that ends at j] + where j is a number: w[the line before it] phi(x_j)
                            + where j ends a line: LINE w[the line]
+          + q_i, in which numbers act together in any smooth way (`model.random_features`), where that is asked for
 
-In a table's prompt a line is a cell with its column's name, so it is a category. In n-grams and lines a number stands
-as its value, to four digits. They are hashed into columns of a table w (Weinberger et al. 2009), which is fitted in
-closed form at the start (`model.wide_start`) and never trained.
+In a table's prompt a line is a cell behind its column's name, so it is a category, and what stands before a number is
+the column's name. In n-grams and lines a number stands as its value, to four digits. They are hashed into columns of a
+table w (Weinberger et al. 2009), which is fitted in closed form at the start (`model.wide_start`) and never trained.
 
 There are FOLDS such tables. Each text so far belongs to one fold, by its own hash. In training mode it is read with the
 table that was fitted without that fold: so g errs on training texts as on new ones, and what is trained behind it
@@ -26,9 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cqwen_dist.model.embedding import phi
+from cqwen_dist.model.random_features import RandomFeatures
 
 FOLDS = 8
 GRAMS = 3  # n-grams of 1, 2 and 3 tokens
+VALUE = GRAMS + 1  # the entry of a number's value; that of its presence is the next
 LINE = 3.0  # on wine prices, R2 at 128 and 1,024 rows: 0.33 and 0.65 without lines, 0.38 and 0.66 with 3, 0.64 with 12
 _NOTHING = -1  # the symbol before a text
 _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from splitmix64 and PCG
@@ -48,23 +51,25 @@ class Entries(NamedTuple):
 
 class WideState(NamedTuple):
     """Of the text so far, for the tokens that follow: the last symbols [B,GRAMS-1], sums [FOLDS,B], the hash [B], the
-    hash of the line that has not ended [B]."""
+    hash of the line that has not ended [B], the numbers by name [NAMES,B]; without random features None."""
 
     symbols: Tensor
     sums: Tensor
     hash: Tensor
     line: Tensor
+    numbers: Tensor | None
 
 
 class WidePart(nn.Module):
     """g of ids and values. All tables are 0 until the start is calibrated: g = 0."""
 
-    def __init__(self, columns: int, num_token_id: int, vocab_size: int) -> None:
-        """columns: of each table."""
+    def __init__(self, columns: int, num_token_id: int, vocab_size: int, random_features: int = 0) -> None:
+        """columns: of each table. random_features: 0 for none."""
         super().__init__()
         self.num_token_id = num_token_id
         self.weight = nn.Parameter(torch.zeros(FOLDS, columns), requires_grad=False)
         self.line_end = nn.Parameter(torch.zeros(vocab_size), requires_grad=False)  # 1: the token ends a line
+        self.random = RandomFeatures(FOLDS, random_features) if random_features else None
 
     def forward(
         self,
@@ -82,10 +87,17 @@ class WidePart(nn.Module):
         found = self.entries(ids, values, positions, mask, state)
         own = (self.weight[:, found.columns] * found.factors).sum(-1).double()
         sums = _since(own, found.begin, None if state is None else state.sums)
-        g = sums.gather(0, fold_of(found.text).unsqueeze(0))[0] if self.training else sums.mean(0)
         last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
-        return g.float(), WideState(last, sums[..., -1], found.text[:, -1], line)
+        behind = WideState(last, sums[..., -1], found.text[:, -1], line, None)
+        if self.random is not None:
+            numbers = self.random.read(
+                found.columns[..., VALUE], found.factors[..., VALUE], found.factors[..., VALUE + 1]
+            )
+            numbers = _since(numbers, found.begin, None if state is None else state.numbers)
+            sums, behind = sums + self.random(numbers), behind._replace(numbers=numbers[..., -1])
+        g = sums.gather(0, fold_of(found.text).unsqueeze(0))[0] if self.training else sums.mean(0)
+        return g.float(), behind
 
     def entries(
         self,
@@ -115,7 +127,6 @@ class WidePart(nn.Module):
         hashes = [_mixed(before[0])]
         for symbol in before[1:]:
             hashes.append(_mixed(hashes[-1] + _mixed(symbol)))
-        named = _mixed(_mixed(before[1]) + 3 * before[2])  # the tokens before a number
 
         # Lines, by the sum of their tokens' 2-grams
         ends = (self.line_end[ids] != 0) & real
@@ -123,6 +134,7 @@ class WidePart(nn.Module):
         line = _since(hashes[1] * real, line_begin, None if state is None else state.line)
         text = _since(hashes[-1] * real, begin, None if state is None else state.hash)
 
+        named = _mixed(line - hashes[1] * real)  # the line before a number
         half = self.weight.shape[1] // 2  # for n-grams and lines; then even columns for values, odd ones beside them
         slope = half + 2 * (named % (half // 2))
         columns = torch.stack([*(h % half for h in hashes), _mixed(line) % half, slope, slope + 1], -1)

@@ -1,15 +1,19 @@
-"""The closed form of the wide part: a ridge regression of the numbers on the n-grams of the text before them.
+"""The closed form of the wide part: a ridge regression of the numbers on the text before them.
 
 With far more n-grams than numbers it is solved in the numbers' own space: with rows f_i of weighted entries,
-K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. An n-gram
-that m of n texts hold weighs the square root of its idf ln((1+n)/(1+m)) + 1 in F; values are first centred and brought
-to variance 1. All in float64 on the CPU.
+K = F F^T and targets t, the table without fold k is F^T a with (K_rest + ridge diag(1/weights)) a = t_rest. F has three
+parts, each of mean square 1 a row and with a weight of its own:
+- words: an n-gram that m of n texts hold weighs the square root of its idf ln((1+n)/(1+m)) + 1
+- values by their names, centred and brought to variance 1
+- random features of these values together (`model.random_features`)
+All in float64 on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +22,18 @@ from scipy.sparse import csr_matrix, diags
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.model.random_features import NAMES, bytes_of
 from cqwen_dist.model.ridge import SHARES, around_median
 from cqwen_dist.model.wide import FOLDS, WidePart, fold_of
 
+REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
 SEARCHED = 1024  # numbers to choose by
 RIDGES = np.logspace(-3, 1, 9)  # in units of the mean of K's diagonal, of words alone
 VALUE_WEIGHTS = (0.01, 0.1, 1.0)  # of the values' part of K beside the words'
+RANDOM_WEIGHTS = (1.0, 10.0, 100.0)  # of the random features' part
+WIDTHS = (0.25, 0.5, 1.0, 2.0)  # of their kernel, in units of a row's root mean square distance from the mean
+COMMON = 0.05  # share of texts that hold a name, for random features to read it
 LEAST = 4 * FOLDS
 LEAST_SPREAD = 1e-4  # of phi: below it a value is a constant
 
@@ -38,10 +47,47 @@ class TextBefore(NamedTuple):
 
 
 class WideFit(NamedTuple):
-    """The tables [FOLDS,columns] fp32, and g of each number by the table that its fold had no part in, [n] float64."""
+    """The wide part's tables by their names, fp32; g of each number by the table without its fold, [n] float64."""
 
-    weight: Tensor
+    tables: dict[str, Tensor]
     left_out: Tensor
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """n targets around their median, in units of half their interquartile range, and what a fit of them needs."""
+
+    t: np.ndarray
+    held: np.ndarray  # t, outliers limited
+    weights: np.ndarray
+    folds: np.ndarray
+
+    def first(self, count: int) -> _Targets:
+        return _Targets(*(getattr(self, name)[:count] for name in ("t", "held", "weights", "folds")))
+
+    def best(self, kernel: np.ndarray) -> tuple[float, float, float]:
+        """(Cauchy loss on the folds left out, ridge, shrinkage) of the least loss."""
+        found = []
+        for ridge in RIDGES:
+            g, _ = self.left_out(kernel, ridge)
+            found += [(float(np.log1p((self.t - share * g) ** 2).mean()), ridge, share) for share in SHARES]
+        return min(found)
+
+    def left_out(self, kernel: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
+        """(g of each number without its fold [n], a of each fold left out [FOLDS,n], 0 at its own)."""
+        g, solved = np.zeros(len(self.t)), np.zeros((FOLDS, len(self.t)))
+        for fold in range(FOLDS):
+            own, rest = self.folds == fold, self.folds != fold
+            system = kernel[np.ix_(rest, rest)] + np.diag(ridge / self.weights[rest])
+            solved[fold, rest] = solve(system, self.held[rest], assume_a="pos", overwrite_a=True, check_finite=False)
+            g[own] = kernel[np.ix_(own, rest)] @ solved[fold, rest]
+        return g, solved
+
+    def reweighted(self, g: np.ndarray) -> _Targets:
+        """Outliers are those from g: a step of iteratively reweighted least squares."""
+        error = self.t - g
+        unit = REACH * max(float(np.median(np.abs(error))), 1e-9)
+        return _Targets(self.t, g + error.clip(-LIMIT * unit, LIMIT * unit), 1 / (1 + (error / unit) ** 2), self.folds)
 
 
 def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
@@ -58,45 +104,95 @@ def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
     return texts
 
 
-def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int) -> WideFit | None:
+def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int, random_features: int = 0) -> WideFit | None:
     """Fit the tables to targets [n], in the regression's unit; None where that predicts no better than the median.
 
-    Targets are clamped and weighted as `ridge.robust_ridge` does. The ridge and a shrinkage have the least Cauchy loss
-    on the folds left out.
+    Targets are clamped and weighted as `ridge.robust_ridge` does; on all numbers then by what a first fit leaves. The
+    parts' weights, the ridge and a shrinkage have the least Cauchy loss on the folds left out.
     """
     folds = np.array([text.fold for text in texts])
     if len(targets) < LEAST or len(set(folds)) < 2:
         return None
     around, _, unit = around_median(targets.double().cpu())
     t = around.numpy()
-    held, weights = t.clip(-LIMIT, LIMIT), 1 / (1 + t**2)
+    every = _Targets(t, t.clip(-LIMIT, LIMIT), 1 / (1 + t**2), folds)
     counts = _counts(texts, columns)
-    scaling, parts = _parts(counts, _scaling(counts))
-    kernels = [_kernel(part) for part in parts]
+    scaling, (words, values) = _parts(counts, _scaling(counts))
 
-    # Weight of the values' part, ridge and shrinkage, on some of the numbers
-    some = slice(0, SEARCHED)
-    found = []
-    for weight in VALUE_WEIGHTS:
-        kernel = _joined([of_part[some, some] for of_part in kernels], weight)
-        for ridge in RIDGES:
-            g, _ = _left_out(kernel, held[some], weights[some], folds[some], ridge)
-            found += [(np.log1p((t[some] - share * g) ** 2).mean(), weight, ridge, share * unit) for share in SHARES]
-    loss, weight, ridge, factor = min(found)
-    if not loss < np.log1p(t[some] ** 2).mean():
+    # The search, on some of the numbers
+    some = every.first(SEARCHED)
+    word_kernel, value_kernel = (_kernel(part[:SEARCHED]) for part in (words, values))
+    (loss, ridge, share), weight = min((some.best(word_kernel + w * value_kernel), w) for w in VALUE_WEIGHTS)
+    chosen = None
+    for rows in _random_rows(counts, random_features):
+        random_kernel = rows.x[:SEARCHED] @ rows.x[:SEARCHED].T
+        for times in RANDOM_WEIGHTS:
+            found = some.best(word_kernel + weight * value_kernel + times * random_kernel)
+            if found[0] < loss:
+                (loss, ridge, share), chosen = found, (rows, times)
+    if not loss < np.log1p(some.t**2).mean():
         return None
 
     # The tables, on all
-    left_out, solved = _left_out(_joined(kernels, weight), held, weights, folds, ridge)
-    tables = (scaling @ (_joined(parts, weight).T @ solved.T)).T * factor
+    kernel = _kernel(words) + weight * _kernel(values)
+    if chosen is not None:
+        rows, times = chosen
+        kernel += times * (rows.x @ rows.x.T)
+    every = every.reweighted(every.left_out(kernel, ridge)[0])
+    left_out, solved = every.left_out(kernel, ridge)
+    tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * (share * unit)}
+    if chosen is not None:
+        tables |= rows.tables(times * share * unit * (solved @ rows.x))
     return WideFit(
-        torch.from_numpy(np.ascontiguousarray(tables, dtype=np.float32)), torch.from_numpy(left_out * factor)
+        {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
+        torch.from_numpy(left_out * share * unit),
     )
 
 
-def _joined(parts: Sequence[Any], weight: float) -> Any:
-    """Of words and values, rows or kernels: the values' part with this weight."""
-    return parts[0] + weight * parts[1]
+@dataclass(frozen=True)
+class _RandomRows:
+    """Random features of n texts, and what gives them: names' columns [k], centres, slopes [k], frequencies [k,D],
+    offsets [D]."""
+
+    x: np.ndarray  # [n,D], of mean square 1 a row
+    columns: np.ndarray
+    centre: np.ndarray
+    slope: np.ndarray
+    frequencies: np.ndarray
+    offsets: np.ndarray
+
+    def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:
+        """weight [FOLDS,D] of x -> the tables of `RandomFeatures`, as the wide part names them."""
+        spare = [0, NAMES - len(self.columns)]
+        found = {
+            "names": np.pad(bytes_of(torch.from_numpy(self.columns)), [spare, [0, 0]]),
+            "centre": np.pad(self.centre, spare),
+            "slope": np.pad(self.slope, spare),
+            "frequencies": np.pad(self.frequencies, [spare, [0, 0]]),
+            "offsets": self.offsets,
+            "weight": weight * np.sqrt(2 / len(self.offsets)),
+        }
+        return {f"random.{name}": table for name, table in found.items()}
+
+
+def _random_rows(counts: csr_matrix, count: int) -> Iterator[_RandomRows]:
+    """Candidates: normal frequencies have the kernel exp(-d^2 / 2), Laplace's the product of 1 / (1 + d_k^2)."""
+    values, mean, spread = _moments(counts)
+    held = counts[:, values + 1].getnnz(0)
+    known = np.flatnonzero((held >= max(LEAST, COMMON * counts.shape[0])) & (spread > LEAST_SPREAD))
+    known = known[np.argsort(-held[known], kind="stable")][:NAMES]
+    if not count or not len(known):
+        return
+    at, centre, slope = values[known], mean[known], 1 / spread[known]
+    x = (counts[:, at].toarray() - counts[:, at + 1].toarray() * centre) * slope
+    distance = np.sqrt(np.square(x).sum(1).mean())
+    draw = np.random.default_rng(0)
+    offsets = draw.uniform(0, 2 * np.pi, count)
+    for drawn in (draw.standard_normal((len(known), count)), draw.laplace(size=(len(known), count))):
+        for width in WIDTHS:
+            frequencies = drawn / (width * distance)
+            features = np.cos(x @ frequencies + offsets) * np.sqrt(2 / count)
+            yield _RandomRows(features, at, centre, slope, frequencies, offsets)
 
 
 def _counts(texts: Sequence[TextBefore], columns: int) -> csr_matrix:
@@ -114,11 +210,7 @@ def _scaling(counts: csr_matrix) -> csr_matrix:
     n, columns = counts.shape
     held = np.bincount(counts.indices, minlength=columns)
     idf = np.sqrt(np.log((1 + n) / (1 + held)) + 1)
-    values = np.arange(columns // 2, columns, 2)
-    number = np.asarray(counts[:, values + 1].sum(0))[0].clip(min=1)
-    signed = counts[:, values]
-    mean = np.asarray(signed.sum(0))[0] / number
-    spread = np.sqrt((np.asarray(signed.multiply(signed).sum(0))[0] / number - mean**2).clip(min=0))
+    values, mean, spread = _moments(counts)
     factor = np.divide(idf[values], spread, out=np.zeros_like(spread), where=spread > LEAST_SPREAD)
     diagonal = idf.copy()
     diagonal[values] = factor
@@ -126,6 +218,15 @@ def _scaling(counts: csr_matrix) -> csr_matrix:
     entries = np.concatenate([diagonal, -factor * mean])
     places = np.concatenate([at, values + 1]), np.concatenate([at, values])
     return csr_matrix((entries, places), (columns, columns))
+
+
+def _moments(counts: csr_matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each column for values: itself, the mean and the standard deviation of phi in it."""
+    values = np.arange(counts.shape[1] // 2, counts.shape[1], 2)
+    number = np.asarray(counts[:, values + 1].sum(0))[0].clip(min=1)
+    sums = counts[:, values]
+    mean = np.asarray(sums.sum(0))[0] / number
+    return values, mean, np.sqrt((np.asarray(sums.multiply(sums).sum(0))[0] / number - mean**2).clip(min=0))
 
 
 def _parts(counts: csr_matrix, scaling: csr_matrix) -> tuple[csr_matrix, list[csr_matrix]]:
@@ -148,16 +249,3 @@ def _kernel(rows: csr_matrix) -> np.ndarray:
     dense = rows[:, common].toarray()
     rare = rows[:, ~common]
     return dense @ dense.T + (rare @ rare.T).toarray()
-
-
-def _left_out(
-    kernel: np.ndarray, t: np.ndarray, weights: np.ndarray, folds: np.ndarray, ridge: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """(g of each number without its fold [n], a of each fold left out [FOLDS,n], 0 at its own)."""
-    g, solved = np.zeros(len(t)), np.zeros((FOLDS, len(t)))
-    for fold in range(FOLDS):
-        own, rest = folds == fold, folds != fold
-        system = kernel[np.ix_(rest, rest)] + np.diag(ridge / weights[rest])
-        solved[fold, rest] = solve(system, t[rest], assume_a="pos", overwrite_a=True, check_finite=False)
-        g[own] = kernel[np.ix_(own, rest)] @ solved[fold, rest]
-    return g, solved

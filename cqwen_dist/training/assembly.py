@@ -181,6 +181,7 @@ def build_training(
         causal_size=config.model.causal_size,
         number_dims=config.number_dims,
         wide=config.model.wide,
+        random_features=config.model.random_features,
         line_ends=words.line_ends,
         scale_activation=config.model.scale_activation,
         scalar_threshold=config.train.thresholds == "scalar",

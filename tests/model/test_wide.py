@@ -11,7 +11,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.wide import FOLDS, GRAMS, LINE, WidePart, split_value
-from cqwen_dist.model.wide_start import _counts, _joined, _kernel, _left_out, _parts, _scaling, fit_wide, texts_before
+from cqwen_dist.model.wide_start import _counts, _kernel, _parts, _scaling, _Targets, fit_wide, texts_before
 
 BUCKETS = 1024
 
@@ -128,12 +128,13 @@ def test_the_closed_form_is_a_ridge_regression():
     draw = np.random.default_rng(0)
     t, weights = draw.normal(size=60), draw.uniform(0.2, 1, 60)
     folds = np.array([text.fold for text in found])
-    g, solved = _left_out(_joined([_kernel(part) for part in parts], 0.3), t, weights, folds, 0.7)
+    words, values = parts
+    g, solved = _Targets(t, t, weights, folds).left_out(_kernel(words) + 0.3 * _kernel(values), 0.7)
     for fold in set(folds):
         own, rest = folds == fold, folds != fold
         theirs = Ridge(0.7, fit_intercept=False).fit(rows[rest], t[rest], sample_weight=weights[rest])
         np.testing.assert_allclose(rows.T @ solved[fold], theirs.coef_, atol=1e-8)
-        table = scaling @ (_joined(parts, 0.3).T @ solved[fold])
+        table = scaling @ ((words + 0.3 * values).T @ solved[fold])
         np.testing.assert_allclose(counts[own] @ table, theirs.predict(rows[own]), atol=1e-8)
         np.testing.assert_allclose(g[own], theirs.predict(rows[own]), atol=1e-8)
 
@@ -143,7 +144,7 @@ def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_table
     y = truth_of(ids, values)
     batch = batch_of(ids, values, y)
     found = fit_wide(texts_before(part, batch, torch.arange(200) * 9 + 8), y, BUCKETS)
-    part.weight.data.copy_(found.weight)
+    part.weight.data.copy_(found.tables["weight"])
     assert_close(part.train()(ids, values)[0][:, -1], found.left_out.float(), 1e-4)
     everyone = part.eval()(ids, values)[0][:, -1]
     assert (everyone - y).abs().mean() < 0.7 * (found.left_out - y).abs().mean()  # 7 of 8 tables know the answer

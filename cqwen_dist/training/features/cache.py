@@ -152,8 +152,9 @@ class FeatureCache:
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """All that z depends on. Collective over the world."""
         trained, _, _ = self.engine.feature_state()
-        if self.engine.model.wide is not None:
-            trained = {**trained, "wide": self.engine.model.wide.weight.detach().cpu()}
+        wide = self.engine.model.wide
+        if wide is not None:
+            trained = {**trained, **{name: table.detach().cpu() for name, table in wide.named_parameters()}}
         weights = hashlib.sha256()
         for name, value in sorted(trained.items()):
             weights.update(name.encode())

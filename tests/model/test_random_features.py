@@ -1,0 +1,115 @@
+"""Random features of numbers: the kernels they stand for, their sums over a text however it is cut, and their fit."""
+
+import numpy as np
+import pytest
+import torch
+from model.test_wide import BUCKETS, batch_of
+from support.numerics import assert_close
+from support.tiny import NUM, VOCAB, tiny_model
+
+from cqwen_dist.model.calibration import calibrate
+from cqwen_dist.model.embedding import phi
+from cqwen_dist.model.random_features import RandomFeatures, bytes_of
+from cqwen_dist.model.wide import FOLDS, VALUE, WidePart
+from cqwen_dist.model.wide_start import WIDTHS, _counts, _random_rows, fit_wide, texts_before
+
+COUNT = 512
+LINES = [3, 4, NUM, 0, 5, 6, NUM, 0, 7]  # two named numbers, and what is to be said of them
+
+
+def rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.zeros(count, len(LINES), dtype=torch.float64)
+    values[:, [2, 6]] = torch.randn(count, 2, generator=draw, dtype=torch.float64)
+    return torch.tensor([LINES] * count), values
+
+
+def truth_of(values: torch.Tensor) -> torch.Tensor:
+    """Of no use to a linear reading: the two numbers act together."""
+    return 3.0 * phi(values[:, 2]).double() * phi(values[:, 6]).double()
+
+
+def part_of(random_features: int = COUNT) -> WidePart:
+    part = WidePart(BUCKETS, NUM, VOCAB, random_features).eval()
+    part.line_end.data[0] = 1.0
+    return part
+
+
+def fitted(count: int) -> tuple[WidePart, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A part fitted to rows; their ids, values and g as left out."""
+    part, (ids, values) = part_of(), rows(count)
+    y = truth_of(values)
+    at = torch.arange(count) * len(LINES) + len(LINES) - 1
+    found = fit_wide(texts_before(part, batch_of(ids, values, y), at), y, BUCKETS, COUNT)
+    for name, table in found.tables.items():
+        part.get_parameter(name).data.copy_(table)
+    return part, ids, values, found.left_out
+
+
+@pytest.mark.parametrize("law", ["normal", "laplace"])
+def test_products_of_features_are_the_kernel(law):
+    """Within four standard deviations of a mean of 20,000 cosines."""
+    part, (ids, values) = part_of(), rows(60)
+    texts = texts_before(part, batch_of(ids, values, values[:, 2]), torch.arange(60) * len(LINES) + len(LINES) - 1)
+    candidates = list(_random_rows(_counts(texts, BUCKETS), 20_000))
+    found = candidates[1 if law == "normal" else 1 + len(WIDTHS)]
+    held = phi(values[:, [2, 6]]).double().numpy()
+    x = (held - held.mean(0)) / held.std(0)
+    distance = np.abs(x[:, None] - x[None]) / (WIDTHS[1] * np.sqrt(2.0))
+    kernel = np.exp(-np.square(distance).sum(-1) / 2) if law == "normal" else np.prod(1 / (1 + distance**2), -1)
+    assert np.abs(found.x @ found.x.T - kernel).max() < 4 / np.sqrt(20_000) * 1.25
+
+
+def test_numbers_that_act_together_are_read():
+    part, ids, values, left_out = fitted(400)
+    y = truth_of(values)
+    assert (left_out - y).abs().mean() < 0.25 * (y - y.median()).abs().mean()
+    assert_close(part.train()(ids, values)[0][:, -1], left_out.float(), 1e-4)
+    new, new_values = rows(200, seed=4)
+    truth = truth_of(new_values)
+    error = (part.eval()(new, new_values)[0][:, -1] + y.median() - truth).abs().mean()
+    assert error < 0.2 * (truth - y.median()).abs().mean()
+
+
+@pytest.mark.parametrize("cuts", [[1], [3, 6], list(range(1, 9))])
+def test_a_text_in_pieces_is_the_text(cuts):
+    part, ids, values, _ = fitted(100)
+    whole, _ = part(ids[:5], values[:5])
+    state, pieces = None, []
+    for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
+        piece, state = part(ids[:5, start:stop], values[:5, start:stop], state=state)
+        pieces.append(piece)
+    assert_close(torch.cat(pieces, 1), whole, 1e-5)
+    packed, _ = part(ids[:5].view(1, -1), values[:5].view(1, -1), positions=torch.arange(9).repeat(5)[None])
+    assert_close(packed.view(5, 9), whole, 1e-5)
+
+
+def test_numbers_of_unknown_names_do_not_count():
+    part, ids, values, _ = fitted(100)
+    random = part.random
+    known = part.entries(ids[:1], values[:1])
+    x = random.read(known.columns[..., VALUE], known.factors[..., VALUE], known.factors[..., VALUE + 1])
+    assert [x[:, 0, at].abs().max() > 0 for at in range(9)] == [i in (2, 6) for i in range(9)]
+    other = part.entries(torch.tensor([[9, 9, NUM]]), torch.tensor([[0.0, 0.0, 5.0]], dtype=torch.float64))
+    assert not random.read(other.columns[..., VALUE], other.factors[..., VALUE], other.factors[..., VALUE + 1]).any()
+
+
+def test_names_survive_any_dtype():
+    columns = torch.tensor([0, 255, 256, 262_143, 2**24 - 1])
+    part = RandomFeatures(FOLDS, 4)
+    part.names.data[:5] = bytes_of(columns)
+    part.to(torch.bfloat16)
+    assert (part.names[:5].long() * torch.tensor([65536, 256, 1])).sum(-1).tolist() == columns.tolist()
+
+
+def test_the_calibrated_start_fits_them():
+    ids, values = rows(240)
+    y = truth_of(values)
+    shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 0.0, "scale": 1.0}}
+    errors = []
+    for count in (0, COUNT):
+        model = tiny_model(**shape, wide=BUCKETS, random_features=count)
+        model.wide.line_end.data[0] = 1.0
+        batches = [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 240, 40)]
+        errors.append(calibrate(model, batches).reg_mdae)
+    assert errors[1] < 0.5 * errors[0]
