@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cqwen_dist.cli.arguments import AsJson, Checkpoint, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+
+if TYPE_CHECKING:
+    from cqwen_dist.generate.continuation import Individual, Written
 
 Device = Annotated[
     str, typer.Option(help="cpu, cuda, cuda:N, or auto: the GPUs, if any; an exported folder is spread over them.")
@@ -64,19 +68,25 @@ def generate(
         raise UserError("--stream", True, "without --json, --individuals and --noises")
     quiet_libraries()
     from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.generate.continuation import continue_text, counterfactuals, treatments
 
     model, tokenizer = load_trained(checkpoint, device)
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
     options: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
     if above is not None:
-        _print_holding(model, tokenizer, prompt, above, decision_threshold, as_json)
+        _print_words(_words_above(model, tokenizer, prompt, above, decision_threshold), as_json)
     elif drawn is None:
-        _print_continued(model, tokenizer, prompt, mode, options, stream, as_json)
+        if stream:
+            typer.echo(prompt[0], nl=False)
+            options["on_text"] = lambda text: typer.echo(text, nl=False)
+        _print_continued(continue_text(model, tokenizer, prompt, mode=mode, **options), mode, stream, as_json)
     elif len(prompt) > 1:
-        _print_treatments(model, tokenizer, prompt, drawn, kind, options, as_json)
+        _print_treatments(treatments(model, tokenizer, prompt, drawn, kind, **options), prompt, kind, as_json)
     else:
-        _print_counterfactuals(model, tokenizer, prompt[0], drawn, kind, options, plot, as_json)
+        _print_counterfactuals(
+            counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, plot, as_json
+        )
 
 
 def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
@@ -87,20 +97,12 @@ def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None
     return "individual" if noises is None else "noise", drawn
 
 
-def _print_continued(
-    model: Any, tokenizer: Any, prompts: list[str], mode: str, options: dict[str, Any], stream: bool, as_json: bool
-) -> None:
-    from cqwen_dist.generate.continuation import continue_text
-
-    if stream:
-        typer.echo(prompts[0], nl=False)
-        options["on_text"] = lambda text: typer.echo(text, nl=False)
-    written = continue_text(model, tokenizer, prompts, mode=mode, **options)
+def _print_continued(written: list[Written], mode: str, streamed: bool, as_json: bool) -> None:
     if as_json:
         print_json({"mode": mode, "outputs": [w.to_dict() for w in written]})
         return
     for w in written:
-        typer.echo("" if stream else w.prompt + w.text)
+        typer.echo("" if streamed else w.prompt + w.text)
         for number in w.numbers:
             low, high = number.intervals["0.9"]
             interval = f"90 % interval {low:.6g} to {high:.6g}" if high > low else "no interval: this individual's own"
@@ -110,102 +112,86 @@ def _print_continued(
             typer.echo("    " + "   ".join(parts), err=True)
 
 
-def _print_counterfactuals(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    count: int,
-    mode: str,
-    options: dict[str, Any],
-    plot: Path | None,
-    as_json: bool,
-) -> None:
-    from cqwen_dist.generate.continuation import Diversity, counterfactuals
+def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None, as_json: bool) -> None:
+    from rich.table import Table
 
-    written = counterfactuals(model, tokenizer, prompt, count, mode, **options)
-    diversity = Diversity.of([w.text for w in written])
-    firsts = [w.numbers[0] if w.numbers else None for w in written]
+    from cqwen_dist.generate.continuation import Diversity
+
+    diversity, prompt = Diversity.of([w.text for w in written]), written[0].prompt
+    marks: list[tuple[str, float, float, float]] = []
+    table = Table("", "text", "first number", "90 % interval", title=f"{mode}s of: {prompt}", title_justify="left")
+    for i, w in enumerate(written, 1):
+        first = w.numbers[0] if w.numbers else None
+        value, low, high = (math.nan,) * 3 if first is None else (first.value, *first.intervals["0.9"])
+        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # the number of one individual has none
+        table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
+        marks.append((f"{mode} {i}", value, low, high))
     if plot is not None:
-        _plot(plot, prompt, mode, firsts)
+        _plot(plot, prompt, marks)
     if as_json:
         print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
         return
-    from rich.table import Table
-
-    table = Table("", "text", "first number", "90 % interval", title=f"{mode}s of: {prompt}", title_justify="left")
-    for i, (w, first) in enumerate(zip(written, firsts, strict=True), 1):
-        low, high = (0.0, 0.0) if first is None else first.intervals["0.9"]
-        interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # the number of one individual has none
-        table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
     console = plain_console()
     console.print(table)
     console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
 
 
-def _plot(path: Path, prompt: str, mode: str, numbers: list[Any]) -> None:
-    """numbers: the first `NumberRecord` of each text, or None."""
+def _plot(path: Path, prompt: str, marks: list[tuple[str, float, float, float]]) -> None:
+    """marks: (name, value, low, high) of each text's first number; NaN where there is none."""
     from cqwen_dist.generate.plot import Mark, interval_plot
 
-    nan = float("nan")
-    marks = [
-        Mark(f"{mode} {i}", *((nan, nan, nan) if number is None else (number.value, *number.intervals["0.9"])))
-        for i, number in enumerate(numbers, 1)
-    ]
+    text = interval_plot(prompt[-80:], [Mark(*mark) for mark in marks], "first number with its 90 % interval")
     try:
-        path.write_text(interval_plot(prompt[-80:], marks, "first number with its 90 % interval"), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError("--plot", str(path), f"a file that can be written ({error.strerror})") from None
 
 
-def _print_treatments(
-    model: Any, tokenizer: Any, prompts: list[str], count: int, mode: str, options: dict[str, Any], as_json: bool
-) -> None:
+def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as_json: bool) -> None:
     from rich.table import Table
 
-    from cqwen_dist.generate.continuation import treatments
-
-    found = treatments(model, tokenizer, prompts, count, mode, **options)
-
-    def table(_: Any) -> Table:
-        names = [f"{i}: {text}" for i, text in enumerate(prompts, 1)]
-        title = f"the same {count} {mode}s; values: first numbers (difference from prompt 1)"
-        shown = Table("", *names, title=title)
-        for i, individual in enumerate(found, 1):
-            columns = zip(individual.texts, individual.values, individual.differences, strict=True)
-            cells = []
-            for j, (text, value, difference) in enumerate(columns):
-                number = "" if value is None else f"{value:.6g}"
-                number += f" ({difference:+.6g})" if j and difference is not None else ""
-                cells.append(f"{text}\n{number}")
-            shown.add_row(str(i), *cells)
-        return shown
-
+    names = [f"{i}: {text}" for i, text in enumerate(prompts, 1)]
+    title = f"the same {len(found)} {mode}s; values: first numbers (difference from prompt 1)"
+    table = Table("", *names, title=title)
+    for i, individual in enumerate(found, 1):
+        columns = zip(individual.texts, individual.values, individual.differences, strict=True)
+        cells = []
+        for j, (text, value, difference) in enumerate(columns):
+            number = "" if value is None else f"{value:.6g}"
+            number += f" ({difference:+.6g})" if j and difference is not None else ""
+            cells.append(f"{text}\n{number}")
+        table.add_row(str(i), *cells)
     document = {"mode": mode, "prompts": prompts, f"{mode}s": [asdict(individual) for individual in found]}
-    print_document(document, as_json, table)
+    print_document(document, as_json, lambda _: table)
 
 
-def _print_holding(
-    model: Any, tokenizer: Any, prompts: list[str], above: float, decision_threshold: float | None, as_json: bool
-) -> None:
+def _words_above(
+    model: Any, tokenizer: Any, prompts: list[str], above: float, decision_threshold: float | None
+) -> dict[str, Any]:
+    """The document of --above: every word whose P is above it, after each prompt."""
     from cqwen_dist.generate.continuation import input_device, padded
     from cqwen_dist.generate.decisions import multi_label
 
+    def text(token: int) -> str:
+        return "<NUM>" if token == model.config.num_token_id else tokenizer.decode([token], [0.0])
+
     batch = padded(tokenizer, prompts, input_device(model))
-    outputs: list[dict[str, Any]] = []
-    for prompt, words in zip(prompts, multi_label(model, batch, above, None, decision_threshold), strict=True):
-        records = [{"text": _word(model, tokenizer, word.id), **asdict(word)} for word in words]
-        outputs.append({"prompt": prompt, "words": records})
+    found = multi_label(model, batch, above, None, decision_threshold)
+    outputs = [
+        {"prompt": prompt, "words": [{"text": text(word.id), **asdict(word)} for word in words]}
+        for prompt, words in zip(prompts, found, strict=True)
+    ]
+    return {"above": above, "decision_threshold": decision_threshold, "outputs": outputs}
+
+
+def _print_words(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json({"above": above, "decision_threshold": decision_threshold, "outputs": outputs})
+        print_json(document)
         return
-    for output in outputs:
+    for output in document["outputs"]:
         typer.echo(output["prompt"])
         for word in output["words"]:
             typer.echo(f"    {word['text']!r}   P {word['p']:.4g}")
-
-
-def _word(model: Any, tokenizer: Any, token: int) -> str:
-    return "<NUM>" if token == model.config.num_token_id else tokenizer.decode([token], [0.0])
 
 
 def predict(

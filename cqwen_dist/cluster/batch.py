@@ -25,7 +25,7 @@ from typing import Any, cast
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, read_lines
+from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, read_lines, read_object
 from cqwen_dist.run.status import HistoryEntry, read_status
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
@@ -98,7 +98,7 @@ def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before
     """(done, fatal, cancelled, preempted or lost; the reason). before: `_stamp` at the start."""
     status = read_status(run_dir)
     written = status["status"] if _stamp(run_dir) != before else ""  # by this start
-    failed = _failed(logs)
+    failed, silent, _ = _ranks(logs)
     if status["status"] in ("done", "paused") and phase == "train" and code == 0:
         return "done", ""
     if failed:
@@ -113,12 +113,15 @@ def _ending(run_dir: Path, logs: Path, phase: str, code: int, asked: str, before
         return "preempted", str(status.get("reason") or asked)
     if asked == "USR1":
         return "preempted", asked
-    return "lost", _missing(logs) or str(status.get("reason") or f"exit code {code}")
+    if silent:
+        return "lost", f"ended without a message (killed, or the host is lost): rank {', '.join(map(str, silent))}"
+    return "lost", str(status.get("reason") or f"exit code {code}")
 
 
 def guilty_log(logs: Path) -> Path | None:
     """The log of the rank that failed first by itself; else of one that was killed; else of the first that ended."""
-    ranks = [*(r["rank"] for r in _failed(logs)), *_silent(logs), *(r["rank"] for r in _endings(logs))]
+    failed, silent, ended = _ranks(logs)
+    ranks = [*(ending["rank"] for ending in failed), *silent, *(ending["rank"] for ending in ended)]
     return logs / f"rank-{ranks[0]}.log" if ranks else None
 
 
@@ -170,37 +173,22 @@ def _stamp(run_dir: Path) -> list[Any] | None:
     return [stat.st_ino, stat.st_mtime_ns]
 
 
-def _endings(logs: Path) -> list[dict[str, Any]]:
-    """What the ranks of a start wrote about their end, the earliest first."""
-    found = []
-    for path in sorted(logs.glob("rank-*.ended")):
-        try:
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError:
-            continue
-    return sorted(found, key=lambda ending: float(ending["time"]))
+def _ranks(logs: Path) -> tuple[list[dict[str, Any]], list[int], list[dict[str, Any]]]:
+    """Endings of ranks that failed by themselves; ranks that wrote no end (killed, or their host is lost); all endings.
 
-
-def _failed(logs: Path) -> list[dict[str, Any]]:
-    """Endings of ranks that failed by themselves, the earliest first."""
-    return [ending for ending in _endings(logs) if ending["how"] in ("failed", "wrong input")]
+    Endings are what the ranks of a start wrote about their end, the earliest first.
+    """
+    found = [read_object(path) for path in logs.glob("rank-*.ended")]
+    endings = sorted((ending for ending in found if ending), key=lambda ending: float(ending["time"]))
+    began = {int(path.stem.partition("-")[2]) for path in logs.glob("rank-*.log")}
+    failed = [ending for ending in endings if ending["how"] in ("failed", "wrong input")]
+    return failed, sorted(began - {int(ending["rank"]) for ending in endings}), endings
 
 
 def _words_of(logs: Path, ending: dict[str, Any]) -> str:
     """Why a rank failed: its exception, or its error line for the user."""
     errors = [line for line in _tail(logs / f"rank-{ending['rank']}.log") if line.startswith("error: ")]
     return errors[-1].removeprefix("error: ") if ending["how"] == "wrong input" and errors else str(ending["message"])
-
-
-def _silent(logs: Path) -> list[int]:
-    """Ranks that began and wrote no end: killed, or their host is lost."""
-    began = {int(path.stem.partition("-")[2]) for path in logs.glob("rank-*.log")}
-    return sorted(began - {int(ending["rank"]) for ending in _endings(logs)})
-
-
-def _missing(logs: Path) -> str:
-    silent = ", ".join(map(str, _silent(logs)))
-    return f"ended without a message (killed, or the host is lost): rank {silent}" if silent else ""
 
 
 def _tail(path: Path) -> list[str]:

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -159,13 +160,8 @@ def split_stages(config: Config, resources: Resources, by_stage: dict[str, Resou
     for name in by_stage:
         if name not in names:
             raise UserError("--stage", name, f"a stage of the config: {', '.join(names)}")
-    jobs: list[tuple[str, Resources]] = []
-    for name in names:
-        needs = by_stage.get(name, resources)
-        if jobs and jobs[-1][1] == needs:
-            jobs.pop()
-        jobs.append((name, needs))
-    return jobs
+    neighbours = groupby(names, key=lambda name: by_stage.get(name, resources))
+    return [(list(group)[-1], needs) for needs, group in neighbours]
 
 
 def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:

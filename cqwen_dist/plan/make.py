@@ -184,9 +184,8 @@ def _trained(s: Sizes) -> int:
 def checkpoint_bytes(s: Sizes) -> int:
     """Of one checkpoint of the last stage, fp32: adapters and embedding with two moments, all heads, and moments of the
     heads that have trained. The frozen backbone is not in it."""
-    groups, v, c, h = s.ever_trainable, s.base.vocab, s.causal, s.base.hidden
-    scalar = s.config.train.thresholds == "scalar"
-    heads = 2 * (c * h + c) + (c + 1) + c + v * s.words + v + (1 if scalar else v)
+    groups, v = s.ever_trainable, s.base.vocab
+    heads = sum(s.whole_heads.values()) + v * s.words + v + (1 if s.config.train.thresholds == "scalar" else v)
     moments = s.whole_head(groups) + sum(s.row_tensors(groups)) // s.rows * v
     return s.trained_features * (FP32 + ADAM_MOMENTS) + heads * FP32 + moments * ADAM_MOMENTS
 

@@ -115,10 +115,9 @@ def _frozen(s: Sizes) -> Iterator[Part]:
 
 def _engine(s: Sizes) -> Iterator[Part]:
     """Weights; fp32 masters and Adam's moments of this rank's share."""
-    reached = reached_groups(s)
     for name, count in s.engine_parameters.items():
         group = "lora" if name == "LoRA" else "embedding"
-        trained = ADAM_MOMENTS if group in reached else 0
+        trained = ADAM_MOMENTS if group in s.reached else 0
         whole = count if s.zero < 3 or s.over(3) == 1 else ceil_div(count, s.over(3))
         yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
         if s.zero == 3:  # one flat buffer of gradients for good
@@ -133,31 +132,20 @@ def _engine(s: Sizes) -> Iterator[Part]:
 
 def _heads(s: Sizes) -> Iterator[Part]:
     """The heads are outside the engine, in fp32, with their own AdamW: small ones whole, rows over the group."""
-    reached = reached_groups(s)
-    c, h, v, words = s.causal, s.base.hidden, s.rows, s.words
-    for name, count in (("abduction", 2 * (c * h + c)), ("regression", s.regressions * (c + 1)), ("noise", c)):
-        size = count * (FP32 + ADAM_MOMENTS * (name in reached))
-        yield Part(name, size, f"{count:,} x 4 bytes" + (", 8 more for moments" if name in reached else ""))
-    trained = "classifier" in reached
+    v, words = s.rows, s.words
+    for name, count in s.whole_heads.items():
+        size = count * (FP32 + ADAM_MOMENTS * (name in s.reached))
+        yield Part(name, size, f"{count:,} x 4 bytes" + (", 8 more for moments" if name in s.reached else ""))
+    trained = "classifier" in s.reached
     each = FP32 + ADAM_MOMENTS * trained
     state = "master and two moments" if trained else "weights (never trained so far)"
     spread = f", over {s.group} ranks" if s.group > 1 else ""
     yield Part("W_cls", v * words * each, f"v C = {v:,} x {words:,}, {each} bytes: {state}{spread}")
     bias = v * (FP32 + ADAM_MOMENTS * (trained and s.config.train.train_class_bias))
-    learns = "thresholds" in reached and s.config.train.thresholds != "fixed"
+    learns = "thresholds" in s.reached and s.config.train.thresholds != "fixed"
     threshold = (v if s.config.train.thresholds != "scalar" else 1) * (FP32 + ADAM_MOMENTS * learns)
     yield Part("b_cls and C", bias + threshold, "fp32; with two moments where they learn")
-    yield Part("abduction at the start", 2 * (c * h + c) * FP32, "a copy, for KL(U || U at the start)")
-
-
-def reached_groups(s: Sizes) -> frozenset[str]:
-    """The groups that train in this stage or trained before it: Adam holds moments of those."""
-    found: set[str] = set()
-    for stage in s.config.stages:
-        found |= stage.groups
-        if stage.name == s.stage.name:
-            break
-    return frozenset(found)
+    yield Part("abduction at the start", s.whole_heads["abduction"] * FP32, "a copy, for KL(U || U at the start)")
 
 
 # ---------------------------------------------------------------------------------- phases of a step
@@ -201,7 +189,7 @@ def _features_and_u(s: Sizes, forward: bool) -> int:
         size += 2 * w * c * s.base.hidden * s.graph  # the two matrices, rounded, kept for the gradient of z
     if s.group > 1:
         size += s.group * n * (2 * s.words * w + 12)
-    if s.config.loss.constraint.mode != "off" and reached_groups(s) & {"embedding", "lora"}:
+    if s.config.loss.constraint.mode != "off" and s.reached & {"embedding", "lora"}:
         size += n * w * s.base.hidden  # z as it was at the start
     return size
 

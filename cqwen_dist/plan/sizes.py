@@ -42,6 +42,8 @@ class Sizes:
         # what trains; the engine is never rebuilt, so what a group that trained in any stage holds stays
         self.trainable = stage.groups
         self.ever_trainable = frozenset[str]().union(*(each.groups for each in config.stages))
+        until_now = config.stages[: 1 + [each.name for each in config.stages].index(stage.name)]
+        self.reached = frozenset[str]().union(*(each.groups for each in until_now))  # Adam has moments of these
         self.graph = bool(self.trainable & {"embedding", "lora"})  # whether gradients run through the backbone
         self.checkpointing = config.model.gradient_checkpointing
         # the backbone, the heads, the layout
@@ -54,6 +56,9 @@ class Sizes:
         # rows of W_reg: one for each value of a number, or for each type its value and its score
         types = config.data.types
         self.regressions = 2 * len(types) if types else 1 + len(config.data.more_values)
+        c, h = self.causal, base.hidden
+        # numbers of the heads' parts that every rank holds whole
+        self.whole_heads = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1), "noise": c}
         # linear maps with an adapter; trained numbers in DeepSpeed's engine by part, always the embedding's two vectors
         lora, self.adapters = config.model.lora, frozenset[str]()
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
@@ -101,10 +106,8 @@ class Sizes:
 
     def whole_head(self, groups: frozenset[str]) -> int:
         """Trained numbers of the heads that every rank holds whole, where `groups` are trainable."""
-        c, h = self.causal, self.base.hidden
         scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
-        sizes = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1), "noise": c}
-        return sum(size for name, size in sizes.items() if name in groups) + scalar
+        return sum(size for name, size in self.whole_heads.items() if name in groups) + scalar
 
     def over(self, stage: int) -> int:
         """Over how many ranks ZeRO spreads what it shards from `stage` on."""
