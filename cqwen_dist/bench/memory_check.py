@@ -189,7 +189,7 @@ def measure(case: Case, runtime: Runtime, groups: Groups | None = None) -> dict[
         "predicted_mib": predicted / MIB,
         "ratio": predicted / measured,
         "stage": s.stage.name,
-        "moment": phase.name,
+        "moment": phase,
     }
 
 

@@ -36,8 +36,8 @@ from cqwen_dist.plan import Architecture, read_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.machine import MACHINES, Machine, machine
-from cqwen_dist.plan.make import tensor_bytes
-from cqwen_dist.plan.memory import GIB, WORKSPACE, kept, phases
+from cqwen_dist.plan.make import tensor_bytes, worst
+from cqwen_dist.plan.memory import GIB, WORKSPACE
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 from cqwen_dist.training.stages import StagePlan
 
@@ -181,7 +181,7 @@ def _stage(
             messages, pairs = traffic.take()  # marks.seconds() waited for the device
             communication += sum(between(*pair) for pair in pairs) / rounds
     traffic.on = False
-    planned = tensor_bytes(tuple(kept(s))) + max(phase.bytes for phase in phases(s))
+    planned = tensor_bytes(worst([s])[2])
     planned += WORKSPACE * (device.type == "cuda")
     return row | {
         "parts_s": {name: statistics.median(values) for name, values in parts.items()},

@@ -32,36 +32,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
 )
-config_app = typer.Typer(no_args_is_help=True, help="Check a config, or print its JSON Schema.")
-checkpoint_app = typer.Typer(no_args_is_help=True, help="List or verify checkpoints.")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
-
-BEFORE, TRAIN, LOOK, USE = "Before a run", "Train", "Look at a run", "Use a model"
-app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
-for panel, verbs in (
-    (BEFORE, (init, before.plan, before.prepare, before.doctor)),
-    (TRAIN, (runs.quickstart, fit, runs.train, runs.launch, runs.submit)),
-    (LOOK, (look.status, look.report)),
-    (USE, (use.generate, use.predict, use.export)),
-):
+BEFORE, TRAIN, LOOK, USE, MEASURE = "Before a run", "Train", "Look at a run", "Use a model", "Measure"
+for panel, verbs in {
+    BEFORE: (init, before.plan, before.prepare, before.doctor),
+    TRAIN: (runs.quickstart, fit, runs.train, runs.launch, runs.submit),
+    LOOK: (look.status, look.report),
+    USE: (use.generate, use.predict, use.export),
+}.items():
     for verb in verbs:
         app.command(rich_help_panel=panel)(verb)
 app.command("eval", rich_help_panel=LOOK)(look.evaluate)
-app.add_typer(checkpoint_app, name="checkpoint", rich_help_panel=LOOK)
-app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
-
-config_app.command("validate")(before.config_validate)
-config_app.command("schema")(before.config_schema)
-checkpoint_app.command("list")(look.checkpoint_list)
-checkpoint_app.command("verify")(look.checkpoint_verify)
-for name, measure in (
-    ("data", bench.data),
-    ("loss", bench.loss),
-    ("step", bench.step),
-    ("memory", bench.memory),
-    ("generate", bench.generate),
+for name, panel, text, commands in (
+    ("config", BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
+    ("checkpoint", LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),
+    ("bench", MEASURE, "Measure on this machine.", (bench.data, bench.loss, bench.step, bench.memory, bench.generate)),
 ):
-    bench_app.command(name)(measure)
+    group = typer.Typer(no_args_is_help=True, help=text)
+    app.add_typer(group, name=name, rich_help_panel=panel)
+    for command in commands:
+        group.command(command.__name__.removeprefix(f"{name}_"))(command)
 
 
 def _version(asked: bool) -> None:
@@ -72,9 +61,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)] = (
-        False
-    ),
+    version: Annotated[bool, typer.Option("--version", help="Print it.", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Options of `cqwen` itself, before the verb."""
 

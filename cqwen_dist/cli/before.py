@@ -40,9 +40,7 @@ def config_schema(
 def prepare(
     config: ConfigFile,
     overrides: Overrides = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or a core each.")] = (
-        None
-    ),
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or all cores.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise the data once, in parallel; runs on the same data then map it. Says what is in it.
@@ -69,9 +67,7 @@ def plan(
     gpu: Annotated[str, typer.Option(help="Rates of this GPU: h200, h100 (default), a100, l40s, cpu.")] = "",
     interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
     calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,
-    sequences: Annotated[
-        int | None, typer.Option(min=1, help="Texts in an epoch; default: counted where cheap.")
-    ] = None,
+    sequences: Annotated[int | None, typer.Option(min=1, help="Texts in an epoch; default: counted if cheap.")] = None,
     search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the config (with --search: of the best layout).")] = None,

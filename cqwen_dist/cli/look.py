@@ -16,12 +16,8 @@ def evaluate(
     checkpoint: Checkpoint,
     data: Annotated[str, typer.Option(help="JSONL file or bundled:NAME; default: the run's own held-out data.")] = "",
     base: Annotated[str, typer.Option(help="Base model to compare with; default: the run's own.")] = "",
-    label_set: Annotated[
-        float | None, typer.Option(help="Also predict sets: all words with P above this (0 to 1).")
-    ] = None,
-    reject_below: Annotated[
-        float | None, typer.Option(help="Also answer 'I don't know' where no word's P reaches this (0 to 1).")
-    ] = None,
+    label_set: Annotated[float | None, typer.Option(help="Also sets of words: all whose P is above this.")] = None,
+    reject_below: Annotated[float | None, typer.Option(help="Also 'I don't know' where no P reaches this.")] = None,
     micro_batch_size: Annotated[int, typer.Option(help="Texts in a batch.", min=1)] = 8,
     as_json: AsJson = False,
 ) -> None:
@@ -46,12 +42,8 @@ def evaluate(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of runs to compare.")],
-    out: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html in the run, or here for several.")
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Held-out texts that the oldest kept and the newest checkpoint continue.")
-    ] = 0,
+    out: Annotated[Path | None, typer.Option(help="The page; default: RUN/report.html, or here for several.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Held-out texts, continued by oldest and newest checkpoint.")] = 0,
 ) -> None:
     """Curves, calibration, predictions and a diagnosis of runs in one self-contained HTML page."""
     if samples:

@@ -88,43 +88,28 @@ def quickstart(
         print_json(metrics)
 
 
-StageJobs = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME:...", help="A stage's own resources, such as heads:nodes=1,time=60: a job of its own."),
-]
-TimeLimit = Annotated[
-    str | None,
-    typer.Option("--time", help="Time limit, such as 90 (minutes) or 1-12:00:00; default: the partition's."),
-]
-SetupLines = Annotated[list[str] | None, typer.Option(help="A line of bash to run first, such as module load.")]
-ContainerCommand = Annotated[str, typer.Option(metavar="WORDS", help="The command that runs Python in it.")]
-Blind = Annotated[bool, typer.Option("--no-preflight", help="Do not examine the nodes first.")]
-
-
 def submit(
     config: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each machine; 0: CPU ranks.")] = 0,
-    ranks_per_node: Annotated[
-        int | None, typer.Option(help="Ranks on each machine; default: one for each GPU, or one.")
-    ] = None,
-    stage: StageJobs = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on a machine; default: its GPUs, or one.")] = None,
+    stage: Annotated[list[str] | None, typer.Option(help="A stage's own job, such as heads:nodes=1,time=60.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's default.")] = None,
     account: Annotated[str | None, typer.Option(help="Account that the job is charged to.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
     constraint: Annotated[str | None, typer.Option(help="Features that the nodes must have.")] = None,
     exclude: Annotated[str | None, typer.Option(help="Nodes not to use.")] = None,
-    limit: TimeLimit = None,
+    limit: Annotated[str | None, typer.Option("--time", help="Time limit: 90 (minutes) or 1-12:00:00.")] = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="A further option of sbatch, such as --mem=0.")] = None,
-    setup: SetupLines = None,
+    setup: Annotated[list[str] | None, typer.Option(help="A line of bash to run first, as module load.")] = None,
     venv: Annotated[str | None, typer.Option(help="Virtual environment to activate; default: this Python.")] = None,
     container: Annotated[str | None, typer.Option(help="Container image for Python.")] = None,
-    container_command: ContainerCommand = "apptainer exec --nv",
+    container_command: Annotated[str, typer.Option(help="Command that runs Python in it.")] = "apptainer exec --nv",
     name: Annotated[str | None, typer.Option(help="Name of the job; default: cqwen- and the run's folder.")] = None,
     warn_s: Annotated[int, typer.Option(help="Stop in order this many seconds before the time limit.")] = 180,
     max_restarts: Annotated[int, typer.Option(help="Requeues in a row without a new checkpoint.")] = 5,
-    blind: Blind = False,
+    blind: Annotated[bool, typer.Option("--no-preflight", help="Do not examine the nodes first.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
 ) -> None:
     """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""

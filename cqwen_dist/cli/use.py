@@ -22,19 +22,6 @@ Device = Annotated[
 ]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number: auto (what its uncertainty leaves).")]
 Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
-Individuals = Annotated[
-    int | None, typer.Option(help="Continue each prompt under this many individuals, the same for all.")
-]
-Noises = Annotated[int | None, typer.Option(help="Continue each prompt under this many noises, the same for all.")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="Divides compatible's logits; multiplies the scale that causal, individual, noise, sample draw."),
-]
-Above = Annotated[
-    float | None, typer.Option(help="Write no text: list every word whose P is above this after each prompt.")
-]
-DecisionThreshold = Annotated[float | None, typer.Option(help="With --above: C of every word, instead of its own.")]
-PlotFile = Annotated[Path | None, typer.Option(help="With --individuals or --noises: their first numbers as SVG.")]
 
 
 def generate(
@@ -43,9 +30,12 @@ def generate(
     mode: Mode = "standard",
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 64,
     seed: Annotated[int | None, typer.Option(help="Seed for the modes that draw.")] = None,
-    individuals: Individuals = None,
-    noises: Noises = None,
-    temperature: Temperature = None,
+    individuals: Annotated[int | None, typer.Option(help="Individuals under which every prompt is continued.")] = None,
+    noises: Annotated[int | None, typer.Option(help="Noises under which every prompt is continued.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Divides compatible's logits; multiplies the scale from which other modes draw."),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="For compatible.")] = None,
     top_p: Annotated[float | None, typer.Option(help="For compatible.")] = None,
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
@@ -53,9 +43,11 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
     device: Device = "auto",
-    plot: PlotFile = None,
-    above: Above = None,
-    decision_threshold: DecisionThreshold = None,
+    plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: first numbers as SVG.")] = None,
+    above: Annotated[float | None, typer.Option(help="Write no text; list the words whose P is above this.")] = None,
+    decision_threshold: Annotated[
+        float | None, typer.Option(help="With --above: one C in place of the words'.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: a record of every token)."""
@@ -197,18 +189,12 @@ def _print_words(document: dict[str, Any], as_json: bool) -> None:
 def predict(
     checkpoint: Checkpoint,
     table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV file with a header.")],
-    template: Annotated[
-        str | None, typer.Option(help='The prompt of a row, "age {age}: score was"; default: the run\'s own.')
-    ] = None,
+    template: Annotated[str | None, typer.Option(help="A row's prompt, 'age {age}: was'; default: the run's.")] = None,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; default: stdout.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="Choose among these texts instead of a number; repeat it.")
-    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts, no number; repeat it.")] = None,
     reject_below: Annotated[float, typer.Option(help="With --option: choose none if the best P is below.")] = 0.0,
     digits: DigitsOption = "auto",
-    within: Annotated[
-        int, typer.Option(min=1, help="The number has to be among this many tokens; 1: it comes next.")
-    ] = 8,
+    within: Annotated[int, typer.Option(min=1, help="The number is among this many tokens; 1: it comes next.")] = 8,
     empty: Annotated[str | None, typer.Option(help="Text for an empty cell, as data.empty_cell in training.")] = None,
     decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 in a cell as 1234.5.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 16,
@@ -253,14 +239,9 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Fold the adapters into the backbone.")] = False,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16, of the backbone; default: as trained. Heads: fp32.")] = "",
     as_base: Annotated[
-        bool,
-        typer.Option(
-            "--as-base", "--as-qwen2", help="A plain model of the base's kind whose logits are loc_S, for any server."
-        ),
+        bool, typer.Option("--as-base", "--as-qwen2", help="A plain model of the base's kind; its logits are loc_S.")
     ] = False,
-    drop_bias: Annotated[
-        bool, typer.Option("--drop-bias", help="With --as-base: leave out the bias, which such a model can't hold.")
-    ] = False,
+    drop_bias: Annotated[bool, typer.Option("--drop-bias", help="With --as-base: leave out the bias.")] = False,
     shard_size: Annotated[str, typer.Option(help="The most bytes of one file, such as 5GB.")] = "5GB",
 ) -> None:
     """Write a folder that from_pretrained loads, with a model card; it is verified before it appears."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from timeit import repeat
 from typing import Any
 
 from cqwen_dist.cluster.node import has_gpu
@@ -201,21 +202,15 @@ def _unresolved(hosts: list[str]) -> list[str]:
 
 def _try_folder(folder: Path) -> dict[str, Any]:
     """Seconds to write a small file durably (write, fsync, rename) and to read it: medians of five."""
-    writes, reads = [], []
     mine = folder / f".cqwen-doctor-{platform.node()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for _ in range(5):
-            began = time.perf_counter()
-            write_atomically(mine, "x" * 4096)
-            writes.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            mine.read_bytes()
-            reads.append(time.perf_counter() - began)
+        write_s = median(repeat(lambda: write_atomically(mine, "x" * 4096), number=1, repeat=5))
+        read_s = median(repeat(mine.read_bytes, number=1, repeat=5))
         mine.unlink()
     except OSError as error:
         return {"path": str(folder), "error": error.strerror or str(error)}
-    return {"path": str(folder), "error": None, "write_s": median(writes), "read_s": median(reads)}
+    return {"path": str(folder), "error": None, "write_s": write_s, "read_s": read_s}
 
 
 def _seconds_until(path: Path) -> float | None:
@@ -229,10 +224,9 @@ def _seconds_until(path: Path) -> float | None:
 
 
 def _free_gib(path: Path) -> float | None:
-    while not path.exists() and path != path.parent:
-        path = path.parent
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
-        return round(shutil.disk_usage(path).free / 2**30, 1)
+        return round(shutil.disk_usage(there).free / 2**30, 1)
     except OSError:
         return None
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,11 @@ def launch(
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
     before, shared = read_status(run_dir), run_dir.absolute()
-    if hosts is None:
-        code, stopped = _on_this_machine(["train", str(path), *overrides], ranks, quiet)
-    else:
-        doctor = ["doctor", "--quick", "--folder", str(shared)]
-        if look_first and (red := _on_hosts(doctor, hosts, environment, shared)[0]):
-            sys.stderr.write("the hosts cannot run this: see the red lines above\n")
-            return red
-        code, stopped = _on_hosts(["train", str(path.absolute()), *overrides], hosts, environment, shared, quiet)
+    start = partial(_run_words, ranks=ranks, hosts=hosts, environment=environment, shared=shared)
+    if hosts and look_first and (red := start(["doctor", "--quick", "--folder", str(shared)])[0]):
+        sys.stderr.write("the hosts cannot run this: see the red lines above\n")
+        return red
+    code, stopped = start(["train", str(path.absolute()), *overrides], quiet=quiet)
     for stacks in stacks_of(run_dir):
         sys.stderr.write(f"a rank hung; its stacks: {stacks}\n")
     return _exit_code(code, stopped, before, read_status(run_dir))
@@ -119,19 +117,22 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
 
 def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path) -> int:
     """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts."""
-    if hostfile is None:
-        return _on_this_machine(words, ranks, quiet=False)[0]
-    return _on_hosts(words, read_hostfile(hostfile), read_environment(None), shared.absolute())[0]
+    hosts = None if hostfile is None else read_hostfile(hostfile)
+    return _run_words(words, ranks, hosts, {} if hosts is None else read_environment(None), shared.absolute())[0]
 
 
-def _on_this_machine(words: list[str], ranks: int, quiet: bool) -> tuple[int, bool]:
-    environment = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
-    return _run_to_its_end(launch_command(words, ranks, free_port()), environment, quiet)
-
-
-def _on_hosts(
-    words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, quiet: bool = False
+def _run_words(
+    words: list[str],
+    ranks: int,
+    hosts: dict[str, int] | None,
+    environment: dict[str, str],
+    shared: Path,
+    quiet: bool = False,
 ) -> tuple[int, bool]:
+    """(exit code, whether it was asked to stop). hosts None: ranks on this machine; environment: of the hosts' ranks."""
+    if hosts is None:
+        own = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
+        return _run_to_its_end(launch_command(words, ranks, free_port()), own, quiet)
     with prepared(words, hosts, environment, shared, free_port()) as job:
         try:
             # Every host has the folder `/`, where DeepSpeed starts the ranks.

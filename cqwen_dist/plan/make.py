@@ -13,7 +13,7 @@ from cqwen_dist.plan.architecture import Architecture
 from cqwen_dist.plan.comm import bytes_sent, stage_head_messages
 from cqwen_dist.plan.cost import StageCost, stage_cost
 from cqwen_dist.plan.machine import MACHINES, Machine, describe
-from cqwen_dist.plan.memory import ADAM_MOMENTS, FP32, GIB, Part, Phase
+from cqwen_dist.plan.memory import ADAM_MOMENTS, FP32, GIB, Part
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 
 NOT_TENSORS = ("process", "CUDA context", "communication buffers", "fragmentation")
@@ -105,12 +105,12 @@ class Plan:
         }
 
 
-def worst(sizes: list[Sizes]) -> tuple[Sizes, Phase, tuple[Part, ...]]:
-    """(stage, phase, all parts held then) where a rank's tensors take most."""
+def worst(sizes: list[Sizes]) -> tuple[Sizes, str, tuple[Part, ...]]:
+    """(stage, name of the phase, all parts held then) where a rank's tensors take most."""
     found = []
     for s in sizes:
         always = tuple(part for part in memory.kept(s) if part.bytes)
-        found += [(s, phase, always + phase.parts) for phase in memory.phases(s)]
+        found += [(s, name, always + parts) for name, parts in memory.phases(s).items()]
     return max(found, key=lambda item: tensor_bytes(item[2]))
 
 
@@ -163,7 +163,7 @@ def plan(
         head_bytes_sent=bytes_sent(stage_head_messages(s, s.group)),
         head_bytes_sent_unsharded=bytes_sent(stage_head_messages(s, 1)),
         stage=s.stage.name,
-        moment=phase.name,
+        moment=phase,
         parts=parts,
         advice=_advice(s, parts),
         checkpoint_bytes=checkpoint_bytes(sizes[-1]),

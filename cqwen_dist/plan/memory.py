@@ -44,19 +44,6 @@ class Part:
     place: Literal["device", "host"] = "device"
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A phase of a step: what is held then in addition to what is always held."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @property
-    def bytes(self) -> int:
-        """On the device."""
-        return sum(part.bytes for part in self.parts if part.place == "device")
-
-
 def kept(s: Sizes) -> Iterator[Part]:
     """Held from the first step of the stage to its last: weights, masters, Adam's moments."""
     yield from _frozen(s)
@@ -64,21 +51,27 @@ def kept(s: Sizes) -> Iterator[Part]:
     yield from _heads(s)
 
 
-def phases(s: Sizes) -> list[Phase]:
-    """The phases of a step that may need most."""
-    found = [
-        ("the loss", _loss(s)),
-        ("backward of the heads", _heads_backward(s)),
-        ("optimizer step", _step(s)),
-        ("a look at the accuracy", _accuracy(s)),
-    ]
+def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
+    """The phases of a step that may need most: what each holds in addition to what is always held."""
+    gradients = _head_gradients(s) + _feature_gradients(s)
+    earlier = Part("accumulated gradients", gradients * (s.accumulation > 1), "of earlier micro-batches")
+    held = (_activations(s), earlier)
+    found: dict[str, tuple[Part, ...]] = {
+        "the loss": (*held, *_loss(s)),
+        "backward of the heads": (*held, *_heads_backward(s)),
+        "optimizer step": (_step_gradients(s),),
+        "a look at the accuracy": (Part("gradients", gradients, "of the step"), _best_words(s)),
+    }
     if s.config.loss.constraint.mode == "monitor":
-        found.append(("a look at the constraint", _heads_backward(s, looking=True)))
+        found["a look at the constraint"] = (*held, *_heads_backward(s, looking=True))
     if s.graph:
-        found.append(("backward of the last layer", _backbone_backward(s)))
+        layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
+        own = Part("gradients", gradients, "heads in fp32; features in DeepSpeed's buffers")
+        found["backward of the last layer"] = (*held, own, layer)
     else:  # also where z is cached: this forward pass makes the cache
-        found.append(("forward", _forward(s)))
-    return [Phase(name, tuple(part for part in parts if part.bytes)) for name, parts in found]
+        layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
+        found["forward"] = (earlier, layer)
+    return {name: tuple(part for part in parts if part.bytes) for name, parts in found.items()}
 
 
 def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
@@ -172,12 +165,6 @@ def _feature_gradients(s: Sizes) -> int:
     return s.trained_features * s.width + averaged * own
 
 
-def _standing(s: Sizes) -> Iterator[Part]:
-    """Gradients of the micro-batches before this one."""
-    if s.accumulation > 1:
-        yield Part("accumulated gradients", _head_gradients(s) + _feature_gradients(s), "of earlier micro-batches")
-
-
 def _features_and_u(s: Sizes, forward: bool) -> int:
     """Bytes of z, U, U' and what their backward needs. forward: while the loss is computed, with U's own scale."""
     n, c, w = s.tokens, s.causal, s.width
@@ -195,8 +182,6 @@ def _features_and_u(s: Sizes, forward: bool) -> int:
 
 
 def _loss(s: Sizes) -> Iterator[Part]:
-    yield _activations(s)
-    yield from _standing(s)
     yield Part("features and U", _features_and_u(s, True), "z, and four [N, C] in fp32")
     n, c = s.group * s.tokens, s.words
     need_u = s.graph or bool(s.trainable & {"abduction", "noise"})
@@ -224,8 +209,6 @@ def tile_shape(tokens: int, rows: int, c: int, kind: str) -> tuple[int, int]:
 
 
 def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
-    yield _activations(s)
-    yield from _standing(s)
     n, c = s.tokens, s.causal
     yield Part("features and U", _features_and_u(s, False), "what their backward needs")
     yield Part("gradients", _head_gradients(s), "rows, abduction, regression")
@@ -237,31 +220,18 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
         yield Part("KL to the start", KL_TENSORS * n * c * FP32, f"{KL_TENSORS} tensors [N, C] in fp32")
 
 
-def _accuracy(s: Sizes) -> Iterator[Part]:
-    """The accuracy of a micro-batch's tokens, computed when its gradients exist."""
+def _best_words(s: Sizes) -> Part:
+    """To compute the accuracy of a micro-batch's tokens."""
     n = s.tokens * s.group
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
-    yield Part("gradients", _head_gradients(s) + _feature_gradients(s), "of the step")
     held = s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4
     held += words * s.words * FP32 * (1 + (s.width < FP32))
-    yield Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
+    return Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
 
 
-def _backbone_backward(s: Sizes) -> Iterator[Part]:
-    yield _activations(s)
-    yield from _standing(s)
-    gradients = _head_gradients(s) + _feature_gradients(s)
-    yield Part("gradients", gradients, "heads in fp32; features in DeepSpeed's buffers")
-    yield Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
-
-
-def _forward(s: Sizes) -> Iterator[Part]:
-    yield from _standing(s)
-    yield Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
-
-
-def _step(s: Sizes) -> Iterator[Part]:
+def _step_gradients(s: Sizes) -> Part:
     flat = FP32 * s.whole_head(s.trainable) if s.world > 1 else 0
     features = 0 if not s.graph else s.trained_features * s.width + ceil_div(s.trained_features * FP32, s.over(1))
-    gradients = _head_gradients(s) + features + flat
-    yield Part("gradients", gradients, "all of them, and those that are summed, in one piece")
+    return Part(
+        "gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece"
+    )

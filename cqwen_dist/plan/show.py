@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cqwen_dist.plan.cost import StageCost
@@ -35,12 +35,10 @@ def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title=f"Memory of one rank (stage {plan.stage}, {plan.moment})", title_justify="left")
-    table.add_column("part")
     whole = round(plan.device_gib * GIB)
     unit, each = ("GiB", GIB) if whole >= GIB else ("MiB", MIB)
-    table.add_column(unit, justify="right")
-    table.add_column("how")
+    title = f"Memory of one rank (stage {plan.stage}, {plan.moment})"
+    table = Table("part", Column(unit, justify="right"), "how", title=title, title_justify="left")
     for part in plan.parts:
         how = Text(part.how + (" (host)" if part.place == "host" else ""))  # brackets are meant
         amount = part.bytes / each
@@ -61,10 +59,9 @@ def _size(count: float) -> str:
 def _stages(plan: Plan) -> Table:
     """A row a metric, a column a stage: few stages fit any terminal."""
     how = "measured rates" if plan.machine.calibrated else "stated rates"
-    table = Table(title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
-    table.add_column("stage")
-    for stage in plan.stages:
-        table.add_column(stage.stage, justify="right")
+    stages = (Column(stage.stage, justify="right") for stage in plan.stages)
+    title = f"One optimizer step on {plan.machine.name} ({how})"
+    table = Table("stage", *stages, title=title, title_justify="left")
     columns = [_stage_cells(stage) for stage in plan.stages]
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
@@ -100,9 +97,9 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
     gain: tokens/s against the config's own layout.
     """
     title = f"Layouts that fit, fastest first (within {SIMPLER_WITHIN:.0%}: plainest, least memory)"
-    table = Table(title=title, title_justify="left")
-    for name in ("", "micro", "ZeRO", "group", "recompute", "offload", "GiB", "tokens/s", "gain"):
-        table.add_column(name, justify="left" if name == "offload" else "right")
+    numbers = [Column(name, justify="right") for name in ("", "micro", "ZeRO", "group", "recompute")]
+    rest = [Column(name, justify="right") for name in ("GiB", "tokens/s", "gain")]
+    table = Table(*numbers, "offload", *rest, title=title, title_justify="left")
     notes = Table.grid(padding=(0, 1))
     for number, choice in enumerate(choices, 1):
         at, planned = choice.layout, choice.plan
@@ -125,10 +122,8 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
 def render_scaling(points: Sequence[Point]) -> Table:
     """Efficiency by number of ranks (rows) and layout (columns). points: as `scaling` gives them."""
     title = "Weak scaling: tokens/s a GPU against one GPU (and communication's share of the step)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("GPUs", justify="right")
-    for zero, group in LAYOUTS:
-        table.add_column(f"ZeRO-{zero}, group {group}", justify="right")
+    names = ("GPUs", *(f"ZeRO-{zero}, group {group}" for zero, group in LAYOUTS))
+    table = Table(*(Column(name, justify="right") for name in names), title=title, title_justify="left")
     by = {(p.ranks, p.zero_stage, p.vocab_group_size): p for p in points}
     for ranks in RANKS:
         cells = []

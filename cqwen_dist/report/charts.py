@@ -29,7 +29,8 @@ def sections(metrics: Collection[str]) -> list[tuple[str, str, list[dict[str, An
     watched = [
         {
             "title": f"Kept: {name}",
-            "axis": {"unit": "Share of tokens", "percent": True},
+            "unit": "Share of tokens",
+            "percent": True,
             "curves": {f"watch/{name}/accuracy": "right", f"watch/{name}/base_accuracy": "base model"},
             "say": "Words right in texts that are not trained on. A falling curve means forgetting.",
         }
@@ -43,12 +44,9 @@ def sections(metrics: Collection[str]) -> list[tuple[str, str, list[dict[str, An
     return found
 
 
-def _chart(
-    section: str, title: str, axis: dict[str, Any], curves: dict[str, str], at: Any = None, say: str = ""
-) -> dict[str, Any]:
-    lines = list((at or {}).items())
-    axis = {"log": False, "percent": False, **axis}
-    return {"section": section, "title": title, **axis, "series": list(curves.items()), "at": lines, "say": say}
+def _chart(section: str, curves: dict[str, str], at: dict[float, str] | None = None, **chart: Any) -> dict[str, Any]:
+    usual = {"section": section, "say": "", "log": False, "percent": False}
+    return {**usual, **chart, "series": list(curves.items()), "at": list((at or {}).items())}
 
 
 def compared_metrics(metrics: Iterable[str]) -> list[dict[str, Any]]:

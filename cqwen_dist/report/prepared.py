@@ -95,22 +95,19 @@ def _lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def _sizes(dataset: TextDataset) -> list[tuple[str, int]]:
-    """Histogram of all numbers by sign and power of 10."""
+    """Histogram of all numbers by sign and power of 10, from the most negative to the largest."""
     low, high = -6, 12  # smaller and larger numbers fall into the outermost bins
     width = high - low + 1
-    counts = np.zeros((2, width), np.int64)  # positive, negative
-    zeros = 0
+    counts = np.zeros(2 * width + 1, np.int64)  # negative, zero, positive
     for part in dataset.number_parts(targets=False):
-        nonzero = part[part != 0]
-        zeros += len(part) - len(nonzero)
-        power = np.clip(np.floor(np.log10(np.abs(nonzero))), low, high).astype(int) - low
-        counts += np.bincount((nonzero < 0) * width + power, minlength=2 * width).reshape(2, width)
-    powers = range(low, high + 1)
-    negative = [(f"-1e{p}", int(counts[1, p - low])) for p in reversed(powers)]
-    positive = [(f"1e{p}", int(counts[0, p - low])) for p in powers]
-    found = [*negative, ("0", zeros), *positive]
-    filled = [i for i, (_, count) in enumerate(found) if count]
-    return found[filled[0] : filled[-1] + 1] if filled else []
+        with np.errstate(divide="ignore"):
+            power = np.clip(np.floor(np.log10(np.abs(part))), low, high)
+        bins = np.sign(part) * (power - low + 1)
+        counts += np.bincount(bins.astype(int) + width, minlength=2 * width + 1)
+    powers = [f"1e{power}" for power in range(low, high + 1)]
+    names = [*(f"-{power}" for power in reversed(powers)), "0", *powers]
+    filled = np.flatnonzero(counts)
+    return [(names[i], int(counts[i])) for i in range(filled[0], filled[-1] + 1)] if len(filled) else []
 
 
 def drawn(found: dict[str, Any]) -> RenderableType:

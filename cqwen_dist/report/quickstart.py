@@ -35,16 +35,14 @@ def show(config_path: Path, overrides: Sequence[str], console: Console) -> dict[
     export(run, out)
     model, tokenizer = load_trained(out)
 
-    table = Table(title="What it learned (100 held-out patients)", title_justify="left")
-    for column in ("", "this model", "compared with"):
-        table.add_column(column)
+    title = "What it learned (100 held-out patients)"
+    table = Table("", "this model", "compared with", title=title, title_justify="left")
     for metric in main_metrics(read_run(run)):
         table.add_row(metric["label"], metric["value"], metric["compared"])
     console.print(table)
 
-    shown = Table(title="Generated from the exported folder (mode standard)", title_justify="left")
-    for column in ("prompt ends with", "generated", "90 % interval", "truth"):
-        shown.add_column(column)
+    title, columns = "Generated from the exported folder (mode standard)", ("generated", "90 % interval", "truth")
+    shown = Table("prompt ends with", *columns, title=title, title_justify="left")
     for text in diabetes_texts("test")[:3]:
         prompt, _, truth = text.rpartition(" was ")
         (written,) = continue_text(model, tokenizer, [prompt + " was"], max_new_tokens=4)
