@@ -129,7 +129,7 @@ def _run_words(
     shared: Path,
     quiet: bool = False,
 ) -> tuple[int, bool]:
-    """(exit code, whether it was asked to stop). hosts None: ranks on this machine; environment: of the hosts' ranks."""
+    """(exit code, whether it was asked to stop). hosts None: ranks on this machine; environment: of hosts' ranks."""
     if hosts is None:
         own = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
         return _run_to_its_end(launch_command(words, ranks, free_port()), own, quiet)

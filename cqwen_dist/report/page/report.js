@@ -89,6 +89,14 @@
     });
     node.tools.append(link);
   };
+  const legend = (...items) => make("div", { class: "legend" }, ...items.map((item) => make("span", {}, ...[item].flat())));
+  // a button that switches state.log, whether the axis is logarithmic
+  const addLogSwitch = (node, state, draw) => {
+    const button = make("button", { type: "button", "aria-pressed": String(state.log) }, "Log");
+    button.addEventListener("click", () => { state.log = !state.log; button.setAttribute("aria-pressed", String(state.log)); draw(); });
+    node.tools.append(button);
+  };
+  const band = (upper, lower, fill) => make("path", { class: "band", d: `${pathOf([...upper, ...lower.reverse()])}Z`, fill });
   const smoothed = (ys) => {
     if (!smooth || ys.length < 12) return ys;
     const reach = Math.max(1, Math.round(ys.length / 40));
@@ -132,8 +140,8 @@
       const c = l.curve;
       if (c.low) {
         const drawn = c.x.map((v, i) => i).filter((i) => !log || c.low[i] > 0);
-        const edge = [...drawn.map((i) => [x(c.x[i]), clip(y(c.high[i]))]), ...drawn.reverse().map((i) => [x(c.x[i]), clip(y(c.low[i]))])];
-        if (edge.length) svg.append(make("path", { class: "band", d: `${pathOf(edge)}Z`, fill: l.colour }));
+        const edge = (ys) => drawn.map((i) => [x(c.x[i]), clip(y(ys[i]))]);
+        if (drawn.length) svg.append(band(edge(c.high), edge(c.low), l.colour));
       }
       const ys = smoothed(c.y);
       const points = c.x.map((v, i) => [x(v), log && ys[i] <= 0 ? NaN : clip(y(ys[i]))]).filter((p) => Number.isFinite(p[1]));
@@ -160,22 +168,15 @@
       tipAt(node, event, [make("div", {}, `step ${show(nearest)}`), ...rows]);
     });
     svg.addEventListener("pointerleave", () => { node.tip.style.display = "none"; cross.setAttribute("visibility", "hidden"); });
-    const legend = make("div", { class: "legend" });
-    chart.series.forEach(([name, label], s) => {
-      const found = lines.find((l) => l.label === label);
-      if (!found) return;
-      const mark = make("svg", { viewBox: "0 0 18 8" }, make("line", { x1: 0, x2: 18, y1: 4, y2: 4, "stroke-width": 2, style: `stroke:${many ? "var(--ink)" : found.colour};stroke-dasharray:${found.dash || "none"}` }));
-      if (!many || chart.series.length > 1) legend.append(make("span", {}, mark, label));
-    });
-    return [svg, legend];
+    const labels = many && chart.series.length === 1 ? [] : chart.series.map(([, label]) => lines.find((l) => l.label === label)).filter(Boolean);
+    const mark = (l) => make("svg", { viewBox: "0 0 18 8" }, make("line", { x1: 0, x2: 18, y1: 4, y2: 4, "stroke-width": 2, style: `stroke:${many ? "var(--ink)" : l.colour};stroke-dasharray:${l.dash || "none"}` }));
+    return [svg, legend(...labels.map((l) => [mark(l), l.label]))];
   };
   const redraws = [];
   const addChart = (grid, chart) => {
     const node = figure(chart.title, chart.say);
     const body = make("div");
-    const button = make("button", { type: "button", "aria-pressed": String(chart.log) }, "Log");
     const draw = () => body.replaceChildren(...drawCurves(node, chart));
-    button.addEventListener("click", () => { chart.log = !chart.log; button.setAttribute("aria-pressed", String(chart.log)); draw(); });
     addCsv(node, chart.title, () => [
       ["run", "metric", "step", "value", "least", "largest"],
       ...data.runs.flatMap((run) => chart.series.flatMap(([name]) => {
@@ -183,15 +184,16 @@
         return c ? c.x.map((step, i) => [run.name, name, step, c.y[i], c.low && c.low[i], c.high && c.high[i]]) : [];
       })),
     ]);
-    node.tools.append(button);
+    addLogSwitch(node, chart, draw);
     node.append(body, node.tip);
     grid.append(node);
     redraws.push(draw);
   };
 
   // ------------------------------------------------------------------ one evaluation's numbers
-  const drawCoverage = (node, n) => {
-    const W = 340, H = 300, box = { left: 56, right: W - 22, top: 8, bottom: H - 36 };
+  const W = 340, H = 300, box = { left: 62, right: W - 22, top: 8, bottom: H - 36 };
+  const coverage = (n) => {
+    const node = figure("Do intervals hold what they promise?", "On the diagonal they do; above it they are too wide, below it too narrow.");
     const svg = frame(W, H, "Coverage");
     const x = scale(0, 1, box.left, box.right), y = scale(0, 1, box.bottom, box.top);
     const grid = [0, 0.25, 0.5, 0.75, 1];
@@ -199,8 +201,8 @@
     const m = n.measured || n.count;
     const reach = (p) => 2.576 * Math.sqrt((p * (1 - p)) / m);
     const ps = Array.from({ length: 41 }, (_, i) => i / 40);
-    const edge = [...ps.map((p) => [x(p), y(Math.min(1, p + reach(p)))]), ...ps.reverse().map((p) => [x(p), y(Math.max(0, p - reach(p)))])];
-    svg.append(make("path", { class: "band", d: `${pathOf(edge)}Z`, fill: "var(--quiet)" }));
+    const edge = (sign) => ps.map((p) => [x(p), y(Math.max(0, Math.min(1, p + sign * reach(p))))]);
+    svg.append(band(edge(1), edge(-1), "var(--quiet)"));
     svg.append(make("line", { class: "at", x1: x(0), y1: y(0), x2: x(1), y2: y(1) }));
     const drawn = [["raw", "the Cauchy's own", 0], ["conformal", "recalibrated", 2]];
     for (const [key, , c] of drawn) {
@@ -209,13 +211,13 @@
       for (const [p, v] of points) svg.append(make("circle", { cx: x(p), cy: y(v), r: 2.4, fill: colour(c) }, make("title", {}, `${percent(p)} intervals hold ${percent(v)}`)));
     }
     addCsv(node, "Coverage", () => [["level", "raw", "recalibrated"], ...n.levels.map((p, i) => [p, n.raw[i], n.conformal[i]])]);
-    const legend = make("div", { class: "legend" });
-    for (const [, label, c] of drawn) legend.append(make("span", {}, make("i", { class: "swatch", style: `background:${colour(c)}` }), label));
-    legend.append(make("span", {}, make("i", { class: "swatch", style: "background:var(--quiet);opacity:.35" }), "99 % by chance"));
-    node.append(svg, legend);
+    const swatch = (style) => make("i", { class: "swatch", style: `background:${style}` });
+    const labels = drawn.map(([, label, c]) => [swatch(colour(c)), label]);
+    node.append(svg, legend(...labels, [swatch("var(--quiet);opacity:.35"), "99 % by chance"]));
+    return node;
   };
-  const drawPit = (node, n) => {
-    const W = 340, H = 300, box = { left: 56, right: W - 22, top: 8, bottom: H - 36 };
+  const pit = (n) => {
+    const node = figure("Where the truth falls (PIT)", `${show(n.count)} numbers in ${n.pit.length} bins; the band shows the scatter of a calibrated model by chance.`);
     const svg = frame(W, H, "PIT");
     const bins = n.pit.length, even = n.count / bins;
     const high = Math.max(...n.pit, even * 1.6) * 1.06;
@@ -226,17 +228,17 @@
     n.pit.forEach((count, i) => svg.append(make("rect", { x: x(i / bins) + 1, width: x(1 / bins) - x(0) - 2, y: y(count), height: y(0) - y(count), fill: colour(0), opacity: 0.8, rx: 1.5 }, make("title", {}, `${percent(i / bins)} to ${percent((i + 1) / bins)}: ${count} numbers`))));
     svg.append(make("line", { class: "at", x1: box.left, x2: box.right, y1: y(even), y2: y(even) }));
     addCsv(node, "PIT", () => [["from", "to", "numbers"], ...n.pit.map((count, i) => [i / bins, (i + 1) / bins, count])]);
-    node.append(svg, make("div", { class: "legend" }, make("span", {}, "flat: calibrated · hump in the middle: too wide · at the ends: too narrow · slanted: biased")));
+    node.append(svg, legend("flat: calibrated · hump in the middle: too wide · at the ends: too narrow · slanted: biased"));
+    return node;
   };
-  const drawPredicted = (node, n) => {
-    const W = 340, H = 300, box = { left: 62, right: W - 12, top: 8, bottom: H - 36 };
-    const all = [...n.true, ...n.predicted];
+  const predicted = (n) => {
+    const node = figure("Predicted against true", "On the diagonal: right.");
     const sorted = [...n.true].sort((a, b) => a - b);
     const middle = Math.max(1e-9, (sorted[Math.floor(sorted.length * 0.75)] - sorted[Math.floor(sorted.length * 0.25)]) || Math.abs(sorted[Math.floor(sorted.length / 2)]));
-    let log = Math.max(...n.true) - Math.min(...n.true) > 30 * middle;
+    const axis = { log: Math.max(...n.true) - Math.min(...n.true) > 30 * middle };
     const body = make("div");
     const draw = () => {
-      const svg = frame(W, H, "Predicted against true");
+      const svg = frame(W, H, "Predicted against true"), log = axis.log;
       const f = log ? (v) => Math.sign(v) * Math.log10(1 + Math.abs(v)) : (v) => v;
       let low = Math.min(...n.true.map(f)), high = Math.max(...n.true.map(f));
       const clipped = n.predicted.map(f).sort((a, b) => a - b);
@@ -255,14 +257,13 @@
         svg.append(make("circle", { cx, cy: clip(y(f(n.predicted[i]))), r: few ? 2.6 : 1.9, fill: colour(0), opacity: few ? 0.85 : 0.45 }, make("title", {}, `true ${show(t)}, predicted ${show(n.predicted[i])}, 90 % interval ${show(n.low[i])} to ${show(n.high[i])}`)));
       });
       const which = n.interval === "conformal" ? "recalibrated" : "the Cauchy's own";
-      body.replaceChildren(svg, make("div", { class: "legend" }, make("span", {}, few ? `bars: 90 % intervals, ${which}` : `${n.true.length} of ${show(n.count)} numbers`)));
+      body.replaceChildren(svg, legend(few ? `bars: 90 % intervals, ${which}` : `${n.true.length} of ${show(n.count)} numbers`));
     };
-    const button = make("button", { type: "button", "aria-pressed": String(log) }, "Log");
-    button.addEventListener("click", () => { log = !log; button.setAttribute("aria-pressed", String(log)); draw(); });
     addCsv(node, "Predicted", () => [["true", "predicted", "low", "high"], ...n.true.map((t, i) => [t, n.predicted[i], n.low[i], n.high[i]])]);
-    node.tools.append(button);
+    addLogSwitch(node, axis, draw);
     node.append(body);
     draw();
+    return node;
   };
   const addEvaluations = (root) => {
     data.runs.forEach((run, r) => {
@@ -273,16 +274,7 @@
       found.forEach((e, i) => select.append(make("option", { value: i }, e.step === 0 ? "before training" : `step ${show(e.step)}, stage ${e.stage}`)));
       select.value = found.length - 1;
       const head = make("h3", {}, many ? make("span", { class: `swatch run${r % 6}` }) : "", many ? `${run.name}: ` : "", "Held-out numbers", select);
-      const draw = () => {
-        const n = found[+select.value].numbers;
-        const one = figure("Do intervals hold what they promise?", "On the diagonal they do; above it they are too wide, below it too narrow.");
-        drawCoverage(one, n);
-        const two = figure("Where the truth falls (PIT)", `${show(n.count)} numbers in ${n.pit.length} bins; the band shows the scatter of a calibrated model by chance.`);
-        drawPit(two, n);
-        const last = figure("Predicted against true", "On the diagonal: right.");
-        drawPredicted(last, n);
-        three.replaceChildren(one, two, last);
-      };
+      const draw = () => three.replaceChildren(...[coverage, pit, predicted].map((drawn) => drawn(found[+select.value].numbers)));
       select.addEventListener("change", draw);
       draw();
       group.append(head, three);
