@@ -110,7 +110,7 @@ def doctor(
         words = ["doctor", "--folder", str(folder), *["--quick"] * quick, *["--json"] * as_json]
         raise typer.Exit(run_words(words, ranks, hostfile, folder))
     quiet_libraries()
-    from cqwen_dist.cluster.doctor import examine
+    from cqwen_dist.cluster.doctor import examine, page
 
     document = examine(folder, quick)
     if document is None:
@@ -118,7 +118,5 @@ def doctor(
     if as_json:
         print_json(document)
     else:
-        from cqwen_dist.cluster.doctor_page import page
-
         plain_console(width=None if sys.stdout.isatty() else 160).print(page(document))
     raise typer.Exit(1 if document["red"] else 0)

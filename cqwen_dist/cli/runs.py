@@ -113,9 +113,7 @@ def submit(
     dry: Annotated[bool, typer.Option("--dry-run", help="Print the script; submit and write nothing.")] = False,
 ) -> None:
     """Queue the run on SLURM: render a script, let SLURM check it, submit, say how to follow, stop and resume."""
-    from cqwen_dist.cluster.slurm import Resources, render, waits_for
-    from cqwen_dist.cluster.submit import advice, check_jobs, plan_jobs
-    from cqwen_dist.cluster.submit import submit as send
+    from cqwen_dist.cluster.slurm import Resources, advice, check_jobs, plan_jobs, render, submit_jobs, waits_for
 
     asked = Resources(
         nodes, gpus_per_node, ranks_per_node, partition, account, qos, constraint, exclude, limit, tuple(sbatch or [])
@@ -124,7 +122,7 @@ def submit(
     options = {"name": name, "warn_s": warn_s, "max_restarts": max_restarts, "preflight": not blind}
     checked, jobs = plan_jobs(config, overrides or [], asked, stage or [], **python, **options)
     if not dry:
-        for line in advice(jobs, send(checked, jobs)):
+        for line in advice(jobs, submit_jobs(checked, jobs)):
             typer.echo(line)
         return
     for words in check_jobs(jobs) or ["not checked by SLURM: there is no sbatch here, or nothing that answers it"]:

@@ -51,9 +51,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts; numbers come with 50, 90 and 95 % intervals (--json: a record of every token)."""
-    kind, drawn = _drawn(individuals, noises)
-    if plot is not None and (drawn is None or len(prompt) > 1):
-        raise UserError("--plot", str(plot), "with --individuals or --noises, and one prompt")
+    kind, drawn = _drawn(individuals, noises, plot, prompt)
     if decision_threshold is not None and above is None:
         raise UserError("--decision-threshold", decision_threshold, "with --above")
     if stream and (as_json or drawn is not None):
@@ -81,11 +79,15 @@ def generate(
         )
 
 
-def _drawn(individuals: int | None, noises: int | None) -> tuple[str, int | None]:
+def _drawn(
+    individuals: int | None, noises: int | None, plot: Path | None, prompts: list[str]
+) -> tuple[str, int | None]:
     """The mode of --individuals or --noises, and their number; None without either."""
     drawn = noises if individuals is None else individuals
     if (individuals is not None and noises is not None) or (drawn is not None and drawn < 1):
         raise UserError("--individuals", individuals, "1 or more, and not together with --noises")
+    if plot is not None and (drawn is None or len(prompts) > 1):
+        raise UserError("--plot", str(plot), "with --individuals or --noises, and one prompt")
     return "individual" if noises is None else "noise", drawn
 
 

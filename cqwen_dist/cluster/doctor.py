@@ -14,11 +14,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from timeit import repeat
 from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from cqwen_dist.cluster.node import has_gpu
 from cqwen_dist.run.environment import git_commit, versions
@@ -27,6 +31,7 @@ from cqwen_dist.run.files import write_atomically
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (2**20, 16 * 2**20)
 TOOLS = ("ninja", "g++", "nvcc", "pdsh", "srun")
+OPERATORS = ("installed", "can be built", "not here")
 LOW_DISK_GIB = 5.0
 LARGE_SKEW_S = 2.0
 SLOW_FOLDER_S = 1.0
@@ -187,6 +192,76 @@ def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, 
         yield count, "nodes of one kind: --constraint, --exclude"
 
 
+# --------------------------------------------------------------------------------------- the page for a terminal
+
+
+def page(document: dict[str, Any]) -> Group:
+    """Nodes in columns, what they measured together, red lines last."""
+    nodes, together = document["nodes"], document["together"]
+    table = Table("", *(node["host"] for node in nodes), box=None, pad_edge=False)
+    packages = dict.fromkeys(name for node in nodes for name in node["packages"])
+    columns = [_column(node, packages) for node in nodes]
+    for name in columns[0]:
+        values = [column[name] for column in columns]
+        if any(values):
+            same = len(set(values)) == 1 and len(values) > 1
+            table.add_row(name, *([values[0], *["same"] * (len(values) - 1)] if same else values))
+    parts: list[RenderableType] = [table]
+    if topology := nodes[0]["interconnect"]["topology"]:
+        parts += [Text(f"\ninterconnect of {nodes[0]['host']}\n{topology}")]
+    if together["ranks"] > 1:
+        parts.append(_measured(together))
+    parts += [
+        Text(f"\n{line['where']}: {line['what']}; remedy: {line['remedy']}", "bold red") for line in document["red"]
+    ]
+    if not document["red"]:
+        parts.append(Text("\nnothing wrong was found", "green"))
+    return Group(*parts)
+
+
+def _column(node: dict[str, Any], packages: Iterable[str]) -> dict[str, str]:
+    """A node's column: row -> text."""
+    ports, tools, folder = node["interconnect"]["infiniband"], node["tools"], node["folder"]
+    return {
+        "python": node["python"],
+        **{name: node["packages"].get(name, "") for name in packages},
+        "commit": (node["commit"] or "")[:12],
+        "CUDA, NCCL": " ".join(filter(None, (node["cuda"], node["nccl"]))),
+        "GPUs": _gpus(node["gpus"]),
+        "ports": ", ".join(f"{port['name']} {port['state']} {port['rate']}" for port in ports),
+        "cores, memory": f"{node['cpus']}, {node['memory_gib']:.0f} GiB",
+        "tools": " ".join(name for name, found in tools.items() if found),
+        "no": " ".join(name for name, found in tools.items() if not found),
+        "DeepSpeed's operators": _operators_by_kind(node["operators"]),
+        "free disk": ", ".join(f"{path} {free} GiB" for path, free in node["disk_gib"].items()),
+        "run folder": folder["error"]
+        or f"write {1e3 * folder['write_s']:.1f} ms, read {1e3 * folder['read_s']:.1f} ms",
+        "environment": " ".join(f"{name}={value}" for name, value in node["environment"].items()),
+    }
+
+
+def _gpus(gpus: list[dict[str, Any]]) -> str:
+    kinds = dict.fromkeys(f"{gpu['name']} {gpu['memory_gib']:.0f} GiB" for gpu in gpus)
+    return f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none"
+
+
+def _operators_by_kind(operators: dict[str, str]) -> str:
+    kinds = {how: " ".join(name for name, found in operators.items() if found == how) for how in OPERATORS[:2]}
+    return "; ".join(f"{how}: {names}" for how, names in kinds.items() if names)
+
+
+def _measured(together: dict[str, Any]) -> Group:
+    table = Table("all-reduce", "time", "bandwidth of a link", box=None, pad_edge=False)
+    for line in together["all_reduce"]:
+        size = f"{line['bytes'] // 2**20} MiB" if line["bytes"] >= 2**20 else f"{line['bytes'] // 2**10} KiB"
+        table.add_row(size, f"{1e3 * line['seconds']:.2f} ms", f"{line['gib_per_s']:.2f} GiB/s")
+    words = f"\n{together['ranks']} ranks over {together['backend']}"
+    words += f"; clocks within {1e3 * together['clock_spread_s']:.1f} ms"
+    if (seen := together["folder_seen_s"]) is not None:
+        words += f"; a file of the first is seen by the others after {1e3 * seen:.0f} ms"
+    return Group(Text(words), table)
+
+
 # ------------------------------------------------------------------------------------------------- small parts
 
 
@@ -261,6 +336,6 @@ def _operators() -> dict[str, str]:
     except ImportError:
         return {}
     return {
-        name: "installed" if installed_ops[name] else "can be built" if compatible.get(name) else "not here"
+        name: OPERATORS[0] if installed_ops[name] else OPERATORS[1] if compatible.get(name) else OPERATORS[2]
         for name in sorted(installed_ops)
     }

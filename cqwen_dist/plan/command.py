@@ -13,8 +13,7 @@ from cqwen_dist.config import Config, UserError, source_files
 from cqwen_dist.plan.architecture import read_architecture
 from cqwen_dist.plan.machine import machine
 from cqwen_dist.plan.make import Plan, plan
-from cqwen_dist.plan.scaling import scaling
-from cqwen_dist.plan.search import search, with_layout
+from cqwen_dist.plan.search import scaling, search, with_layout
 from cqwen_dist.plan.show import head_lines, render, render_scaling
 
 NOTHING_FITS = "no layout fits: more ranks, more memory, shorter texts, or bf16 where it is fp32"

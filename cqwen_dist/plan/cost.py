@@ -70,19 +70,15 @@ class StageCost:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
+        plain = asdict(self)
         return {
-            "stage": self.stage,
             "step_s": self.time.seconds,
-            "step_s_by_part": asdict(self.time),
-            "tokens_per_step": self.tokens,
+            "step_s_by_part": plain.pop("time"),
+            "tokens_per_step": plain.pop("tokens"),
             "tokens_per_s": self.tokens_per_s,
-            "flops_per_token": self.flops_per_token.to_dict(),
-            "mfu": self.mfu,
-            "bytes_sent": self.bytes_sent,
-            "collectives": self.collectives,
-            "bound": self.bound,
-            "steps": self.steps,
             "hours": self.hours,
+            **plain,
+            "flops_per_token": self.flops_per_token.to_dict(),
         }
 
 

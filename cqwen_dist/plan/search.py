@@ -1,4 +1,4 @@
-"""Which layout to take: every combination that fits, by tokens/s, and the reasons for the best.
+"""Which layout to take: every combination that fits, by tokens/s, with its reasons; and how layouts scale.
 
 Tried: micro-batch (powers of two up to a rank's share), ZeRO stage, vocabulary group (1 and every divisor of the ranks
 up to a node's, and the config's own), gradient checkpointing, offload. What a run *means* (its global batch, its
@@ -19,6 +19,10 @@ from cqwen_dist.plan.sizes import ceil_div
 SIMPLER_WITHIN = 0.01  # a plainer layout is taken before one that is faster by less
 MAX_GROUP = 64
 MOST = 5  # layouts found
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+NODE = 8
+# ZeRO stage, vocabulary group (the node's ranks at most; 64: several nodes)
+LAYOUTS = ((1, 1), (1, NODE), (3, 1), (3, NODE), (3, 64))
 
 
 # The keys that the search may choose, each with its section.
@@ -150,3 +154,61 @@ def with_layout(config: Config, layout: Layout) -> Config:
         section = getattr(config, SECTION[key]).model_copy(update={key: value})
         config = config.model_copy(update={SECTION[key]: section})
     return config
+
+
+# -------------------------------------------------------------------------------------------- weak scaling
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of ranks in one layout."""
+
+    ranks: int
+    zero_stage: int
+    vocab_group_size: int
+    tokens_per_s: float
+    efficiency: float
+    communication: float  # share of the step
+    device_gib: float
+    fits: bool
+
+
+def scaling(config: Config, **options: Any) -> list[Point]:
+    """Every layout at every number of ranks; 8 to a node.
+
+    options: those of `plan` but for nodes and GPUs. Raises `UserError` as `plan` does.
+    """
+    alone = _planned(config, 1, 1, 1, options).slowest.tokens_per_s
+    found = []
+    for (zero, group), ranks in product(LAYOUTS, RANKS):
+        if group > NODE and ranks < group:
+            continue
+        size = min(group, ranks)
+        planned = _planned(config, ranks, zero, size, options)
+        slowest = planned.slowest
+        point = Point(
+            ranks=ranks,
+            zero_stage=zero,
+            vocab_group_size=size,
+            tokens_per_s=slowest.tokens_per_s,
+            efficiency=slowest.tokens_per_s / ranks / alone,
+            communication=slowest.time.communication / slowest.time.seconds,
+            device_gib=planned.device_gib,
+            fits=planned.fits,
+        )
+        found.append(point)
+    return found
+
+
+def _planned(config: Config, ranks: int, zero: int, group: int, options: dict[str, Any]) -> Plan:
+    """With this layout, in which every rank keeps its micro-batch, once a step."""
+    batch = config.train.micro_batch_size * ranks
+    own = {"global_batch_size": None, "micro_batch_size": None}
+    grown = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"global_batch_size": batch}),
+            "parallel": config.parallel.model_copy(update={"zero_stage": zero, "vocab_group_size": group}),
+            "stages": [stage.model_copy(update=own) for stage in config.stages],
+        }
+    )
+    return plan(grown, nodes=max(1, ranks // NODE), gpus_per_node=min(ranks, NODE), **options)

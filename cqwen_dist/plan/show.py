@@ -12,8 +12,7 @@ from rich.text import Text
 from cqwen_dist.plan.cost import StageCost
 from cqwen_dist.plan.make import Plan
 from cqwen_dist.plan.memory import GIB, MIB
-from cqwen_dist.plan.scaling import LAYOUTS, NODE, RANKS, Point
-from cqwen_dist.plan.search import SIMPLER_WITHIN, FittingLayout
+from cqwen_dist.plan.search import LAYOUTS, NODE, RANKS, SIMPLER_WITHIN, FittingLayout, Point
 
 
 def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:

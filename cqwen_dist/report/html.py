@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def _status(run: RunData) -> str:
     of_total = f" of {total:,}" if isinstance(total, int) and total != run.steps else ""
     steps = f"{run.steps:,}{of_total} steps"
     if isinstance(seconds, (int, float)):
-        steps += f", {_duration(float(seconds))}"
+        steps += f", {timedelta(seconds=round(seconds))}"
     parts = [str(run.status.get("status", "unknown")), steps]
     return " · ".join([*parts, f"{ranks} rank{'s' if ranks != 1 else ''}"] if ranks else parts)
 
@@ -134,12 +134,6 @@ def made_of(run: RunData) -> list[tuple[str, str]]:
     machine += [f"{found['cpus']} CPU cores"] if "cpus" in found else []
     machine += [f"torch {found['packages']['torch']}"] if "torch" in found.get("packages", {}) else []
     return [("Base", base), ("Data", data), *([("Machine of rank 0", ", ".join(machine))] if found else [])]
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
 
 
 def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from support.runs import cqwen_forked
 
-from cqwen_dist.cluster.doctor import findings, node_facts
-from cqwen_dist.cluster.doctor_page import page
+from cqwen_dist.cluster.doctor import findings, node_facts, page
 
 
 @pytest.fixture(scope="module")

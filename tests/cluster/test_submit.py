@@ -12,8 +12,7 @@ import pytest
 from support.runs import command_environment, write_config
 
 from cqwen_dist.cli import main
-from cqwen_dist.cluster.slurm import Resources, split_stages
-from cqwen_dist.cluster.submit import plan_jobs
+from cqwen_dist.cluster.slurm import Resources, plan_jobs, split_stages
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.run.status import write_status
 

@@ -16,8 +16,7 @@ from cqwen_dist.plan.architecture import known_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.machine import MACHINES, machine
-from cqwen_dist.plan.scaling import scaling
-from cqwen_dist.plan.search import layouts, search, with_layout
+from cqwen_dist.plan.search import layouts, scaling, search, with_layout
 from cqwen_dist.plan.show import render
 from cqwen_dist.plan.sizes import Sizes, stage_sizes
 
