@@ -1,4 +1,4 @@
-"""The container that goes from the collator to the loss, and the letters of every shape comment.
+"""The container that goes from the collator to the loss, texts as padded tensors, and the letters of shape comments.
 
 B batch, T positions, N label positions (flattened), H hidden, C causal dimension (word part plus number
 dimensions), V vocabulary (V_full), v rows of the vocabulary on this rank. U, S and Y are random variables.
@@ -6,19 +6,34 @@ dimensions), V vocabulary (V_full), v rows of the vocabulary on this rank. U, S 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 IGNORE_INDEX = -100
 
 
-def _none(columns: int, kind: str) -> torch.Tensor:
-    import torch  # late, so that IGNORE_INDEX can be imported without torch
+class Padded(NamedTuple):
+    """Texts as one batch, [B,T] each: ids int64; values float64, 0 at words; mask bool, False at the padding."""
 
-    return torch.zeros((0, columns), dtype=getattr(torch, kind))
+    ids: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor
+
+
+def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad_token_id: int, on_left: bool) -> Padded:
+    """(ids, values) of several texts as one batch, as wide as the longest."""
+    shape = (len(rows), max((len(ids) for ids, _ in rows), default=0))
+    ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    values, mask = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    for row, (own, numbers) in enumerate(rows):
+        start = shape[1] - len(own) if on_left else 0
+        at = slice(start, start + len(own))
+        ids[row, at], values[row, at] = torch.tensor(own), torch.tensor(numbers, dtype=torch.float64)
+        mask[row, at] = True
+    return Padded(ids, values, mask)
 
 
 @dataclass(frozen=True)
@@ -34,11 +49,11 @@ class Batch:
     numeric_mask: torch.Tensor  # [B,T] bool; True where the label is <NUM> and its value is to be learnt
     # [M,2] int64: partial labels, in order: an index into the flattened B*T, whose label is IGNORE_INDEX, and a word: w
     # is next there, ~w says that w is not
-    partial: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
+    partial: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 2), dtype=torch.int64))
     # [M,2] int64: an index into the flattened B*T of a number label, and its type 1, 2, ...; others have type 0
-    typed: torch.Tensor = field(default_factory=lambda: _none(2, "int64"))
+    typed: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 2), dtype=torch.int64))
     # [M,3] float64: an index as above of a number label with further values, which one (1, 2, ...), and it, raw unit
-    more: torch.Tensor = field(default_factory=lambda: _none(3, "float64"))
+    more: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 3), dtype=torch.float64))
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device (asynchronously from pinned memory)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,10 @@ import torch
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from transformers import BatchEncoding, PreTrainedTokenizerFast
-from transformers.tokenization_utils_base import TruncationStrategy
-from transformers.utils import PaddingStrategy
 
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.data.chat import CHATML
+from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.tokenizer import POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
 
 PLACEHOLDER = "<NUM>"  # what a number whose value is not known is written as
@@ -135,84 +134,25 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
 
     # ---- reading ----
 
-    def _encode_plus(  # type: ignore[override]
-        self,
-        text: Any,
-        text_pair: Any = None,
-        add_special_tokens: bool = True,
-        padding_strategy: Any = PaddingStrategy.DO_NOT_PAD,
-        truncation_strategy: Any = TruncationStrategy.DO_NOT_TRUNCATE,
-        max_length: int | None = None,
-        stride: int = 0,
-        is_split_into_words: bool = False,
-        pad_to_multiple_of: int | None = None,
-        padding_side: Any = None,
-        return_tensors: Any = None,
-        return_overflowing_tokens: bool = False,
-        verbose: bool = True,
-        **wanted: Any,
-    ) -> BatchEncoding:
+    def _encode_plus(self, text: Any, *args: Any, **given: Any) -> BatchEncoding:
         """Called by `__call__` and `encode`: transformers' fields, and numeric_values (float64, 0 at words).
 
         No special token is added, whatever add_special_tokens says. Raises: UserError for a number that float64 does
         not hold, and where special tokens of a text are to be read as words; ValueError as transformers.
         """
         for odd in ("split_special_tokens", "sanitize_control_tokens"):
-            if wanted.get(odd):
+            if given.get(odd):
                 raise UserError(odd, True, "False: special tokens of a text are special tokens")
-        batched, rows = _rows(text, text_pair, is_split_into_words)
-        joiner = Tokenizer(BPE())
-        if truncation_strategy != TruncationStrategy.DO_NOT_TRUNCATE and max_length is not None:
-            cut = {"stride": stride, "strategy": truncation_strategy.value, "direction": self.truncation_side}
-            joiner.enable_truncation(max_length, **cut)
-        values: dict[str, float] = {}
-        read = [[self._encoding(part, values) for part in row] for row in rows]
-        owned = [_joined(joiner, *row, overflow=return_overflowing_tokens) for row in read]
-        found = list(chain.from_iterable(owned))
-        self._pad_encodings(found, padding_strategy, max_length, pad_to_multiple_of, padding_side)
-        data = self._fields(found, values, wanted)
-        if return_overflowing_tokens:
-            data["overflow_to_sample_mapping"] = [i for i, group in enumerate(owned) for _ in group]
-        self._eventual_warn_about_too_long_sequence(max(data["input_ids"], key=len, default=[]), max_length, verbose)
-        if not batched and return_tensors is None and not return_overflowing_tokens:
-            data = {name: field[0] for name, field in data.items()}
-        numbers = data.pop("numeric_values")
-        encoded = BatchEncoding(data, found, tensor_type=return_tensors)
-        encoded["numeric_values"] = _as(encoded["input_ids"], numbers)
+        if isinstance(text, (list, tuple)) and not text and not given.get("is_split_into_words"):
+            return BatchEncoding({"input_ids": [], "numeric_values": []}, [], tensor_type=given.get("return_tensors"))
+        reading = copy.copy(self)
+        reading._tokenizer = backend = _NumberBackend(self._tokenizer, self.reader.encoder)
+        encoded = super(CausalQwenTokenizer, reading)._encode_plus(text, *args, **given)
+        tokens = [zip(e.ids, e.tokens, strict=True) for e in encoded.encodings or []]
+        numbers = [[backend.values[t] if i == self.num_token_id else 0.0 for i, t in row] for row in tokens]
+        ids = encoded["input_ids"]
+        encoded["numeric_values"] = _as(ids, numbers[0] if _is_one_row(ids) else numbers)
         return encoded
-
-    def _fields(self, found: list[Encoding], values: dict[str, float], wanted: dict[str, Any]) -> dict[str, list[Any]]:
-        """Of each encoding what is wanted, and the values of its numbers."""
-        asked = {name: value for name, value in wanted.items() if name.startswith("return_")}
-        rows = [self._convert_encoding(e, **asked)[0] for e in found]
-        data: dict[str, list[Any]] = {
-            name: [row[name][0] for row in rows] for name in (rows[0] if rows else ["input_ids"])
-        }
-        num = self.num_token_id
-        tokens = [zip(e.ids, e.tokens, strict=True) for e in found]
-        data["numeric_values"] = [[values[t] if i == num else 0.0 for i, t in row] for row in tokens]
-        return data
-
-    def _pad_encodings(self, found: list[Encoding], strategy: Any, length: Any, multiple: Any, side: Any) -> None:
-        """In place, as transformers' options say."""
-        if strategy == PaddingStrategy.DO_NOT_PAD:
-            return
-        multiple = multiple or 1
-        wide = length if strategy == PaddingStrategy.MAX_LENGTH else max(map(len, found), default=0)
-        token = {"pad_id": self.pad_token_id, "pad_type_id": self.pad_token_type_id, "pad_token": self.pad_token}
-        for e in found:
-            e.pad(-(-wide // multiple) * multiple, direction=side or self.padding_side, **token)
-
-    def _encoding(self, text: Any, values: dict[str, float]) -> Encoding:
-        """A text, or its words; `values` gets its numerals'. Raises: UserError, ValueError as `_encode_plus`."""
-        words = [text] if isinstance(text, str) else text
-        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
-            raise ValueError(f"text input must be of type `str`, or lists of them, and not {type(text).__name__}")
-        encoding, its, overflows = self.reader.encoder.encoding(words)
-        if overflows:
-            raise UserError("number", overflows[0], "numbers that float64 holds")
-        values.update(its)
-        return encoding
 
     def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **given: Any) -> list[str]:
         """The tokens, a number as <NUM>."""
@@ -283,33 +223,59 @@ def _like(kind: Any, source: Any, **own: Any) -> Any:
     return kind(tokenizer_object=source.backend_tokenizer, **special, **kept, **own)
 
 
-def _joined(joiner: Tokenizer, first: Encoding, second: Any = None, *, overflow: bool) -> list[Encoding]:
-    """A text and its second, if there is one, cut as the joiner says, and what was cut off."""
-    whole = joiner.post_process(first, second)
-    return [whole, *(whole.overflowing if overflow else [])]
+class _NumberBackend:
+    """Reads numbers in place of a Rust tokenizer, for one call. transformers sets how it cuts and pads.
 
+    values: the value of each numeral that was read.
+    """
 
-def _rows(text: Any, pair: Any, words: bool) -> tuple[bool, list[tuple[Any, ...]]]:
-    """Whether several texts are given; each with its second, if there is one."""
-    batched = isinstance(text, (list, tuple))
-    if words:
-        batched = batched and len(text) > 0 and isinstance(text[0], (list, tuple))
-    given = [t if batched else [t] for t in (text, pair) if t is not None]
-    rows = list(zip(*given, strict=True))
-    if pair is None and not words:  # a pair may also come as such
-        rows = [tuple(row[0]) if isinstance(row[0], (list, tuple)) else row for row in rows]
-    return batched, rows
+    def __init__(self, words: Any, encoder: NumberEncoder) -> None:
+        self.values: dict[str, float] = {}
+        self._words, self._encoder, self._settings = words, encoder, Tokenizer(BPE())
+
+    def __getattr__(self, name: str) -> Any:
+        own = name.endswith(("padding", "truncation"))  # of this call alone
+        return getattr(self._settings if own else self._words, name)
+
+    def encode_batch(self, rows: Any, add_special_tokens: bool, is_pretokenized: bool) -> list[Encoding]:
+        """A row: a text (is_pretokenized: its words), or two of them. Raises as `CausalQwenTokenizer._encode_plus`."""
+        found = []
+        for row in rows:
+            is_pair = isinstance(row, (list, tuple)) and row and not (is_pretokenized and isinstance(row[0], str))
+            parts: Any = map(self._read, row if is_pair else [row])
+            found.append(self._settings.post_process(*parts))
+        if (padding := self._settings.padding) is not None and padding["length"] is None:
+            wide = max(map(len, found))
+            token = {name: padding[name] for name in ("direction", "pad_id", "pad_type_id", "pad_token")}
+            for encoding in found:
+                encoding.pad(wide, **token)
+        return found
+
+    def _read(self, text: Any) -> Encoding:
+        """A text, or its words."""
+        words = [text] if isinstance(text, str) else text
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"text input must be of type `str`, or lists of them, and not {type(text).__name__}")
+        encoding, values, overflows = self._encoder.encoding(words)
+        if overflows:
+            raise UserError("number", overflows[0], "numbers that float64 holds")
+        self.values.update(values)
+        return encoding
 
 
 def _padded_values(values: Any, ids: Any, side: str) -> Any:
     """Values with zeros on a side, in the shape and kind (list, tensor, array) that the padded ids have; float64."""
     values = [v.tolist() if hasattr(v, "tolist") else v for v in values]
-    single = len(ids) == 0 or not hasattr(ids[0], "__len__")
+    single = _is_one_row(ids)
     rows = []
     for row, padded in zip([values] if single else values, [ids] if single else ids, strict=True):
         own, zeros = [float(v) for v in row], [0.0] * (len(padded) - len(row))
         rows.append(zeros + own if side == "left" else own + zeros)
     return _as(ids, rows[0] if single else rows)
+
+
+def _is_one_row(ids: Any) -> bool:
+    return len(ids) == 0 or not hasattr(ids[0], "__len__")
 
 
 def _as(ids: Any, values: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cqwen_dist.batch import pad_rows
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_with_number
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
@@ -174,18 +175,9 @@ class NumericalAwareTokenizer:
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
         padding. Raises: UserError for a number that float64 does not hold.
         """
-        rows = self.encode_strictly(texts)
-        shape = (len(rows), max((len(row.ids) for row in rows), default=0))
-        input_ids = torch.full(shape, self.pad_token_id, dtype=torch.int64)
-        numeric_values = torch.zeros(shape, dtype=torch.float64)
-        attention_mask = torch.zeros(shape, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            start = shape[1] - len(row.ids) if padding_side == "left" else 0
-            at = slice(start, start + len(row.ids))
-            input_ids[i, at] = torch.tensor(row.ids, dtype=torch.int64)
-            numeric_values[i, at] = torch.tensor(row.values, dtype=torch.float64)
-            attention_mask[i, at] = 1
-        return {"input_ids": input_ids, "numeric_values": numeric_values, "attention_mask": attention_mask}
+        rows = [(row.ids, row.values) for row in self.encode_strictly(texts)]
+        batch = pad_rows(rows, self.pad_token_id, on_left=padding_side == "left")
+        return {"input_ids": batch.ids, "numeric_values": batch.values, "attention_mask": batch.mask.long()}
 
     def decode(
         self,

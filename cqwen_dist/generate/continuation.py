@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cqwen_dist.batch import Padded, pad_rows
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, NumberRecord, check_digits
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, text_of
@@ -44,33 +45,13 @@ class Written:
         return {**asdict(self), "numbers": [asdict(number) for number in self.numbers]}
 
 
-class Padded(NamedTuple):
-    """Prompts as one batch, padded on the left: [B,T] int64, float64, bool."""
-
-    ids: Tensor
-    values: Tensor
-    mask: Tensor
-
-
 def padded(tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device) -> Padded:
-    """Raises `UserError` for no prompt, and for a prompt without tokens."""
+    """Prompts as one batch, padded on the left. Raises `UserError` for no prompt, and for one without tokens."""
     tokenizer = reader(tokenizer)
-    return pad_rows([tokenizer.encode(prompt) for prompt in prompts], tokenizer.pad_token_id, device)
-
-
-def pad_rows(rows: Sequence[tuple[list[int], list[float]]], pad_token_id: int, device: torch.device) -> Padded:
-    """One batch of (ids, values) rows. Raises `UserError` for no row, and for a row without tokens."""
+    rows = [tokenizer.encode(prompt) for prompt in prompts]
     if not rows or any(not ids for ids, _ in rows):
         raise UserError("prompt", "no tokens", "some text")
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
-    values = torch.zeros(ids.shape, dtype=torch.float64)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (tokens, numbers) in enumerate(rows):
-        at = slice(width - len(tokens), width)
-        ids[row, at], values[row, at] = torch.tensor(tokens), torch.tensor(numbers, dtype=torch.float64)
-        mask[row, at] = True
-    return Padded(ids.to(device), values.to(device), mask.to(device))
+    return Padded(*(part.to(device) for part in pad_rows(rows, tokenizer.pad_token_id, on_left=True)))
 
 
 def input_device(model: Any) -> torch.device:
