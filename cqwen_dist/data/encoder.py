@@ -15,7 +15,7 @@ import unicodedata
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.normalizers import NFC
@@ -54,16 +54,24 @@ class NumberEncoder:
     ) -> None:
         self._backend = Tokenizer.from_str(backend) if isinstance(backend, str) else backend
         self.num_token_id, self.policy, self.literal = num_token_id, policy, literal
-        self._marked: tuple[Tokenizer, int] | None = None
-        self._ascii: AsciiWords | Literal[False] | None = None  # False: not this tokenizer
 
-    def __reduce__(self) -> tuple[type[NumberEncoder], tuple[str, int, NumberPolicy | None, str | None]]:
-        return type(self), (
-            self._backend.to_str(),
-            self.num_token_id,
-            self.policy,
-            self.literal,
-        )  # into a worker process
+    def __reduce__(self) -> tuple[type[NumberEncoder], tuple[Any, ...]]:  # into a worker process
+        return type(self), (self._backend.to_str(), self.num_token_id, self.policy, self.literal)
+
+    @cached_property
+    def _ascii(self) -> AsciiWords | None:
+        """The quick way for ASCII; None: not with this tokenizer."""
+        plan = json.loads(self._backend.to_str())
+        return AsciiWords(self._backend, plan) if AsciiWords.suits(plan) else None
+
+    @cached_property
+    def _marked(self) -> tuple[Tokenizer, int]:
+        """A copy of the tokenizer with the marker, and the marker's id."""
+        tokenizer = Tokenizer.from_str(self._backend.to_str())
+        if type(tokenizer.normalizer) is NFC:  # all texts are in NFC by now
+            tokenizer.normalizer = None
+        tokenizer.add_special_tokens([AddedToken(_MARK, special=True, normalized=False)])
+        return tokenizer, tokenizer.get_vocab(with_added_tokens=True)[_MARK]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -137,9 +145,6 @@ class NumberEncoder:
 
     def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[array[int]]:
         if self._ascii is None:
-            plan = json.loads(self._backend.to_str())
-            self._ascii = AsciiWords(self._backend, plan) if AsciiWords.suits(plan) else False
-        if self._ascii is False:
             return self._in_bulk(pieces)
         quick = [self._ascii.takes(text) for text in texts]
         plain = [own for own, is_quick in zip(pieces, quick, strict=True) if is_quick]
@@ -150,12 +155,6 @@ class NumberEncoder:
     def _in_bulk(self, texts: list[list[str]]) -> list[array[int]]:
         if not texts:
             return []
-        if self._marked is None:
-            copy = Tokenizer.from_str(self._backend.to_str())
-            if type(copy.normalizer) is NFC:  # all texts are in NFC by now
-                copy.normalizer = None
-            copy.add_special_tokens([AddedToken(_MARK, special=True, normalized=False)])
-            self._marked = copy, copy.get_vocab(with_added_tokens=True)[_MARK]
         tokenizer, mark = self._marked
         joined = [_MARK.join(pieces) for pieces in texts]
         found = [array("i", e.ids) for e in tokenizer.encode_batch_fast(joined, add_special_tokens=False)]

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, TextDataset, tokenise
-from cqwen_dist.data.prepare import prepare, read_manifest
+from cqwen_dist.data.prepare import parts_of, prepare, read_manifest
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import as_list, read_split
-from cqwen_dist.data.store import TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
 # Files of so many bytes in all are read into memory (unless data.cache_dir is given).
@@ -76,17 +73,8 @@ def is_prepared(config: DataConfig) -> bool:
 def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTokenizer) -> Datasets:
     """A prepared folder's datasets, mapped. Raises: UserError for an incomplete folder."""
     manifest = read_manifest(folder)
-    train = TokenStore.open(folder / "train.arrow", tokenizer.num_token_id)
-    parts: dict[str, tuple[TokenStore, np.ndarray | None]] = {"train": (train, None)}
-    if (folder / "held_out.npy").is_file():
-        out = np.load(folder / "held_out.npy")
-        rest = np.ones(len(train), bool)
-        rest[out] = False
-        parts = {"train": (train, np.flatnonzero(rest)), "eval": (train, out)}
-    elif (folder / "eval.arrow").is_file():
-        parts["eval"] = TokenStore.open(folder / "eval.arrow", tokenizer.num_token_id), None
     sets = {}
-    for name, (store, texts) in parts.items():
+    for name, (store, texts) in parts_of(folder, tokenizer.num_token_id).items():
         content = manifest["content"].get(name) or manifest["content"]["train"]
         report = DataReport(**manifest["reports"][name])
         sets[name] = TextDataset(store, texts, config, tokenizer, report, lambda own=content: own, folder)  # type: ignore[misc]

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from queue import Queue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,23 +22,12 @@ import torch
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.data.collate import collate
-from cqwen_dist.data.store import Sample
+from cqwen_dist.data.dataset import TextDataset
 
 T = TypeVar("T")
 
 # Samples are sorted by length among those of so many steps.
 _GROUPED = 50
-
-
-class Samples(Protocol):
-    """What a loader needs of a dataset; one with `group_by_length` = True also has `lengths()`, [len] int32."""
-
-    pad_token_id: int
-    num_token_id: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
 
 
 def share(count: int, rank: int, world: int) -> range:
@@ -107,7 +96,9 @@ def ahead(items: Iterator[T], count: int) -> Generator[T, None, None]:
         thread.join(JOIN_S)
 
 
-def _micro_batches(dataset: Samples, indices: Sequence[int], micro_batch_size: int, micro_steps: int) -> list[Batch]:
+def _micro_batches(
+    dataset: TextDataset, indices: Sequence[int], micro_batch_size: int, micro_steps: int
+) -> list[Batch]:
     return [
         collate(
             [dataset[int(i)] for i in indices[k * micro_batch_size : (k + 1) * micro_batch_size]],
@@ -132,7 +123,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Samples,
+        dataset: TextDataset,
         *,
         rank: int,
         world: int,
@@ -150,8 +141,7 @@ class Loader:
         self.epoch, self.step, self.prefetch = 0, 0, prefetch
         self._handed_out = (0, 0)
         self._orders: dict[int, np.ndarray] = {}
-        grouped = getattr(dataset, "group_by_length", False)
-        self._lengths: np.ndarray | None = dataset.lengths() if grouped else None  # type: ignore[attr-defined]
+        self._lengths = dataset.lengths() if dataset.group_by_length else None
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
         with closing(ahead(self._made(), self.prefetch)) as made:
@@ -214,7 +204,7 @@ class EvalLoader:
     All ranks make `len(loader)` batches, where need be of padding. Args: as `Loader`'s.
     """
 
-    def __init__(self, dataset: Samples, *, rank: int, world: int, micro_batch_size: int) -> None:
+    def __init__(self, dataset: TextDataset, *, rank: int, world: int, micro_batch_size: int) -> None:
         self.dataset, self.rank, self.world, self.micro_batch_size = dataset, rank, world, micro_batch_size
 
     def __len__(self) -> int:

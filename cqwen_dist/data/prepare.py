@@ -42,6 +42,7 @@ from cqwen_dist.run.files import key_digest, known_digest, sync
 
 FORMAT = 3  # raise it when the code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
+HELD_OUT = "held_out.npy"
 _DIGESTS = "digests.sqlite"  # of texts so far, to find equal ones; deleted at the end
 # Keys of `data` that change no token.
 _OF_SAMPLES = {
@@ -118,6 +119,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def parts_of(folder: Path, num_token_id: int) -> dict[str, tuple[TokenStore, np.ndarray | None]]:
+    """The training part and, if there is one, the held-out part: a store, mapped, and its rows; None: all of them."""
+    train = TokenStore.open(folder / "train.arrow", num_token_id)
+    if (folder / HELD_OUT).is_file():
+        out = np.load(folder / HELD_OUT)
+        return {"train": (train, np.setdiff1d(np.arange(len(train)), out)), "eval": (train, out)}
+    if (folder / "eval.arrow").is_file():
+        return {"train": (train, None), "eval": (TokenStore.open(folder / "eval.arrow", num_token_id), None)}
+    return {"train": (train, None)}
+
+
 # ------------------------------------------------------------------------------------------------------ building
 
 
@@ -141,18 +153,13 @@ class _Build:
             found = (blocks(source, config, "data.eval") for source in as_list(config.eval))
             overflows["eval"] = self._write("eval", chain.from_iterable(found))
         (self.folder / _DIGESTS).unlink(missing_ok=True)
-        stores = {
-            name: TokenStore.open(self.folder / f"{name}.arrow", self.tokenizer.num_token_id) for name in overflows
-        }
-        texts_of: dict[str, np.ndarray | None] = {"train": None, "eval": None}
         if config.eval is None and config.eval_fraction:
-            train = stores["eval"] = stores["train"]
+            train = TokenStore.open(self.folder / "train.arrow", self.tokenizer.num_token_id)
             out = held_out(train.first_of_digests(), train.text_digest, config.eval_fraction)
-            np.save(self.folder / "held_out.npy", np.flatnonzero(out))
-            texts_of = {"train": np.flatnonzero(~out), "eval": np.flatnonzero(out)}
+            np.save(self.folder / HELD_OUT, np.flatnonzero(out))
             overflows["eval"], self.reports["eval"] = overflows["train"], DataReport()
-        for name, report in self.reports.items():
-            count(report, stores[name], texts_of[name], overflows[name])
+        for name, (store, texts) in parts_of(self.folder, self.tokenizer.num_token_id).items():
+            count(self.reports[name], store, texts, overflows[name])
         manifest = {
             "format": FORMAT,
             "key": key,

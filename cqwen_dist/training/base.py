@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from cqwen_dist.config import TRAIN_TOKENIZER, Config, PretrainConfig, UserError
-from cqwen_dist.data.dataset import tokenise
-from cqwen_dist.data.loader import Loader, Samples
+from cqwen_dist.data.dataset import TextDataset, tokenise
+from cqwen_dist.data.loader import Loader
 from cqwen_dist.data.sources import ReadReport, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
@@ -69,7 +69,7 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     partial.rename(folder)
 
 
-def _pretrain(base: Any, dataset: Samples, plan: PretrainConfig, seed: int, say: Callable[[str], None]) -> None:
+def _pretrain(base: Any, dataset: TextDataset, plan: PretrainConfig, seed: int, say: Callable[[str], None]) -> None:
     """Next-token cross-entropy on ids only, in place, on the base's device; bf16 autocast on CUDA.
 
     base: a causal language model of transformers, fp32. The values of numbers are not seen.

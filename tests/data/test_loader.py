@@ -19,7 +19,7 @@ from cqwen_dist.data.store import Document, Sample
 class Numbered:
     """Sample i is the document [i + 10, 1]."""
 
-    pad_token_id, num_token_id = 0, 9
+    pad_token_id, num_token_id, group_by_length = 0, 9, False
 
     def __init__(self, count: int) -> None:
         self.count = count
