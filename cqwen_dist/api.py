@@ -46,6 +46,9 @@ def train(
     Raises `UserError` for wrong input, `CallbackError` if a callback fails, and `Stopped` (no `Exception`) if a signal
     such as Ctrl-C stopped the run: it is saved, and the same call goes on.
     """
+    from cqwen_dist.report.console import quiet_libraries
+    from cqwen_dist.report.html import leave_report
+
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks.{i}", callback, "an object of a class that extends cqwen_dist.Callback")
@@ -69,19 +72,12 @@ def train(
             keep = has_begun(Path(checked.run.dir)) and key not in accepted
             write_records(rows, Path(overrides[key]), key, checked.data.text_field, keep)
 
-    return _train(checked, callbacks, write_inputs)
-
-
-def _train(config: Config, callbacks: Sequence[Callback], write_inputs: Any) -> TrainResult:
-    from cqwen_dist.report.console import quiet_libraries
-    from cqwen_dist.report.html import leave_report
-
     quiet_libraries()
     from cqwen_dist.training.trainer import train as run
 
-    folder = Path(config.run.dir)
+    folder = Path(checked.run.dir)
     try:
-        result = run(config, callbacks, write_inputs)
+        result = run(checked, callbacks, write_inputs)
     except UserError:  # nothing was trained
         raise
     except (Exception, Stopped):

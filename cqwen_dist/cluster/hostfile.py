@@ -14,34 +14,31 @@ import re
 import secrets
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
+from tempfile import TemporaryDirectory
 
 from cqwen_dist.cluster.node import has_gpu
 from cqwen_dist.cluster.rank import MODULE, Order
 from cqwen_dist.config import UserError
 
-# Variables of this process that the ranks get; a name that ends in _ stands for all that begin with it.
-PASSED_ON = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
-    *("TORCH_", "NCCL_", "GLOO_", "UCX_", "DS_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "CQWEN_"),
-)
+# Variables of this process that the ranks get: these, and all whose names begin so.
+PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+PREFIXES = ("TORCH_", "NCCL_", "GLOO_", "UCX_", "DS_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "CQWEN_")
 # Variables that DeepSpeed would pass to the remote shell in its own quotes.
 _NOT_FOR_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "DS_ENV_FILE")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start, how to ask its ranks to stop, and how to end those that are left."""
+    """What to start, and how to ask its ranks to stop."""
 
     command: list[str]
     environment: dict[str, str]
     stop: Callable[[], None]
-    end: Callable[[], None]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -61,11 +58,11 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def read_environment(path: Path | None) -> dict[str, str]:
-    """The ranks' environment: this process's variables in `PASSED_ON`, then the file's NAME=VALUE lines.
+    """The ranks' environment: this process's variables that are passed on, then the file's NAME=VALUE lines.
 
     path: default DeepSpeed's own `.deepspeed_env` here or at home, if one exists. Raises `UserError`.
     """
-    environment = {name: value for name, value in os.environ.items() if _is_passed_on(name)}
+    environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PREFIXES)}
     if not has_gpu():
         environment.setdefault("DS_ACCELERATOR", "cpu")
     if path is None:
@@ -100,7 +97,7 @@ def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -
 def prepared(
     words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, port: int
 ) -> Iterator[Launch]:
-    """The launch of `cqwen` with these words on all hosts; its files exist inside.
+    """The launch of `cqwen` with these words on all hosts. At the end its files are deleted and its ranks ended.
 
     shared: a folder that every host sees. Raises `UserError` where this machine cannot launch.
     """
@@ -116,26 +113,20 @@ def prepared(
         raise UserError("run.dir", str(shared), f"a folder that can be written ({error.strerror})") from None
     secret = shared / f".environment-{token}.json"
     word = Order(token, words, os.getcwd(), environment_file=str(secret)).encode()
-    with tempfile.TemporaryDirectory() as local:
-        try:
-            with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump(environment, file)
-            hostfile, variables = Path(local) / "hostfile", Path(local) / "environment"
-            hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
-            accelerator = "cpu" if environment.get("DS_ACCELERATOR") == "cpu" else "cuda"
-            variables.write_text(f"DS_ACCELERATOR={accelerator}\n", encoding="utf-8")
-            command = hosts_command(hosts, hostfile, port, word)
-            own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
-            own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": accelerator}
-            yield Launch(
-                command,
-                own,
-                stop=lambda: _signal("USR1", f"[-]m {MODULE} {word[:32]}", hosts),
-                end=lambda: _signal("KILL", f"[{word[0]}]{word[1:32]}", hosts),
-            )
-        finally:
-            with suppress(OSError):
-                secret.unlink()
+    with ExitStack() as at_end:
+        local = Path(at_end.enter_context(TemporaryDirectory()))
+        at_end.callback(secret.unlink, missing_ok=True)
+        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(environment, file)
+        hostfile, variables = local / "hostfile", local / "environment"
+        hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
+        accelerator = "cpu" if environment.get("DS_ACCELERATOR") == "cpu" else "cuda"
+        variables.write_text(f"DS_ACCELERATOR={accelerator}\n", encoding="utf-8")
+        own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
+        own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": accelerator}
+        at_end.callback(_signal, "KILL", f"[{word[0]}]{word[1:32]}", hosts)
+        command = hosts_command(hosts, hostfile, port, word)
+        yield Launch(command, own, stop=lambda: _signal("USR1", f"[-]m {MODULE} {word[:32]}", hosts))
 
 
 def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
@@ -143,7 +134,3 @@ def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:
     command = ["pdsh", "-R", "ssh", "-t", "10", "-u", "20", "-w", ",".join(hosts), f"pkill -{name} -f '{pattern}'"]
     with suppress(subprocess.SubprocessError):
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-
-
-def _is_passed_on(name: str) -> bool:
-    return any(name.startswith(known) if known.endswith("_") else name == known for known in PASSED_ON)

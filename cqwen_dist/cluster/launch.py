@@ -134,11 +134,8 @@ def _run_words(
         own = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
         return _run_to_its_end(launch_command(words, ranks, free_port()), own, quiet)
     with prepared(words, hosts, environment, shared, free_port()) as job:
-        try:
-            # Every host has the folder `/`, where DeepSpeed starts the ranks.
-            return _run_to_its_end(job.command, job.environment, quiet, job.stop, "/")
-        finally:
-            job.end()
+        # Every host has the folder `/`, where DeepSpeed starts the ranks.
+        return _run_to_its_end(job.command, job.environment, quiet, job.stop, "/")
 
 
 def _run_to_its_end(

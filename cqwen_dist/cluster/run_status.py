@@ -28,7 +28,11 @@ def look(run_or_job: str) -> dict[str, Any]:
     """
     folder, job = Path(run_or_job), None
     if not folder.is_dir():
-        job = _known_job(run_or_job)
+        if not run_or_job.replace("_", "").isdecimal():
+            raise UserError("RUN", run_or_job, "a run's folder, or the id of a job")
+        job = job_of(run_or_job)
+        if job is None:
+            raise UserError("JOB", run_or_job, "a job that SLURM still knows (or the run's folder)")
         found = _run_of(job)
         if found is None:
             return {"status": "not started", "run": None, "job": _of_interest(job), "history": []}
@@ -46,16 +50,6 @@ def look(run_or_job: str) -> dict[str, Any]:
     if document["status"] == "running" and "updated" in document:
         document["stale_s"] = round(max(0.0, time.time() - document["updated"]), 1)
     return document
-
-
-def _known_job(name: str) -> dict[str, str]:
-    """SLURM's record of a job. Raises `UserError` where it has none."""
-    if not name.replace("_", "").isdecimal():
-        raise UserError("RUN", name, "a run's folder, or the id of a job")
-    job = job_of(name)
-    if job is None:
-        raise UserError("JOB", name, "a job that SLURM still knows (or the run's folder)")
-    return job
 
 
 def _run_of(job: dict[str, str]) -> Path | None:

@@ -111,12 +111,7 @@ class Job:
             "nodes": r.nodes,
             "ntasks-per-node": 1,
             "gpus-per-node": r.gpus_per_node or None,
-            "partition": r.partition,
-            "account": r.account,
-            "qos": r.qos,
-            "constraint": r.constraint,
-            "exclude": r.exclude,
-            "time": r.time,
+            **{name: getattr(r, name) for name in ("partition", "account", "qos", "constraint", "exclude", "time")},
             "signal": f"B:USR1@{self.warn_s}",
             "open-mode": "append",
         }

@@ -78,7 +78,7 @@ class StageCost:
             "tokens_per_s": self.tokens_per_s,
             "hours": self.hours,
             **plain,
-            "flops_per_token": self.flops_per_token.to_dict(),
+            "flops_per_token": {**plain["flops_per_token"], "useful": self.flops_per_token.useful},
         }
 
 

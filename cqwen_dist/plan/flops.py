@@ -8,7 +8,7 @@ hardware's peak.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from cqwen_dist.plan.sizes import Sizes
 
@@ -37,10 +37,6 @@ class Flops:
     def useful(self) -> float:
         """All but what is computed twice."""
         return self.backbone + self.heads
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain values, for JSON."""
-        return {**asdict(self), "useful": self.useful}
 
 
 @dataclass(frozen=True)

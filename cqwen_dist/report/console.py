@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from typing import TYPE_CHECKING, Any
 
 import typer
+from pydantic_core import to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,13 +39,4 @@ def plain_console(**options: Any) -> Console:
 
 def print_json(document: Any) -> None:
     """Print strict JSON, with null for numbers that are not finite."""
-    typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def finite(value: Any) -> Any:
-    """The same document with None for every number that is not finite."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(to_json(document, indent=2, inf_nan_mode="null"))

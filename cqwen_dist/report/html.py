@@ -13,11 +13,11 @@ from typing import Any
 
 import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic_core import to_json
 
 from cqwen_dist import __version__
 from cqwen_dist.config import changed_keys
 from cqwen_dist.report.charts import PAGE, compared_metrics, sections
-from cqwen_dist.report.console import finite
 from cqwen_dist.report.diagnosis import diagnose
 from cqwen_dist.report.run_data import RunData, read_run
 from cqwen_dist.run.files import METRICS, REPORT, write_atomically
@@ -69,7 +69,7 @@ def render(runs: Sequence[RunData]) -> str:
     environment = Environment(
         loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.policies["json.dumps_function"] = lambda data, **_: to_json(data, inf_nan_mode="null").decode()
     environment.filters |= {"status": _status, "made_of": made_of, "diagnose": diagnose}
     environment.filters["json"] = partial(json.dumps, indent=1, ensure_ascii=False)
     return environment.get_template("report.html.j2").render(
@@ -78,7 +78,7 @@ def render(runs: Sequence[RunData]) -> str:
         tiles=main_metrics(runs[0]) if len(runs) == 1 else [],
         sections=parts,
         differences=differences(runs),
-        data=finite({"runs": [_drawn(run) for run in runs], "charts": charts, "others": sorted(metrics - drawn)}),
+        data={"runs": [_drawn(run) for run in runs], "charts": charts, "others": sorted(metrics - drawn)},
         style=(PAGE / "report.css").read_text(encoding="utf-8"),
         script=(PAGE / "report.js").read_text(encoding="utf-8"),
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

@@ -32,7 +32,7 @@ class Curve:
     high: list[float] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stretch:
     """A stage's steps, (start, stop]."""
 
@@ -57,9 +57,13 @@ class RunData:
     last: dict[str, float]  # the newest value of every metric
     evaluations: list[dict[str, Any]]  # oldest first
     alarms: list[dict[str, Any]]
-    steps: int
     raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
     samples: list[dict[str, Any]] = field(default_factory=list)  # from `sample_texts`
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged."""
+        return self.stages[-1].stop if self.stages else 0
 
 
 def read_run(folder: Path) -> RunData:
@@ -71,7 +75,7 @@ def read_run(folder: Path) -> RunData:
     values: Values = {}
     for name, value in (start.get("eval") or {}).items():
         _add(values, name, 0, value)
-    stages, steps = _read_metrics(folder / files.METRICS, values)
+    stages = _read_metrics(folder / files.METRICS, values)
     _add_rates(values, config.stages, stages)
     if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
         from cqwen_dist.data.diabetes import baselines
@@ -91,25 +95,22 @@ def read_run(folder: Path) -> RunData:
         last={name: y[-1] for name, (_, y) in values.items()},
         evaluations=[evaluation for evaluation in found if "step" in evaluation],
         alarms=list(_lines(folder / files.ALARMS)),
-        steps=steps,
         raw={name: y for name, (_, y) in values.items()},
     )
 
 
-def _read_metrics(path: Path, values: Values) -> tuple[list[Stretch], int]:
-    """Add every metric to `values`; return the stages and the last step."""
+def _read_metrics(path: Path, values: Values) -> list[Stretch]:
+    """Add every metric to `values`; return the stages."""
     stages: list[Stretch] = []
-    step = 0
     for record in _lines(path):
-        step = record.get("step", 0)
-        stage = str(record.get("stage", ""))
+        step, stage = record.get("step", 0), str(record.get("stage", ""))
         if not stages or stages[-1].name != stage:
             stages.append(Stretch(stage, step - 1, step))
-        stages[-1] = Stretch(stage, stages[-1].start, step)
+        stages[-1].stop = step
         for name, value in record.items():
             if "/" in name:
                 _add(values, name, step, value)
-    return stages, step
+    return stages
 
 
 def _add_rates(values: Values, stages: Sequence[Stage], taken: Sequence[Stretch]) -> None:

@@ -60,6 +60,7 @@ def test_the_environment_is_what_is_named_and_the_files_lines(tmp_path: Path, mo
 def test_nothing_of_the_users_is_read_by_the_remote_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed joins the words with blanks and hands them to a shell: they must be safe as they are."""
     monkeypatch.setattr(module, "which", lambda name: name)
+    monkeypatch.setattr(module, "_signal", lambda *_: None)
     hostile = ["train", "a'; echo foo", "$(touch x)", "two words", "`id`", "数\n"]
     with prepared(hostile, {"node1": 1}, {"WANDB_API_KEY": "secret"}, tmp_path, 29_000) as job:
         assert all(shlex.quote(word) == word for word in job.command)

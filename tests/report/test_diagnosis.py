@@ -44,7 +44,7 @@ def findings(
     checked = Config.model_validate({"model": BASE, "data": {"train": "x.jsonl"}, "start": "seed", **(config or {})})
     curves = {name: Curve(list(range(len(values))), values) for name, values in named.items()}
     return diagnose(
-        RunData("tea", Path(), {}, checked, "", {}, start or {}, [], curves, last, [], alarms or [], 10, named)
+        RunData("tea", Path(), {}, checked, "", {}, start or {}, [], curves, last, [], alarms or [], named)
     )  # fmt: skip
 
 
