@@ -110,35 +110,29 @@ def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None,
     from rich.table import Table
 
     from cqwen_dist.generate.continuation import Diversity
+    from cqwen_dist.generate.plot import Mark, interval_plot
 
     diversity, prompt = Diversity.of([w.text for w in written]), written[0].prompt
-    marks: list[tuple[str, float, float, float]] = []
+    marks = []
     table = Table("", "text", "first number", "90 % interval", title=f"{mode}s of: {prompt}", title_justify="left")
     for i, w in enumerate(written, 1):
         first = w.numbers[0] if w.numbers else None
         value, low, high = (math.nan,) * 3 if first is None else (first.value, *first.intervals["0.9"])
         interval = f"{low:.4g} to {high:.4g}" if high > low else ""  # the number of one individual has none
         table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
-        marks.append((f"{mode} {i}", value, low, high))
+        marks.append(Mark(f"{mode} {i}", value, low, high))
     if plot is not None:
-        _plot(plot, prompt, marks)
+        text = interval_plot(prompt[-80:], marks, "first number with its 90 % interval")
+        try:
+            plot.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError("--plot", str(plot), f"a file that can be written ({error.strerror})") from None
     if as_json:
         print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
         return
     console = plain_console()
     console.print(table)
     console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
-
-
-def _plot(path: Path, prompt: str, marks: list[tuple[str, float, float, float]]) -> None:
-    """marks: (name, value, low, high) of each text's first number; NaN where there is none."""
-    from cqwen_dist.generate.plot import Mark, interval_plot
-
-    text = interval_plot(prompt[-80:], [Mark(*mark) for mark in marks], "first number with its 90 % interval")
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError("--plot", str(path), f"a file that can be written ({error.strerror})") from None
 
 
 def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as_json: bool) -> None:

@@ -199,10 +199,6 @@ def _tail(path: Path) -> list[str]:
         return []
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-
-
 def main() -> None:
     """The verbs of the module's docstring; wrong input: exit code 2 with one line."""
     parser = argparse.ArgumentParser()
@@ -224,19 +220,19 @@ def main() -> None:
         else:
             _end(Path(words[0]), Path(words[1]), given)
     except UserError as error:
-        _say(f"error: {error}")
+        sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
 
 
 def _end(run_dir: Path, logs: Path, given: argparse.Namespace) -> None:
     verdict, reason = judge(run_dir, logs, given.phase, given.code, given.asked, given.max_restarts)
     how = read_history(run_dir)[-1]["how"]
-    _say(f"{how}{f': {reason}' if reason else ''}; latest checkpoint: step {_latest_step(run_dir)}; {verdict}")
+    why = f": {reason}" if reason else ""
+    sys.stderr.write(f"{how}{why}; latest checkpoint: step {_latest_step(run_dir)}; {verdict}\n")
     if how in ("fatal", "lost"):
         log = logs / "preflight.log" if given.phase == "preflight" else guilty_log(logs)
         if log is not None:
-            _say(f"--- the last lines of {log}")
-            _say("\n".join(_tail(log)))
+            sys.stderr.write("\n".join([f"--- the last lines of {log}", *_tail(log), ""]))
     sys.stdout.write(f"{verdict}\n")
 
 

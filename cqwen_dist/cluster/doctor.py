@@ -308,13 +308,11 @@ def _free_gib(path: Path) -> float | None:
 
 def _interconnect() -> dict[str, Any]:
     """Links between GPUs as nvidia-smi draws them, and InfiniBand or RoCE ports with their state and rate."""
-    topology = ""
-    if shutil.which("nvidia-smi"):
-        try:
-            done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20)
-            topology = done.stdout.partition("\nLegend")[0].strip() if done.returncode == 0 else ""
-        except (OSError, subprocess.SubprocessError):
-            pass
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+        topology = done.stdout.partition("\nLegend")[0].strip()
+    except (OSError, subprocess.SubprocessError):  # no such tool, or no answer
+        topology = ""
     ports = []
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         try:

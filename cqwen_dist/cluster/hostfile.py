@@ -44,13 +44,13 @@ class Launch:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Ranks by host, from lines `host slots=N`; # begins a comment. Raises `UserError` with the line."""
     hosts: dict[str, int] = {}
-    for number, line in _lines(path, "--hostfile"):
+    for where, line in _lines(path, "--hostfile"):
         words = line.partition("#")[0].split()
         found = re.fullmatch(r"([\w][\w.@-]*) slots=([1-9]\d*)", " ".join(words), re.ASCII)
         if found is None:
-            raise UserError("--hostfile", line, "host slots=N", f"{path}, line {number}")
+            raise UserError("--hostfile", line, "host slots=N", where)
         if found[1] in hosts:
-            raise UserError("--hostfile", line, "each host once", f"{path}, line {number}")
+            raise UserError("--hostfile", line, "each host once", where)
         hosts[found[1]] = int(found[2])
     if not hosts:
         raise UserError("--hostfile", str(path), "at least one line: host slots=N")
@@ -68,21 +68,22 @@ def read_environment(path: Path | None) -> dict[str, str]:
     if path is None:
         usual = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
         path = next((file for file in usual if file.is_file()), None)
-    for number, line in [] if path is None else _lines(path, "--env-file"):
+    for where, line in [] if path is None else _lines(path, "--env-file"):
         name, equals, value = line.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip(), re.ASCII):
-            raise UserError("--env-file", line, "NAME=VALUE", f"{path}, line {number}")
+            raise UserError("--env-file", line, "NAME=VALUE", where)
         environment[name.strip()] = value.strip()
     return environment
 
 
-def _lines(path: Path, option: str) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of each line that is neither empty nor a comment. Raises `UserError`."""
+def _lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
+    """(place, text) of each line that is neither empty nor a comment. Raises `UserError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise UserError(option, str(path), f"a readable file ({getattr(error, 'strerror', error)})") from None
-    return ((n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#"))
+    numbered = ((f"{path}, line {number}", line) for number, line in enumerate(lines, 1))
+    return ((where, line) for where, line in numbered if line.strip() and not line.lstrip().startswith("#"))
 
 
 def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -> list[str]:

@@ -1,27 +1,7 @@
 """Communication of one optimizer step in bytes: the one place where every message is written out.
 
-g ranks of a vocabulary group, r replicas of a rank's rows, R = g r ranks of the world; C columns of W_cls, v rows of
-it on a rank. Of each micro-batch the group's ranks keep n_1, ..., n_g tokens; on the wire all are padded to the
-largest, n. Nothing but the replicas' sum of the rows' gradients depends on V:
-
-    vocabulary group   all-gather       loc_u, scale_u [n, C], labels [n] (8 bytes), weights [n] (4 bytes)
-                       reduce-scatter   loss, sum of P and P of <NUM> [g n, 3] (4 bytes)
-                       all-reduce       the group's loss (4 bytes)
-                       reduce-scatter   gradients of loc_u, scale_u [g n, C]
-                       all-gather       with loss.gate_grad full: gradients of the three numbers [n, 3]
-    world              all-reduce       gradients of what every rank holds whole (abduction, b_noise, regression)
-    replica group      all-reduce       gradients of the rows
-    vocabulary group   all-reduce       the rows' squared gradient norm (4 bytes)
-
-A group of one sends nothing. DeepSpeed sends for the features, independently of V, over the world
-(`feature_messages`):
-
-    ZeRO 1, a step           all-reduce       gradients of all that trains; all-gather of the weights after it
-    ZeRO 2                   the same, the all-reduce at every micro-batch
-    ZeRO 3, a micro-batch    all-gather       weights where they are wanted; reduce-scatter of the gradients
-    a step                   all-reduce       a norm a parameter group; under bf16 (1, 2) one byte: overflow
-
-Not counted: the trainer's few numbers a step (counts, metrics, now and then the best words of some tokens).
+docs/planner.md lists the messages. Not counted: the trainer's few numbers a step (counts, metrics, at times the best
+words of some tokens).
 """
 
 from __future__ import annotations

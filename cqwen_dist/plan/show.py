@@ -127,14 +127,12 @@ def render_scaling(points: Sequence[Point]) -> Table:
     for ranks in RANKS:
         cells = []
         for zero, group in LAYOUTS:
-            missing = group > NODE and ranks < group  # `scaling` skips these
-            cells.append("" if missing else _point(by[ranks, zero, min(group, ranks)]))
+            point = by.get((ranks, zero, group if group > NODE else min(group, ranks)))  # None: `scaling` skips it
+            cells.append(
+                f"{point.efficiency:.0%} ({point.communication:.0%}){'' if point.fits else ' *'}" if point else ""
+            )
         table.add_row(f"{ranks:,}", *cells)
     return table
-
-
-def _point(point: Point) -> str:
-    return f"{point.efficiency:.0%} ({point.communication:.0%})" + ("" if point.fits else " *")
 
 
 def head_lines(plan: Plan, command: str) -> list[str]:

@@ -19,19 +19,13 @@ MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
 
 
 class Sizes:
-    """A stage of a config on the rank with the most work. sequences_in_data: of an epoch; None: not known."""
+    """A stage of a config on the rank with the most work. sequences: of an epoch; None: not known."""
 
     def __init__(
-        self,
-        config: Config,
-        base: Architecture,
-        world: int,
-        kind: Kind,
-        stage: Stage,
-        sequences_in_data: int | None = None,
+        self, config: Config, base: Architecture, world: int, kind: Kind, stage: Stage, sequences: int | None = None
     ) -> None:
         self.config, self.base, self.world, self.kind, self.stage = config, base, world, kind, stage
-        self.sequences_in_data = sequences_in_data
+        self.sequences_in_data = sequences
         # the batch
         self.global_batch, micro_batch = config.batch_sizes(stage)
         share = ceil_div(self.global_batch, world)  # sequences of a step on this rank

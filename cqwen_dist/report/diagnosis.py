@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from cqwen_dist.report.charts import watched_names
 from cqwen_dist.report.run_data import RunData
@@ -28,26 +29,14 @@ class Finding:
 
 
 bad, warn, note, good = (partial(Finding, level) for level in LEVELS)
-Rule = Callable[..., Iterator[Finding]]  # gets the run, then the last value of each metric that it needs
-RULES: list[tuple[Rule, tuple[str, ...]]] = []
-
-
-def rule(*metrics: str) -> Callable[[Rule], Rule]:
-    """Add a rule for runs that have all these metrics."""
-
-    def add(function: Rule) -> Rule:
-        RULES.append((function, metrics))
-        return function
-
-    return add
 
 
 def diagnose(run: RunData) -> list[Finding]:
     """All findings, the worst first."""
     found: list[Finding] = []
-    for function, metrics in RULES:
+    for rule, *metrics in RULES:
         if run.last.keys() >= set(metrics):
-            found += function(run, *(run.last[name] for name in metrics))
+            found += rule(run, *(run.last[name] for name in metrics))
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
@@ -61,7 +50,6 @@ def _knows_numbers(run: RunData) -> bool:
     return run.last.get("eval/reg_mdae", 0.0) < USEFUL * run.last.get("eval/baseline_mdae", math.inf)
 
 
-@rule()
 def _alarms(run: RunData) -> Iterator[Finding]:
     for alarm in run.alarms:
         kind, samples = alarm.get("kind"), ", ".join(map(str, alarm.get("samples") or []))
@@ -70,7 +58,6 @@ def _alarms(run: RunData) -> Iterator[Finding]:
         yield (warn if spike else bad)(f"Alarm at step {alarm.get('step')}: {kind}", f"{alarm.get('text')}.{named}")
 
 
-@rule("eval/accuracy", "eval/base_accuracy")
 def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
     gap = 100 * (accuracy - base)
     if gap < -1.0:
@@ -94,7 +81,6 @@ def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
         yield good(f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
 
 
-@rule()
 def _forgotten(run: RunData) -> Iterator[Finding]:
     for name in watched_names(run.last):
         accuracy, base = run.last.get(f"watch/{name}/accuracy"), run.last.get(f"watch/{name}/base_accuracy")
@@ -117,7 +103,6 @@ def _against_forgetting(run: RunData) -> str:
     return f"Freeze {named} (a stage's train), or lower their rates (lr_groups): they follow the training texts alone."
 
 
-@rule()
 def _overfit(run: RunData) -> Iterator[Finding]:
     losses = run.raw.get("eval/cls_loss_mean", [])
     if len(losses) >= 4 and losses[-1] > 1.05 * min(losses) and min(losses) > 0:
@@ -130,7 +115,6 @@ def _overfit(run: RunData) -> Iterator[Finding]:
         )
 
 
-@rule()
 def _convergence(run: RunData) -> Iterator[Finding]:
     """S1 6.2: if a loss does not fall, look at the statistics and at the regression's first predictions."""
     known, errors = run.start.get("statistics") or {}, run.raw.get("eval/reg_mdae", [])
@@ -150,7 +134,6 @@ def _convergence(run: RunData) -> Iterator[Finding]:
             yield bad(f"The loss of {what} never fell", text)
 
 
-@rule("eval/num_f1", "eval/reg_mdae")
 def _num(run: RunData, f1: float, mdae: float) -> Iterator[Finding]:
     if f1 < 0.8:
         precision, recall = run.last.get("eval/num_precision", 0.0), run.last.get("eval/num_recall", 0.0)
@@ -161,7 +144,6 @@ def _num(run: RunData, f1: float, mdae: float) -> Iterator[Finding]:
         )
 
 
-@rule("eval/reg_mae", "eval/reg_mdae")
 def _errors(run: RunData, mae: float, mdae: float) -> Iterator[Finding]:
     baseline = run.last.get("eval/baseline_mdae")
     if baseline is not None and mdae >= 0.99 * baseline:
@@ -186,7 +168,6 @@ def _errors(run: RunData, mae: float, mdae: float) -> Iterator[Finding]:
         )
 
 
-@rule("eval/coverage_90")
 def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
     if abs(raw - 0.9) > 0.05:
         wide = raw > 0.9
@@ -197,7 +178,6 @@ def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
         )
 
 
-@rule("eval/coverage_90_conformal", "eval/conformal_numbers")
 def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Iterator[Finding]:
     if count < 1:
         return
@@ -211,7 +191,6 @@ def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Ite
         )
 
 
-@rule()
 def _distributions(run: RunData) -> Iterator[Finding]:
     for name, what, meaning in (
         ("U_loc", "locations", "single tokens have representations of their own"),
@@ -237,7 +216,6 @@ def _distributions(run: RunData) -> Iterator[Finding]:
             )
 
 
-@rule(SUM)
 def _prob_sum(run: RunData, total: float) -> Iterator[Finding]:
     if 0.7 <= total <= 1.5:
         text = "One word comes next, so 1 is calibrated."
@@ -252,7 +230,6 @@ def _prob_sum(run: RunData, total: float) -> Iterator[Finding]:
         )
 
 
-@rule(SUM, SUM_OF_ONE)
 def _prob_sum_of_one(run: RunData, total: float, causal: float) -> Iterator[Finding]:
     if causal > 0 and total > 0 and abs(math.log(causal)) > abs(math.log(total)) + 0.2:
         yield note(
@@ -262,7 +239,6 @@ def _prob_sum_of_one(run: RunData, total: float, causal: float) -> Iterator[Find
         )
 
 
-@rule()
 def _gradients(run: RunData) -> Iterator[Finding]:
     norms = run.raw.get("train/grad_norm", [])
     if len(norms) < 10:
@@ -284,7 +260,6 @@ def _gradients(run: RunData) -> Iterator[Finding]:
         )
 
 
-@rule()
 def _speed(run: RunData) -> Iterator[Finding]:
     seconds, waits = run.raw.get("perf/step_s", []), run.raw.get("perf/data_wait_s", [])
     if len(waits) >= 5 and sum(waits) > 0.1 * sum(seconds):
@@ -295,3 +270,22 @@ def _speed(run: RunData) -> Iterator[Finding]:
     refused = len(run.raw.get("train/refused", []))
     if refused:
         yield warn(f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
+
+
+# Each rule with the metrics whose last values it gets; without one of them it says nothing.
+RULES: tuple[tuple[Any, ...], ...] = (
+    (_alarms,),
+    (_words, "eval/accuracy", "eval/base_accuracy"),
+    (_forgotten,),
+    (_overfit,),
+    (_convergence,),
+    (_num, "eval/num_f1", "eval/reg_mdae"),
+    (_errors, "eval/reg_mae", "eval/reg_mdae"),
+    (_raw_intervals, "eval/coverage_90"),
+    (_recalibrated_intervals, "eval/coverage_90_conformal", "eval/conformal_numbers"),
+    (_distributions,),
+    (_prob_sum, SUM),
+    (_prob_sum_of_one, SUM, SUM_OF_ONE),
+    (_gradients,),
+    (_speed,),
+)
