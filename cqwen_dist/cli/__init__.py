@@ -45,7 +45,12 @@ app.command("eval", rich_help_panel=LOOK)(look.evaluate)
 for name, panel, text, commands in (
     ("config", BEFORE, "Check a config, or print its JSON Schema.", (before.config_validate, before.config_schema)),
     ("checkpoint", LOOK, "List or verify checkpoints.", (look.checkpoint_list, look.checkpoint_verify)),
-    ("bench", MEASURE, "Measure on this machine.", (bench.data, bench.loss, bench.step, bench.memory, bench.generate)),
+    (
+        "bench",
+        MEASURE,
+        "Measure on this machine.",
+        (bench.data, bench.loss, bench.step, bench.memory, bench.generate, bench.numbers),
+    ),
 ):
     group = typer.Typer(no_args_is_help=True, help=text)
     app.add_typer(group, name=name, rich_help_panel=panel)

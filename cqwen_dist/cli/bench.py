@@ -96,6 +96,32 @@ def memory(
     print_document({"device": device, "rows": rows}, as_json, lambda found: table(found["rows"], found["device"]))
 
 
+def numbers(
+    only: Annotated[list[str] | None, typer.Option(help="Only this set; may be repeated.")] = None,
+    data: Annotated[Path, typer.Option(help="Folder of the sets' files (docs/numbers-benchmark.md).")] = Path("data"),
+    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "HuggingFaceTB/SmolLM2-135M",
+    splits: Annotated[int, typer.Option(min=1, max=20, help="Splits of each set.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Of each fit, about.")] = 10.0,
+    heads: Annotated[bool, typer.Option(help="Also heads of squared error and of quantiles on the same z.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder to write; the same command goes on there.")] = Path("bench-numbers"),
+    table: Annotated[Path | None, typer.Option(help="Write the tables as Markdown here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """`cqwen fit` on published tables and splits, compared with other heads and with models that read no language."""
+    quiet_libraries()
+    from rich.markdown import Markdown
+
+    from cqwen_dist.tables.benchmark import Benchmark, page
+
+    def say(line: str) -> None:
+        typer.echo(line, err=as_json)
+
+    found = Benchmark(data, out, base, minutes, heads, say).run(only or [], splits)
+    if table is not None:
+        table.write_text(page(found), encoding="utf-8")
+    print_document(found, as_json, lambda made: Markdown(page(made)))
+
+
 def generate(
     hidden: Annotated[int, typer.Option(min=1, help="H; the default shape is Qwen2.5-0.5B's.")] = 896,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the backbone.")] = 24,

@@ -1,0 +1,304 @@
+"""`cqwen bench numbers`: `cqwen fit` on tables with published splits, compared with heads on the same features.
+
+OUT/SET/table.csv, splits.json        the table; the test rows of each split
+OUT/SET/split-K/                      a folder of `cqwen fit`, and numbers.json: the results of every model
+OUT/numbers.json                      all of them
+
+The same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from cqwen_dist.config import UserError
+from cqwen_dist.data.recipes import records_of
+from cqwen_dist.intervals import LEVELS
+from cqwen_dist.run.files import write_atomically
+from cqwen_dist.tables.fitting import OURS, REQUEST, FitRequest, Prepared, errors, prepare
+
+SPLITS = 20
+ADDITIONS = 4000
+QUANTILES = sorted([0.5, *((1 - level) / 2 for level in LEVELS), *((1 + level) / 2 for level in LEVELS)])
+LAWS = {"Cauchy": "cauchy", "Laplace": "laplace", "Student t": "t", "Gauss": "norm"}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A table: its file in the data folder, its target, columns where the file names none, RMSE as published, and how
+    many rows are learnt from where not four of five."""
+
+    file: str
+    target: str = "target"
+    columns: str = ""
+    published: float | None = None
+    learnt: int | None = None
+
+
+_WINE_PL = Protocol("tables/wine_pl.parquet", "price")
+PROTOCOLS = {
+    # RMSE of Monte Carlo dropout, 20 splits (github.com/yaringal/DropoutUncertaintyExps, 100x epochs, one layer)
+    "concrete": Protocol(
+        "uci/concrete.csv",
+        columns="cement,slag,fly ash,water,superplasticizer,coarse aggregate,fine aggregate,age",
+        published=4.826,
+    ),
+    "energy": Protocol(
+        "uci/energy.csv",
+        columns="compactness,surface,walls,roof,height,orientation,glazing,distribution of glazing",
+        published=0.539,
+    ),
+    "power-plant": Protocol("uci/power-plant.csv", columns="temperature,vacuum,pressure,humidity", published=4.014),
+    "wine-quality-red": Protocol(
+        "uci/wine-quality-red.csv",
+        columns="fixed acidity,volatile acidity,citric acid,residual sugar,chlorides,free sulfur dioxide,"
+        "total sulfur dioxide,density,pH,sulphates,alcohol",
+        published=0.622,
+    ),
+    "kin8nm": Protocol("uci/kin8nm.csv", columns=",".join(f"theta {c}" for c in "abcdefgh"), published=0.079),
+    "wine_pl": _WINE_PL,
+    "wine_pl-1024": replace(_WINE_PL, learnt=1024),
+    "wine_pl-128": replace(_WINE_PL, learnt=128),
+    "wine_dot_com": Protocol("tables/wine_dot_com_prices.parquet", "Prices"),
+    "gsm8k": Protocol("gsm8k/train.jsonl"),
+    "addition": Protocol(""),
+    "subtraction": Protocol(""),
+}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What is measured: out holds its files; heads: also heads on z."""
+
+    data: Path
+    out: Path
+    base: str
+    minutes: float
+    heads: bool
+    say: Callable[[str], None]
+
+    def run(self, names: Sequence[str], splits: int) -> dict[str, Any]:
+        """The first splits of sets (none: of all); those without a file are left out by name. Raises `UserError`."""
+        if odd := [name for name in names if name not in PROTOCOLS]:
+            raise UserError("--only", odd[0], f"out of {', '.join(PROTOCOLS)}")
+        found: dict[str, list[dict[str, Any]]] = {}
+        for name in names or PROTOCOLS:
+            protocol = PROTOCOLS[name]
+            if protocol.file and not (self.data / protocol.file).is_file():
+                self.say(f"{name}: left out, there is no {self.data / protocol.file}")
+                continue
+            if not (self.out / name / "splits.json").is_file():
+                _write_table(name, protocol, self.data, self.out / name)
+            for split in range(splits):
+                found.setdefault(name, []).append(self.one_split(name, split))
+                write_atomically(self.out / "numbers.json", json.dumps(self.document(found), indent=1))
+        return self.document(found)
+
+    def document(self, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        """What numbers.json holds."""
+        return {
+            "date": date.today().isoformat(),
+            "machine": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}, {_commit()}",
+            "base": self.base,
+            "minutes": self.minutes,
+            "sets": {name: [split["results"] for split in of_set] for name, of_set in found.items()},
+            "laws": {
+                name: laws(np.concatenate([split["errors"] for split in of_set])) for name, of_set in found.items()
+            },
+        }
+
+    def one_split(self, name: str, split: int) -> dict[str, Any]:
+        """{"results": {model: its scores}, "errors": ours [m]}, read where they are already there."""
+        folder = self.out / name
+        made = folder / f"split-{split}"
+        done = made / "numbers.json"
+        if done.is_file():
+            return dict(json.loads(done.read_text(encoding="utf-8")))
+        self.say(f"{name}, split {split}")
+        command = [sys.executable, "-m", "cqwen_dist", "fit", str(folder / "table.csv")]
+        command += ["--target", PROTOCOLS[name].target, "--base", self.base, "--minutes", f"{self.minutes:g}"]
+        command += ["--split", f"{folder / 'splits.json'}#{split}", "--seed", str(split), "--out", str(made), "--json"]
+        start = time.perf_counter()
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            raise UserError(
+                "bench numbers", " ".join(command[3:]), f"exit 0, not {ended.returncode}; its error is above"
+            )
+        seconds = time.perf_counter() - start
+        found = self.scores(made, json.loads(ended.stdout)["results"])
+        found["results"][OURS]["seconds"] = seconds
+        write_atomically(done, json.dumps(found))
+        return found
+
+    def scores(self, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """As `one_split`, of what `cqwen fit` left in its folder."""
+        made = prepare(FitRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8"))), folder, self.say)
+        truth = made.table.values()[made.parts.test]
+        middle = float(np.median(made.table.values()[made.parts.train]))
+        quantiles = _predicted(folder / "predicted.csv")
+        quantiles = np.where(np.isnan(quantiles), middle, quantiles)
+        found = {name: {**of, "wis": of["mae"]} for name, of in results.items()}
+        found[OURS] = scored(quantiles, truth)
+        if self.heads:
+            found |= {name: scored(of, truth) for name, of in _heads(folder, made)}
+        return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return "no git"
+    return found.stdout.strip() or "no commit"
+
+
+def _predicted(file: Path) -> np.ndarray:
+    """Quantiles [m,7] of predicted.csv, at `QUANTILES`; NaN where no number was written."""
+    lows, highs = [f"low_{100 * level:g}" for level in reversed(LEVELS)], [f"high_{100 * level:g}" for level in LEVELS]
+    with file.open(encoding="utf-8", newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    return np.array([[float(row[name] or "nan") for name in (*lows, "predicted", *highs)] for row in rows])
+
+
+def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None:
+    """table.csv with a header, and splits.json: lists of test rows, published ones or drawn by the split's number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = [*filter(None, protocol.columns.split(",")), protocol.target]
+    rows: list[dict[str, Any]]
+    if protocol.columns:
+        lines = (data / protocol.file).read_text(encoding="utf-8").splitlines()
+        rows = [dict(zip(columns, map(_short, line.split(",")), strict=True)) for line in lines]
+    elif not protocol.file:
+        rows = list(_sums(1 if name == "addition" else -1))
+    elif name == "gsm8k":
+        records, _ = records_of(str(data / protocol.file))
+        answers = [record["answer"].rpartition("#### ")[2].replace(",", "") for record in records]
+        rows = [{"question": r["question"], protocol.target: a} for r, a in zip(records, answers, strict=True)]
+    else:
+        records, _ = records_of(str(data / protocol.file))
+        rows = [dict(record) for record in records]
+    with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    published = data / protocol.file.replace(".csv", ".splits.json")
+    if protocol.columns and published.is_file():
+        splits = json.loads(published.read_text(encoding="utf-8"))["test_rows_of_split"]
+    else:
+        learnt = protocol.learnt or round(0.8 * len(rows))
+        splits = [np.random.default_rng(k).permutation(len(rows))[learnt:].tolist() for k in range(SPLITS)]
+    (folder / "splits.json").write_text(json.dumps(splits), encoding="utf-8")
+
+
+def _short(cell: str) -> str:
+    return f"{float(cell):g}"
+
+
+def _sums(sign: int) -> Iterator[dict[str, int]]:
+    """Additions or subtractions of numbers of up to six digits (FoNE, arXiv 2502.09741)."""
+    draw = np.random.default_rng(0)
+    for a, b in draw.integers(0, 1_000_000, (ADDITIONS, 2)).tolist():
+        yield {"a": a, "b": b, "target": a + sign * b}
+
+
+def _heads(folder: Path, made: Prepared) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, quantiles [m,7] of the test rows) of heads on the features of the trained model's backbone."""
+    import torch
+    from scipy.stats import norm
+
+    from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.tables.heads import features_of, head_predictions, pinball, squared
+
+    checkpoint = Path(json.loads((folder / "fit.json").read_text(encoding="utf-8"))["checkpoint"])
+    model, tokenizer = load_trained(checkpoint, "auto" if torch.cuda.is_available() else "cpu")
+    z, y, parts = features_of(model, tokenizer, made.prompts), made.table.values(), made.parts
+    found = head_predictions(z, y, parts.train, parts.valid, 1, squared)[:, 0]
+    spread = float(np.sqrt(np.square(found[parts.valid] - y[parts.valid]).mean()))
+    yield "mean squared error, on z", found[parts.test, None] + spread * norm.ppf(QUANTILES)
+    found = head_predictions(z, y, parts.train, parts.valid, len(QUANTILES), pinball(QUANTILES))
+    yield "quantiles, on z", np.sort(found[parts.test], 1)
+
+
+def scored(quantiles: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """Scores of predicted quantiles [m,7] at `QUANTILES`.
+
+    wis: the weighted interval score of the median and three intervals, an approximation of the CRPS and for a point
+    the absolute error (Bracher et al. 2021, "Evaluating epidemic forecasts in an interval format").
+    """
+    middle = quantiles[:, len(LEVELS)]
+    score = 0.5 * np.abs(truth - middle)
+    for i, level in enumerate(reversed(LEVELS)):
+        low, high, alpha = quantiles[:, i], quantiles[:, -1 - i], 1 - level
+        outside = (low - truth).clip(min=0) + (truth - high).clip(min=0)
+        score += alpha / 2 * (high - low) + outside
+    low, high = (quantiles[:, QUANTILES.index(at)] for at in ((1 - 0.9) / 2, (1 + 0.9) / 2))
+    return {
+        **errors(middle, truth),
+        "wis": float(score.mean() / (len(LEVELS) + 0.5)),
+        "coverage_90": float(((low <= truth) & (truth <= high)).mean()),
+        "width_90": float(np.median(high - low)),
+        "exact": float((np.abs(middle - truth) < 0.5).mean()),
+        "relative": float(np.median(np.abs(middle - truth) / np.abs(truth).clip(min=1e-9))),
+    }
+
+
+def laws(error: np.ndarray) -> dict[str, dict[str, float]]:
+    """Of each law around the prediction: mean log likelihood of errors [n], and the share within its 90 % interval;
+    fitted to one half of them and measured on the other, both ways."""
+    from scipy import stats
+
+    order = np.random.default_rng(0).permutation(len(error))
+    halves = error[order[::2]], error[order[1::2]]
+    found = {}
+    for name, law in LAWS.items():
+        both = [(getattr(stats, law), getattr(stats, law).fit(own), other) for own, other in (halves, halves[::-1])]
+        inside = [np.mean((law.ppf(0.05, *at) <= e) & (e <= law.ppf(0.95, *at))) for law, at, e in both]
+        found[name] = {
+            "log_likelihood": mean(float(law.logpdf(e, *at).mean()) for law, at, e in both),
+            "coverage_90": float(np.mean(inside)),
+        }
+    return found
+
+
+def page(document: dict[str, Any]) -> str:
+    """Markdown: a table of each set, medians over its splits, and one of the laws."""
+    lines = [
+        f"Measured {document['date']} on {document['machine']}; base {Path(document['base']).name}, "
+        f"{document['minutes']:g} minutes a fit. Means over the splits.",
+    ]
+    for name, splits in document["sets"].items():
+        published = PROTOCOLS[name].published
+        told = "" if published is None else f", RMSE published {published:g} (Monte Carlo dropout, 20 splits)"
+        lines += ["", f"### {name}: {len(splits)} splits{told}", ""]
+        lines += ["| | MAE | RMSE | R2 | WIS | 90 % holds | width | s |", "|---|---|---|---|---|---|---|---|"]
+        for model in splits[0]:
+            of_model = [split[model] for split in splits]
+            cells = [_mean(of_model, key) for key in ("mae", "rmse", "r2", "wis", "coverage_90", "width_90", "seconds")]
+            lines.append(f"| {model} | {' | '.join(cells)} |")
+        if name in ("addition", "subtraction"):
+            ours = [split[OURS] for split in splits]
+            lines += ["", f"Exact to the unit {_mean(ours, 'exact')}, median relative error {_mean(ours, 'relative')}."]
+    lines += ["", "### The law of the errors", "", f"| | {' | '.join(LAWS)} |", "|---" * (1 + len(LAWS)) + "|"]
+    for name, found in document["laws"].items():
+        cells = [f"{of['log_likelihood']:.3f}, {of['coverage_90']:.1%}" for of in found.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(results: Sequence[dict[str, float]], key: str) -> str:
+    return f"{mean(of[key] for of in results):.4g}" if all(key in of for of in results) else ""
