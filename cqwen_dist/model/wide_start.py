@@ -11,6 +11,7 @@ All in float64 on the CPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,6 +54,19 @@ class WideFit(NamedTuple):
     left_out: Tensor
 
 
+class _Found(NamedTuple):
+    """The Cauchy loss of each number when its fold is left out [n]; ridge and shrinkage."""
+
+    losses: np.ndarray
+    ridge: float
+    share: float
+
+    def beats(self, other: _Found) -> bool:
+        """By more than one standard error: so many candidates would otherwise fit the noise of some hundred numbers."""
+        gain = other.losses - self.losses
+        return bool(gain.mean() > gain.std() / math.sqrt(len(gain)))
+
+
 @dataclass(frozen=True)
 class _Targets:
     """n targets around their median, in units of half their interquartile range, and what a fit of them needs."""
@@ -65,13 +79,13 @@ class _Targets:
     def first(self, count: int) -> _Targets:
         return _Targets(*(getattr(self, name)[:count] for name in ("t", "held", "weights", "folds")))
 
-    def best(self, kernel: np.ndarray) -> tuple[float, float, float]:
-        """(Cauchy loss on the folds left out, ridge, shrinkage) of the least loss."""
+    def best(self, kernel: np.ndarray) -> _Found:
+        """The ridge and shrinkage of the least loss."""
         found = []
         for ridge in RIDGES:
             g, _ = self.left_out(kernel, ridge)
-            found += [(float(np.log1p((self.t - share * g) ** 2).mean()), ridge, share) for share in SHARES]
-        return min(found)
+            found += [_Found(np.log1p((self.t - share * g) ** 2), ridge, share) for share in SHARES]
+        return min(found, key=lambda one: one.losses.mean())
 
     def left_out(self, kernel: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
         """(g of each number without its fold [n], a of each fold left out [FOLDS,n], 0 at its own)."""
@@ -122,15 +136,16 @@ def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int, random_
     # The search, on some of the numbers
     some = every.first(SEARCHED)
     word_kernel, value_kernel = (_kernel(part[:SEARCHED]) for part in (words, values))
-    (loss, ridge, share), weight = min((some.best(word_kernel + w * value_kernel), w) for w in VALUE_WEIGHTS)
-    chosen = None
+    linear = [(some.best(word_kernel + w * value_kernel), w) for w in VALUE_WEIGHTS]
+    plain, weight = min(linear, key=lambda one: one[0].losses.mean())
+    best, chosen = plain, None
     for rows in _random_rows(counts, random_features):
         random_kernel = rows.x[:SEARCHED] @ rows.x[:SEARCHED].T
         for times in RANDOM_WEIGHTS:
             found = some.best(word_kernel + weight * value_kernel + times * random_kernel)
-            if found[0] < loss:
-                (loss, ridge, share), chosen = found, (rows, times)
-    if not loss < np.log1p(some.t**2).mean():
+            if found.beats(plain) and found.losses.mean() < best.losses.mean():
+                best, chosen = found, (rows, times)
+    if not best.losses.mean() < np.log1p(some.t**2).mean():
         return None
 
     # The tables, on all
@@ -138,14 +153,15 @@ def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int, random_
     if chosen is not None:
         rows, times = chosen
         kernel += times * (rows.x @ rows.x.T)
-    every = every.reweighted(every.left_out(kernel, ridge)[0])
-    left_out, solved = every.left_out(kernel, ridge)
-    tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * (share * unit)}
+    every = every.reweighted(every.left_out(kernel, best.ridge)[0])
+    left_out, solved = every.left_out(kernel, best.ridge)
+    unit *= best.share
+    tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * unit}
     if chosen is not None:
-        tables |= rows.tables(times * share * unit * (solved @ rows.x))
+        tables |= rows.tables(times * unit * (solved @ rows.x))
     return WideFit(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
-        torch.from_numpy(left_out * share * unit),
+        torch.from_numpy(left_out * unit),
     )
 
 

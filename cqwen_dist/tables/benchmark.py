@@ -151,7 +151,7 @@ class Benchmark:
         middle = float(np.median(made.table.values()[made.parts.train]))
         quantiles = _predicted(folder / "predicted.csv")
         quantiles = np.where(np.isnan(quantiles), middle, quantiles)
-        found = {name: {**of, "wis": of["mae"]} for name, of in results.items()}
+        found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
         found[OURS] = scored(quantiles, truth)
         if self.heads:
             found |= {name: scored(of, truth) for name, of in _heads(folder, made)}
@@ -237,19 +237,17 @@ def _heads(folder: Path, made: Prepared) -> Iterator[tuple[str, np.ndarray]]:
 def scored(quantiles: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     """Scores of predicted quantiles [m,7] at `QUANTILES`.
 
-    wis: the weighted interval score of the median and three intervals, an approximation of the CRPS and for a point
-    the absolute error (Bracher et al. 2021, "Evaluating epidemic forecasts in an interval format").
+    crps: 2 int pinball(level) d level, each quantile for the levels next to it; of a point the absolute error.
     """
     middle = quantiles[:, len(LEVELS)]
-    score = 0.5 * np.abs(truth - middle)
-    for i, level in enumerate(reversed(LEVELS)):
-        low, high, alpha = quantiles[:, i], quantiles[:, -1 - i], 1 - level
-        outside = (low - truth).clip(min=0) + (truth - high).clip(min=0)
-        score += alpha / 2 * (high - low) + outside
+    levels = np.array(QUANTILES)
+    between = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+    error = truth[:, None] - quantiles
+    pinball = np.maximum(levels * error, (levels - 1) * error)
     low, high = (quantiles[:, QUANTILES.index(at)] for at in ((1 - 0.9) / 2, (1 + 0.9) / 2))
     return {
         **errors(middle, truth),
-        "wis": float(score.mean() / (len(LEVELS) + 0.5)),
+        "crps": 2 * float((pinball @ np.diff(between)).mean()),
         "coverage_90": float(((low <= truth) & (truth <= high)).mean()),
         "width_90": float(np.median(high - low)),
         "exact": float((np.abs(middle - truth) < 0.5).mean()),
@@ -285,10 +283,12 @@ def page(document: dict[str, Any]) -> str:
         published = PROTOCOLS[name].published
         told = "" if published is None else f", RMSE published {published:g} (Monte Carlo dropout, 20 splits)"
         lines += ["", f"### {name}: {len(splits)} splits{told}", ""]
-        lines += ["| | MAE | RMSE | R2 | WIS | 90 % holds | width | s |", "|---|---|---|---|---|---|---|---|"]
+        lines += ["| | MAE | RMSE | R2 | CRPS | 90 % holds | width | s |", "|---|---|---|---|---|---|---|---|"]
         for model in splits[0]:
             of_model = [split[model] for split in splits]
-            cells = [_mean(of_model, key) for key in ("mae", "rmse", "r2", "wis", "coverage_90", "width_90", "seconds")]
+            cells = [
+                _mean(of_model, key) for key in ("mae", "rmse", "r2", "crps", "coverage_90", "width_90", "seconds")
+            ]
             lines.append(f"| {model} | {' | '.join(cells)} |")
         if name in ("addition", "subtraction"):
             ours = [split[OURS] for split in splits]
