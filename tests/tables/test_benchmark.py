@@ -1,11 +1,12 @@
 """`cqwen bench numbers`: its scores, its laws, the heads that it compares with, and a whole run."""
 
-import csv
 import json
 from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.runs import cqwen_forked
@@ -63,21 +64,19 @@ def test_an_unknown_set_is_refused_and_one_without_a_file_is_left_out_by_name(tm
 
 @pytest.mark.slow
 def test_a_set_is_measured_once_and_its_page_names_every_model(one_rank: Path, tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    (tmp_path / "uci").mkdir()
-    x = draw.normal(size=(60, 8))
-    with (tmp_path / "uci" / "energy.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(np.c_[x, x.sum(1)].tolist())
-    (tmp_path / "uci" / "energy.splits.json").write_text(json.dumps({"test_rows_of_split": [list(range(12))]}))
-    command = ["bench", "numbers", "--only", "energy", "--data", tmp_path, "--base", one_rank / "base"]
+    x = np.random.default_rng(0).normal(size=(60, 2))
+    (tmp_path / "tables").mkdir()
+    rows = pa.table({"body": x[:, 0], "age": x[:, 1], "price": x.sum(1)})
+    pq.write_table(rows, tmp_path / "tables" / "wine_pl.parquet")
+    command = ["bench", "numbers", "--only", "wine_pl", "--data", tmp_path, "--base", one_rank / "base"]
     command += ["--splits", 1, "--minutes", 2, "--out", tmp_path / "out", "--table", tmp_path / "page.md"]
     first = cqwen_forked(*command)
     assert first.returncode == 0, first.stderr
     document = json.loads((tmp_path / "out" / "numbers.json").read_text())
-    (results,) = document["sets"]["energy"]
+    (results,) = document["sets"]["wine_pl"]
     text = (tmp_path / "page.md").read_text()
     assert text == page(document)
-    assert "RMSE published 0.539" in text
+    assert "### wine_pl: 1 splits" in text
     for name in (OURS, "ridge, numeric columns", "gradient boosting", "mean squared error, on z", "quantiles, on z"):
         assert f"| {name} | {results[name]['mae']:.4g} |" in text
     assert results["ridge, numeric columns"]["mae"] < 0.05  # the target is their sum
