@@ -68,8 +68,9 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
     number = _of_ranks({rank for place in places for rank in (math.floor(place), math.ceil(place))}, parts, gather)
     pairs = [np.array([number[math.floor(place)], number[math.ceil(place)]]) for place in places]
     spreads = []
-    for read in (_raw, _logarithms):
-        low, median, high = (_between(read(pair), place % 1) for pair, place in zip(pairs, places, strict=True))
+    for read in (np.asarray, _logarithms):
+        ends = zip(pairs, places, strict=True)
+        low, median, high = (float(np.quantile(read(pair), place % 1)) for pair, place in ends)
         scale = high / 2 - low / 2
         if scale <= 1e-12 * abs(median):  # what rounding alone makes of equal numbers is no spread
             sums = [float(np.abs(read(part) / 2 - median / 2).sum()) for part in parts()]
@@ -108,16 +109,6 @@ def _sortable(values: np.ndarray) -> np.ndarray:
 def _number(bits: int) -> float:
     """The float64 of a sortable integer."""
     return float(np.uint64(bits ^ _SIGN if bits & _SIGN else bits ^ (2**64 - 1)).view(np.float64))
-
-
-def _between(pair: np.ndarray, share: float) -> float:
-    """As np.quantile interpolates."""
-    width = pair[1] - pair[0]
-    return float(pair[0] + width * share if share < 0.5 else pair[1] - width * (1 - share))
-
-
-def _raw(values: np.ndarray) -> np.ndarray:
-    return values
 
 
 def _logarithms(values: np.ndarray) -> np.ndarray:

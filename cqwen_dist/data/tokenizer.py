@@ -158,12 +158,14 @@ class NumericalAwareTokenizer:
 
         Raises: UserError for a number that float64 does not hold.
         """
-        return self.encode_strictly([text])[0][:2]
+        return self.encode_batch([text], strict=True)[0][:2]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
-        """As `encode` for many texts at once; overflowing literals stay text."""
+    def encode_batch(self, texts: Sequence[str], strict: bool = False) -> list[Encoded]:
+        """As `encode` for many texts at once; unless `strict`, overflowing literals stay text."""
         encoded = []
         for reading in self.encoder.read(texts):
+            if strict and reading.overflows:
+                raise UserError("number", reading.overflows[0], "numbers that float64 holds")
             ids, numbers = reading.ids.tolist(), iter(reading.numbers)
             values = [next(numbers) if token == self.num_token_id else 0.0 for token in ids]
             encoded.append(Encoded(ids, values, reading.overflows))
@@ -175,7 +177,7 @@ class NumericalAwareTokenizer:
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
         padding. Raises: UserError for a number that float64 does not hold.
         """
-        rows = [(row.ids, row.values) for row in self.encode_strictly(texts)]
+        rows = [(row.ids, row.values) for row in self.encode_batch(texts, strict=True)]
         batch = pad_rows(rows, self.pad_token_id, on_left=padding_side == "left")
         return {"input_ids": batch.ids, "numeric_values": batch.values, "attention_mask": batch.mask.long()}
 
@@ -194,23 +196,14 @@ class NumericalAwareTokenizer:
         if len(ids) != len(values):
             raise ValueError(f"{len(ids)} ids, but {len(values)} values")
         pieces: list[str | float] = []
-        for is_number, group in groupby(
-            zip(_plain(ids), _plain(values), strict=True), key=lambda pair: pair[0] == self.num_token_id
-        ):
+        plain = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (ids, values))
+        for is_number, group in groupby(zip(*plain, strict=True), key=lambda pair: pair[0] == self.num_token_id):
             if is_number:
                 pieces += [float(value) for _, value in group]
             else:
                 words = [int(token_id) for token_id, _ in group]
                 pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))
         return write_numbers(pieces, self.policy)
-
-    def encode_strictly(self, texts: list[str]) -> list[Encoded]:
-        """As `encode_batch`. Raises: UserError for a number that float64 does not hold."""
-        encoded = self.encode_batch(texts)
-        for row in encoded:
-            if row.overflows:
-                raise UserError("number", row.overflows[0], "numbers that float64 holds")
-        return encoded
 
 
 class DigitTokenizer(NumericalAwareTokenizer):
@@ -257,10 +250,6 @@ def _no_prefix(part: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "Metaspace":
         return {**part, "prepend_scheme": "never"}
     return {**part, "add_prefix_space": False} if kind == "ByteLevel" else part
-
-
-def _plain(sequence: Any) -> Any:
-    return sequence.tolist() if isinstance(sequence, torch.Tensor) else sequence
 
 
 def _is_ours(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from cqwen_dist.config import UserError
 from cqwen_dist.generate.generation_settings import check_temperature
 from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
-from cqwen_dist.generate.streaming import NumberStreamer, StopStrings, Tokenizer
+from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
 from cqwen_dist.intervals import LEVELS
 
 PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "seed", "used_rows")  # as in `Settings`
@@ -174,15 +174,16 @@ def _sampling(
     """
     temperature = merged.get("temperature")
     check_temperature(temperature)
-    _check_cuts(merged.get("top_k"), merged.get("top_p"))
+    top_k, top_p = merged.get("top_k"), merged.get("top_p")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise UserError("top_p", top_p, "above 0, at most 1")
+    if top_k is not None and top_k < 0:
+        raise UserError("top_k", top_k, "0 (all words) or more")
     implied = any(name in merged for name in ("temperature", "top_k", "top_p", "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
-    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "eos_token_id", "pad_token_id") if n in merged}
-    settings["do_sample"] = sampling
-    if "eos_token_id" not in settings:
-        settings["eos_token_id"] = model.config.base_config.eos_token_id
-    if settings["eos_token_id"] == []:  # our way to say that there is none
-        settings["eos_token_id"] = None
+    ends = merged.get("eos_token_id", model.config.base_config.eos_token_id)
+    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id") if n in merged}
+    settings |= {"do_sample": sampling, "eos_token_id": None if ends == [] else ends}  # []: there is no end
     if not sampling:
         settings.pop("temperature", None)
     try:
@@ -198,13 +199,6 @@ def _sampling(
     except ValueError as error:
         raise UserError("generation_config", " ".join(str(error).split()), "values that transformers takes") from None
     return {"logits_processor": found if len(found) else None, "do_sample": sampling}
-
-
-def _check_cuts(top_k: int | None, top_p: float | None) -> None:
-    if top_p is not None and not 0.0 < top_p <= 1.0:
-        raise UserError("top_p", top_p, "above 0, at most 1")
-    if top_k is not None and top_k < 0:
-        raise UserError("top_k", top_k, "0 (all words) or more")
 
 
 def _watch(
@@ -227,7 +221,7 @@ def _watch(
         if tokenizer is None:
             raise UserError("tokenizer", None, "the NumericalAwareTokenizer, where stop_strings are given")
         digits = MOST_DIGITS if merged.get("digits") is None else merged["digits"]
-        watch.append(StopStrings([strings] if isinstance(strings, str) else strings, tokenizer, prompt, digits))
+        watch.append(ends_at([strings] if isinstance(strings, str) else strings, tokenizer, prompt, digits))
     if isinstance(streamer, NumberStreamer):
         watch.append(lambda so_far, numbers: streamer.put(so_far.cpu(), numbers, prompt))
     elif streamer is not None:

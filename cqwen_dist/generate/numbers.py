@@ -63,8 +63,7 @@ class GeneratedNumbers:
         """The value in the text (`shown`). A prompt's number has no spread."""
         spread = 0.0
         if digits == "auto" and bool(self.generated[row, position]):
-            y = Cauchy(self.loc[row, position], self.scale[row, position])
-            low, high = number_interval(y, self.target, self.intervals, 0.5)
+            low, high = number_interval(self._law(row, position), self.target, self.intervals, 0.5)
             spread = float(high - low) / 2
         return shown(float(self.values[row, position]), spread, digits)
 
@@ -72,7 +71,6 @@ class GeneratedNumbers:
         """The record of a number that the model wrote; None at any other position."""
         if not bool(self.generated[row, position]):
             return None
-        y = Cauchy(self.loc[row, position], self.scale[row, position])
         more = {}
         for i, name in enumerate(self.more_values or ()):
             assert self.more is not None
@@ -81,7 +79,7 @@ class GeneratedNumbers:
         return NumberRecord(
             value=float(self.target.inverse(self.loc[row, position])),
             written=self.written(row, position, digits),
-            intervals=self._intervals(y, self.intervals),
+            intervals=self._intervals(self._law(row, position), self.intervals),
             p_num=float(self.p_num[row, position]),
             type=None if self.types is None or self.kinds is None else self.types[int(self.kinds[row, position])],
             more=more,
@@ -91,6 +89,9 @@ class GeneratedNumbers:
         """The records of a row's generated numbers, in their order."""
         found = (self.record(row, position, digits) for position in range(self.values.shape[1]))
         return [each for each in found if each is not None]
+
+    def _law(self, row: int, position: int) -> Cauchy:
+        return Cauchy(self.loc[row, position], self.scale[row, position])
 
     def _intervals(self, y: Cauchy, intervals: Intervals) -> dict[str, tuple[float, float]]:
         found = {f"{level:g}": number_interval(y, self.target, intervals, level) for level in LEVELS}

@@ -46,16 +46,13 @@ class CausalQwenTextGeneration(TextGenerationPipeline):
                 self.tokenizer = reading
                 one = {**model_outputs, "generated_sequence": ids[None, None]}
                 at = [i for i in range(start, len(ids)) if not ends[i].isnan().any()]
-                numbers = [_number(float(values[i]), ends[i].tolist()) for i in at]
+                levels = [f"{level:g}" for level in LEVELS]
+                intervals = {i: dict(zip(levels, map(tuple, ends[i].tolist()), strict=True)) for i in at}
+                numbers = [{"value": float(values[i]), "intervals": intervals[i]} for i in at]
                 records += [{**record, "numbers": numbers} for record in super().postprocess(one, *args, **kwargs)]
         finally:
             self.tokenizer = tokenizer
         return records
-
-
-def _number(value: float, ends: list[tuple[float, float]]) -> dict[str, Any]:
-    """The record of a number. ends: of its interval at each of `LEVELS`."""
-    return {"value": value, "intervals": {f"{level:g}": tuple(span) for level, span in zip(LEVELS, ends, strict=True)}}
 
 
 def register_pipeline() -> None:

@@ -40,22 +40,23 @@ def text_of(
     return tokenizer.decode(ids[row, start:end].tolist(), values)
 
 
-class StopStrings:
-    """Ends a row as soon as its continuation contains one of the strings; the prompt does not count."""
+def ends_at(
+    strings: Sequence[str], tokenizer: Tokenizer, prompt: int, digits: Digits
+) -> Callable[[Tensor, GeneratedNumbers], Tensor]:
+    """Tells which rows [B] of ids [B,t] contain one of the strings behind the prompt of width `prompt`.
 
-    def __init__(self, strings: Sequence[str], tokenizer: Tokenizer, prompt: int, digits: Digits = "auto") -> None:
-        """prompt: its width T. Raises `UserError` for an empty string."""
-        if any(not s for s in strings):
-            raise UserError("stop", "an empty string", "some text")
-        self.strings, self.tokenizer, self.prompt, self.digits = list(strings), tokenizer, prompt, digits
-        self.tail = 2 + max(len(s.encode()) for s in strings)  # a token is a byte at least; a number is one token
+    Raises `UserError` for an empty string.
+    """
+    if not all(strings):
+        raise UserError("stop", "an empty string", "some text")
+    tail = 2 + max(len(s.encode()) for s in strings)  # a token is a byte at least; a number is one token
 
-    def __call__(self, ids: Tensor, numbers: GeneratedNumbers) -> Tensor:
-        """ids [B,t] -> [B] bool."""
-        end = ids.shape[1]
-        start = max(self.prompt, end - self.tail)
-        texts = (text_of(self.tokenizer, ids, numbers, row, start, end, self.digits) for row in range(ids.shape[0]))
-        return torch.tensor([any(s in text for s in self.strings) for text in texts], device=ids.device)
+    def ended(ids: Tensor, numbers: GeneratedNumbers) -> Tensor:
+        start, end = max(prompt, ids.shape[1] - tail), ids.shape[1]
+        texts = (text_of(tokenizer, ids, numbers, row, start, end, digits) for row in range(len(ids)))
+        return torch.tensor([any(s in text for s in strings) for text in texts], device=ids.device)
+
+    return ended
 
 
 class NumberStreamer(BaseStreamer):
