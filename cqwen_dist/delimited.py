@@ -22,10 +22,9 @@ def has_decimal_comma(cell: str) -> bool:
 
 
 def read_cells(cells: dict[str, str], delimiter: str, decimal_comma: bool) -> tuple[dict[str, str], str | None]:
-    """A row's cells by column, and the first column with a decimal comma although decimal_comma is false.
+    """A row's cells by column, and the first column that needs decimal_comma; None: no column does.
 
-    decimal_comma: numbers such as 1.234,5 become 1234.5. Without it a number with a decimal comma is looked for where
-    semicolons separate the cells.
+    decimal_comma: numbers such as 1.234,5 become 1234.5. Without it, cells between semicolons are searched for them.
     """
     if decimal_comma:
         return {name: _with_point(cell) for name, cell in cells.items()}, None

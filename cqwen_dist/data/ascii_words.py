@@ -1,9 +1,9 @@
 """Qwen's tokenizer on plain ASCII, many times as fast: its words cut by Python's `re` and remembered.
 
-Text repeats its words, and the Rust tokenizer cuts and looks up each again. On ASCII, Qwen2's pattern of words is a
-pattern of `re` (letters and digits are ranges, white space is the same six characters), so a text is cut here, each
-different word goes through the tokenizer's own merges once, and the rest is a look-up. Any other tokenizer, any text
-with another character or with a special token's letters in it, goes the ordinary way.
+Text repeats its words, and the Rust tokenizer cuts and merges each again. On ASCII, `re` can cut as Qwen2's pattern
+does (letters and digits are ranges, white space is the same six characters). Each different word goes through the
+tokenizer's own merges once; then it is looked up. Other tokenizers, and texts with another character or a special
+token, go the ordinary way.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ _BUNDLED: dict[str, Callable[[], list[str]]] = {
     "diabetes/train": lambda: diabetes_texts("train"),
     "diabetes/test": lambda: diabetes_texts("test"),
 }
+_BROKEN_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 # A line's record; None for an empty line. Raises `BadLine`.
 ParsedLine = Callable[[bytes], "Mapping[str, Any] | None"]
 
@@ -109,75 +110,68 @@ def _size(value: object) -> int:
 
 
 class _Lines:
-    """The lines of a file with their numbers. Raises `BadLine`, once each, for a line that is too long (it is never in
-    memory as a whole) and for the end of a broken compressed file; iteration goes on behind it."""
+    """The lines of a file with their numbers.
+
+    A line that is too long (it is never in memory as a whole) and the end of a broken compressed file are a `BadLine`.
+    """
 
     def __init__(self, file: io.BufferedReader | gzip.GzipFile, path: Path, config: DataConfig) -> None:
         self.file, self.path, self.config, self.number = file, path, config, 0
         self.limit = int(config.max_text_mib * 2**20)
-        self._broken = False
 
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> bytes:
-        line = self._read(self.limit + 1)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        if len(line) > self.limit and not line.endswith(b"\n"):
-            size = len(line)
-            while line and not line.endswith(b"\n"):
-                line = self._read(self.limit)
-                size += len(line)
-            raise too_long(size, self.config)
-        return line
+    def __iter__(self) -> Iterator[bytes | BadLine]:
+        try:
+            while line := self.file.readline(self.limit + 1):
+                self.number += 1
+                size = len(line)
+                if size <= self.limit or line.endswith(b"\n"):
+                    yield line
+                    continue
+                while line and not line.endswith(b"\n"):
+                    line = self.file.readline(self.limit)
+                    size += len(line)
+                yield too_long(size, self.config)
+        except _BROKEN_GZIP as error:
+            self.number += 1
+            yield _no_whole_file(error)
 
     def begin_with(self, sign: bytes) -> bool:
         """Whether this is the first byte that is no white space."""
         try:
             return self.file.peek(1024).lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(sign)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            return False  # reading it raises
+        except _BROKEN_GZIP:
+            return False  # reading it gives the error
 
     def some(self, size: int) -> bytes:
         """So many bytes, fewer at the end. Raises: BadLine for a broken compressed file."""
-        return self._read(size, self.file.read)
-
-    def _read(self, limit: int, read: Callable[[int], bytes] | None = None) -> bytes:
-        if self._broken:
-            return b""
         try:
-            return (read or self.file.readline)(limit)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            self._broken = True
-            self.number += 1
-            raise BadLine("broken gzip", f"no whole file ({error})", "a whole gzip file") from None
+            return self.file.read(size)
+        except _BROKEN_GZIP as error:
+            raise _no_whole_file(error) from None
 
     @property
     def where(self) -> str:
         return f"{self.path}:{self.number}"
 
 
+def _no_whole_file(error: Exception) -> BadLine:
+    return BadLine("broken gzip", f"no whole file ({error})", "a whole gzip file")
+
+
 def _of_lines(lines: _Lines, parsed: ParsedLine) -> Iterator[Block]:
     """Blocks of whole lines."""
     held: list[bytes] = []
-    size, more = 0, True
-    while more:
-        bad: list[Row] = []
-        try:
-            line = next(lines)
+    size = 0
+    for line in chain(lines, [None]):  # None: the end
+        if isinstance(line, bytes):
             held.append(line)
             size += len(line)
-        except StopIteration:
-            more = False
-        except BadLine as error:
-            bad = [(lines.where, error)]
-        if held and (size >= BLOCK or bad or not more):
-            yield partial(_line_rows, parsed, str(lines.path), lines.number - len(bad) - len(held) + 1, b"".join(held))
+        if held and (size >= BLOCK or not isinstance(line, bytes)):
+            first = lines.number - isinstance(line, BadLine) - len(held) + 1
+            yield partial(_line_rows, parsed, str(lines.path), first, b"".join(held))
             held, size = [], 0
-        if bad:
-            yield partial(given, bad)
+        if isinstance(line, BadLine):
+            yield partial(given, [(lines.where, line)])
 
 
 def _line_rows(parsed: ParsedLine, name: str, first: int, data: bytes) -> Iterator[Row]:
@@ -210,7 +204,9 @@ def _text_line(field: str, line: bytes) -> Mapping[str, Any] | None:
     return {field: text.strip("\r\n")} if text.strip() else None
 
 
-def _decoded(line: bytes) -> str:
+def _decoded(line: bytes | BadLine) -> str:
+    if isinstance(line, BadLine):
+        raise line
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -227,17 +223,15 @@ _JSON = json.JSONDecoder(parse_int=Literal, parse_float=Literal, parse_constant=
 def _of_text(lines: _Lines, config: DataConfig) -> Iterator[Row]:
     """Paragraphs, or the whole file."""
     held: list[str] = []
-    size, began, done = 0, 1, False
-    while not done:
-        text = ""
+    size, began = 0, 1
+    for line in chain(lines, [None]):  # None: the end
+        done = line is None
         try:
-            text = _decoded(next(lines))
+            text = "" if line is None else _decoded(line)
             size += len(text)
             if size > lines.limit:
                 held, size = [], 0
                 raise too_long(lines.limit, config)
-        except StopIteration:
-            done = True
         except BadLine as bad:
             yield lines.where, bad
             continue
@@ -302,13 +296,14 @@ def _of_array(lines: _Lines) -> Iterator[Row]:
 
 def _of_csv(lines: _Lines, tabs: bool) -> Iterator[Row]:
     csv.field_size_limit(max(lines.limit, 2**17))
+    texts = map(_decoded, lines)
     try:
-        header = next((line for line in map(_decoded, lines) if line.strip()), "")
+        header = next((text for text in texts if text.strip()), "")
     except BadLine as bad:
         yield lines.where, bad
         return
     delimiter = "\t" if tabs else delimiter_of(header)
-    reader = csv.reader(chain([header], map(_decoded, lines)), delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([header], texts), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     needed: list[str] = []
     while True:

@@ -1,11 +1,11 @@
 """Chats to text by a tokenizer's chat template, and which characters of it the assistant wrote.
 
-Few templates say which part is the assistant's (`{% generation %}`), Qwen's do not. So the template is filled twice:
-as it is, and with a pair of characters around each of the assistant's messages that no chat holds. What stands between
-them, up to the end-of-turn token, is learnt; the two texts must be equal otherwise.
+Few templates mark the assistant's part (`{% generation %}`), and Qwen's do not. So the template is filled twice: as it
+is, and with two characters that no chat holds around each of the assistant's messages. The text between them, up to the
+end-of-turn token, is learnt. Without these characters the two texts must be equal.
 
-A turn with tool calls is written by the template in its own form. The characters go around its last call's name; learnt
-is all from where generation would begin to the end of that turn.
+The template writes tool calls in its own form. There the characters go around the last call's name, and the text from
+where generation would begin to the end of the turn is learnt.
 """
 
 from __future__ import annotations

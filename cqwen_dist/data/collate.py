@@ -3,13 +3,10 @@
 labels[t] = x[t+1] and numeric_labels[t] = v[t+1] inside each document. The last token of a document predicts
 nothing (IGNORE_INDEX, 0), and so does a token before one that is not learnt. No later code shifts again.
 
-How attention stays inside packed documents: `position_ids` restart at 0 where a document begins (and where the
-padding begins), and transformers builds the block mask from them when `attention_mask=None` and no cache is in use
-(`masking_utils.find_packed_sequence_indices`; sdpa, eager, flex and flash alike). So training and evaluation give
-the backbone `attention_mask=None, position_ids=batch.position_ids, use_cache=False`; a 2-D mask would switch the
-detection off and let documents see each other. With right padding and causal attention no real token sees the
-padding, so the mask is not needed there either, and an all-padding row stays finite. `Batch.attention_mask` is for
-the losses.
+Attention stays inside packed documents: `position_ids` restart at 0 where a document or the padding begins, and
+transformers builds the block mask from them (`masking_utils.find_packed_sequence_indices`). It does so only for
+`attention_mask=None, use_cache=False`, so training and evaluation call the backbone that way: with a 2-D mask documents
+would see each other. No real token sees the padding on its right. `Batch.attention_mask` is for the losses.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ MULTIPLE = 8
 def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) -> Batch:
     """Samples of any lengths to one batch; no samples at all to a single row of padding.
 
-    Args: samples: B rows. Returns: `Batch` [B,T] with T the longest row, rounded up to a multiple of 8; the padding
-    row of an empty share keeps collectives in line and holds no label.
+    Returns: `Batch` [B,T], B samples, T the longest rounded up to a multiple of 8. A row of padding has no label: it
+    lets a rank without samples take part in the collectives.
     """
     rows = len(samples) or 1
     longest = max((sum(len(document.ids) for document in sample) for sample in samples), default=1)

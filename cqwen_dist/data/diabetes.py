@@ -1,9 +1,8 @@
 """scikit-learn's diabetes study as sentences: 442 patients, ten measurements, the progression a year later.
 
-Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the units it was recorded in; the study
-does not say which sex its codes 1 and 2 stand for. Behind the body mass index stands its class in words, which
-nothing but the number tells; the progression score is the last number of each text. 342 patients train, 100 are
-held out; the split is one fixed permutation.
+Efron, Hastie, Johnstone and Tibshirani, "Least Angle Regression" (2004), in the recorded units; the study does not say
+which sexes its codes 1 and 2 are. The weight class in words follows from the body mass index before it. The progression
+score is the last number of each text. 342 patients train, 100 are held out; the split is one fixed permutation.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def diabetes_texts(part: Literal["train", "test"]) -> list[str]:
 
 
 def weight_class(body_mass_index: float) -> str:
-    """The World Health Organization's class: a word that only the number before it tells."""
+    """The World Health Organization's class."""
     return next(name for limit, name in _WEIGHT_CLASSES if body_mass_index < limit)
 
 

@@ -1,8 +1,8 @@
 """Texts to ids and numbers in bulk. The worker processes of `prepare` run it, so it imports no torch, no transformers.
 
-The text between numbers is encoded piece by piece. For many texts at once each number is replaced by a marker that is
-an added token of a copy of the tokenizer. Added tokens cut a text before all other steps, so one call for a text gives
-the same ids as one call for each piece (1.7 times as fast).
+The text between numbers is encoded piece by piece. For many texts at once, a marker replaces each number: an added
+token of a copy of the tokenizer. Added tokens cut a text before all other steps, so one call for a text gives the same ids as
+one call for each piece, 1.7 times as fast.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ _NUMERAL = re.compile(r"\d(?:[\w.,:/-]*\d)?")
 
 
 class Reading(NamedTuple):
-    """One text: its ids; its numbers, one for each <NUM> among them; literals too large for float64, which stayed
-    text; and how many numerals stayed text."""
+    """One text, read."""
 
     ids: array[int]  # of int32
-    numbers: list[float]
-    overflows: list[str]
-    left: int
+    numbers: list[float]  # one for each <NUM> among the ids
+    overflows: list[str]  # literals too large for float64; they stay text
+    left: int  # numerals that stay text
 
 
 class NumberEncoder:

@@ -1,11 +1,10 @@
 """Which sample meets which optimizer step on which rank: the same global order on any number of ranks.
 
-An epoch's order is one permutation of (seed, epoch). Step s takes samples [s G, (s+1) G) of it, the last step of an
-epoch what is left, so that every sample is seen once an epoch. Rank r takes the r-th contiguous share of the step's
-samples: any number of ranks serves any G, shares differ by one at most, and a rank may have none. Every rank makes
-the same number of micro-batches in every step (`micro_steps`), some of padding alone, so that collectives and
-accumulation line up. A thread may make batches ahead of time, in page-locked memory where there is a GPU; the place
-that is saved is the one after the last step handed out.
+An epoch's order is one permutation of (seed, epoch). Step s takes samples [s G, (s+1) G) of it; an epoch's last step
+takes what is left. Rank r takes the r-th contiguous share of the step's samples: shares differ by one at most, and a
+rank may have none. Every rank makes the same number of micro-batches in every step (`micro_steps`), some of padding
+alone, so that collectives and accumulation line up. A thread may make batches ahead of time, in page-locked memory if
+there is a GPU; the saved place is the one after the last step handed out.
 """
 
 from __future__ import annotations
@@ -112,13 +111,11 @@ def _micro_batches(
 class Loader:
     """Training batches without end, one list of micro-batches per optimizer step.
 
-    Iterating goes on from the current place; the state moves before a step is handed out, so a state taken while
-    step s is worked on resumes with step s + 1.
+    Iterating goes on from the current place. The place moves before a step is handed out: a state taken during step s
+    resumes with step s + 1.
 
-    Args: dataset: its samples; rank, world: this rank and their number; global_batch_size: G, samples per optimizer
-    step over all ranks; micro_batch_size: rows per rank and forward at most; seed: of the order;
-    prefetch: steps made ahead of time. A dataset that says `group_by_length` has its samples grouped.
-    Raises: UserError when the dataset is empty.
+    Args: global_batch_size: G, samples per optimizer step over all ranks; micro_batch_size: rows per rank and forward
+    at most; seed: of the order; prefetch: steps made ahead of time. Raises: UserError when the dataset is empty.
     """
 
     def __init__(

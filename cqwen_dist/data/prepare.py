@@ -6,9 +6,8 @@
       manifest.json              what it was made of, counts, what was skipped, sizes and contents
       packed-*.npy               rows of packed texts, made when a run first asks for them
 
-KEY is a digest of the sources' contents, of the tokenizer and of the keys of `data` that decide the tokens (not how
-samples are cut from them). A folder appears whole: it is written under another name, under a lock, and renamed. A
-second process waits for the lock and finds the folder.
+KEY is a digest of the sources' contents, the tokenizer and the keys of `data` that decide the tokens (not those that
+decide how samples are cut). A folder is written under another name, under a lock, and renamed when it is complete.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TRL's SFTTrainer with numbers (extra `hf-tools`): its own preparation of texts, chats and prompts with completions.
+"""TRL's SFTTrainer with numbers (extra `hf-tools`); TRL prepares texts, chats and prompts with completions.
 
-Its own loss is the softmax's, from hidden states and lm_head alone, and it keeps nothing of a text but ids. Here the
-loss is the model's, and the values travel inside the ids until the collator takes them apart.
+TRL's loss is the softmax's, from hidden states and lm_head, and it keeps only the ids of a text. Here the loss is the
+model's, and the values travel inside the ids until the collator takes them apart.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The unit of the numbers that are learnt: median and IQR/2, never mean and deviation (seed S1 2).
 
-For a Cauchy the interquartile range is twice the scale, and neither statistic minds a few extreme numbers.
+For a Cauchy the interquartile range is twice the scale, and a few extreme numbers change neither statistic.
 
-The numbers may be too many to hold, and spread over ranks. So quartiles are found by counting, 8 bits at a time: as
-unsigned integers, the bits of float64 sort as the numbers do, and each pass over the numbers gives 8 further bits of
-the quartiles. The result is exact and the same on any number of ranks.
+The numbers may be too many to hold, and are spread over ranks. So quartiles are found by counting: as unsigned integers
+the bits of float64 sort as the numbers do, and each pass over the numbers gives 8 further bits of the quartiles. The
+result is exact and the same on any number of ranks.
 """
 
 from __future__ import annotations

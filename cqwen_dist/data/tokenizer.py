@@ -1,9 +1,9 @@
 """Text to ids and values, and back: numerals become <NUM>, the first reserved row of the vocabulary.
 
 Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>,
-" dollars", which is also how Qwen's own pre-tokeniser cuts around a digit. <NUM> is the first row that no word uses: a
-Qwen2.5 vocabulary has spare ones (its V is 151,936 or 152,064, its tokenizer uses 151,665); to one that has none (most
-Llamas') rows are added (`model.backbone.add_rows`). The letters of the shapes stand in `cqwen_dist.batch`.
+" dollars". Qwen's own pre-tokeniser cuts around a digit in the same way. <NUM> is the first row that no word uses. A
+Qwen2.5 vocabulary has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665); where there is none (most
+Llamas), rows are added (`model.backbone.add_rows`). `cqwen_dist.batch` explains the letters of the shapes.
 """
 
 from __future__ import annotations
