@@ -47,8 +47,8 @@ class Batch:
     labels: torch.Tensor  # [B,T] int64; IGNORE_INDEX where nothing is to be predicted
     numeric_labels: torch.Tensor  # [B,T] float64; the value of the label, raw unit, 0 where it is text
     numeric_mask: torch.Tensor  # [B,T] bool; True where the label is <NUM> and its value is to be learnt
-    # [M,2] int64: partial labels, in order: an index into the flattened B*T, whose label is IGNORE_INDEX, and w if word w
-    # comes next, ~w if it does not
+    # [M,2] int64: partial labels, in order: an index into the flattened B*T, whose label is IGNORE_INDEX, and w if word
+    # w comes next, ~w if it does not
     partial: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 2), dtype=torch.int64))
     # [M,2] int64: such an index of a number label, and its type 1, 2, ...; other labels have type 0
     typed: torch.Tensor = field(default_factory=lambda: torch.zeros((0, 2), dtype=torch.int64))

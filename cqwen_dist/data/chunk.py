@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,8 +100,10 @@ def _targets(
         targets[:-1] *= owner[1:] != owner[:-1]
     for i, row in enumerate(rows):
         mine = slice(numbers_at[i], numbers_at[i + 1])
-        if row.text.target is not None or row.unlearnt:
-            targets[mine] *= _allowed(row, places[mine] - offsets[i], encoder)
+        if row.unlearnt:
+            targets[mine] *= np.repeat([learnt for _, learnt in row.segments], [len(r.numbers) for r in row.readings])
+        if row.text.target is not None:
+            targets[mine] *= _inside(row.segments, row.text.target, encoder)
         for kind, span in enumerate(row.text.typed, 1):
             targets[mine] *= np.where(_inside(row.segments, span, encoder), 1 + kind, 1).astype(np.int8)
         if row.text.more and targets[mine].sum() != 1:
@@ -134,16 +136,12 @@ def _segments(text: Text) -> list[tuple[str, bool]]:
 
 
 def _unlearnt(text: Text, segments: list[tuple[str, bool]], readings: list[Reading]) -> list[int]:
+    """Start, end, start, end, ... of the tokens that are not learnt; the end token belongs to the last segment."""
     if text.learnt is None:
         return []
-    found, position = [], 0
-    for (_, learnt), reading in zip(segments, readings, strict=True):
-        if not learnt:
-            found += [position, position + len(reading.ids)]
-        position += len(reading.ids)
-    if not segments[-1][1]:  # a text whose end is not learnt has an end token that is not, either
-        found[-1] += 1
-    return found
+    ends = list(accumulate([len(reading.ids) for reading in readings], initial=0))
+    ends[-1] += 1
+    return [end for i, (_, learnt) in enumerate(segments) if not learnt for end in ends[i : i + 2]]
 
 
 def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: NumberEncoder) -> np.ndarray:
@@ -155,15 +153,6 @@ def _inside(segments: list[tuple[str, bool]], target: tuple[int, int], encoder: 
                 found.append(target[0] <= position + start and position + end <= target[1])
         position += len(segment)
     return np.array(found, bool)
-
-
-def _allowed(row: _Row, places: np.ndarray, encoder: NumberEncoder) -> np.ndarray:
-    """Which numbers of a text may be targets [M] bool: inside `text.target`, and learnt. places [M]: among its ids."""
-    target = row.text.target
-    found = np.ones(len(places), bool) if target is None else _inside(row.segments, target, encoder)
-    for first, last in zip(row.unlearnt[::2], row.unlearnt[1::2], strict=True):
-        found &= (places < first) | (places >= last)
-    return found
 
 
 def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:

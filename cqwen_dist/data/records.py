@@ -26,21 +26,15 @@ _MARKS = re.compile(r"<<[^<>A-Za-z;\n]*=[^<>A-Za-z;\n]*>>")
 
 
 class Text(NamedTuple):
-    """One text and its place, `file:line` or `bundled:name:number`.
-
-    learnt: the characters [start, end) that are learnt, in order; None: all, and the end of the text. target: numbers
-    within these characters are targets; None: as data.numeric_targets says. labels: words, with whether each comes next
-    after the text (seed S4 3.3.1). typed: numbers within the first of these spans are of type 1, within the second of
-    type 2, ... more: further values of the target.
-    """
+    """One text, its place, and what is learnt of it. Spans are characters [start, end), in order."""
 
     text: str
-    where: str
-    learnt: Spans | None = None
-    target: tuple[int, int] | None = None
-    labels: tuple[tuple[str, bool], ...] = ()
-    typed: Spans = ()
-    more: tuple[float, ...] = ()
+    where: str  # `file:line` or `bundled:name:number`
+    learnt: Spans | None = None  # what is learnt; None: all, and the end of the text
+    target: tuple[int, int] | None = None  # numbers within are targets; None: as data.numeric_targets says
+    labels: tuple[tuple[str, bool], ...] = ()  # words, and whether each comes next after the text (seed S4 3.3.1)
+    typed: Spans = ()  # numbers within the first span are of type 1, within the second of type 2, ...
+    more: tuple[float, ...] = ()  # further values of the target
 
 
 @dataclass

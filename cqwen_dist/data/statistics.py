@@ -32,15 +32,12 @@ _SLICE = 1 << 17  # numbers at a time, so that what is made of them stays in the
 
 @dataclass(frozen=True)
 class NumericStatistics:
-    """Location and scale of the targets in their raw unit; count 0: there were none (median 0, scale 1).
-
-    log_median, log_scale: the same of sign(v) ln(1 + |v|).
-    """
+    """Location and scale of the targets in their raw unit; count 0: there were none (median 0, scale 1)."""
 
     median: float
     scale: float
     count: int
-    log_median: float = 0.0
+    log_median: float = 0.0  # of sign(v) ln(1 + |v|), as is log_scale
     log_scale: float = 1.0
 
     def transform(self, name: str) -> TargetTransform:

@@ -18,22 +18,22 @@ from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, reader, tex
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """A token that the model wrote: its id, P of this word and of <NUM> at its position, and its number, if any."""
+    """A token that the model wrote."""
 
     id: int
-    p: float
-    p_num: float
+    p: float  # P of this word
+    p_num: float  # P of <NUM> at its position
     number: NumberRecord | None = None
 
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt's continuation. tokens: without the end token. end: why it ended (eos, stop or length)."""
+    """A prompt's continuation."""
 
     prompt: str
     text: str
-    tokens: list[TokenRecord]
-    end: str
+    tokens: list[TokenRecord]  # without the end token
+    end: str  # why it ended: eos, stop or length
 
     @property
     def numbers(self) -> list[NumberRecord]:
@@ -166,14 +166,11 @@ def counterfactuals(
 
 @dataclass(frozen=True)
 class Individual:
-    """One individual under several treatments t, each of them a prompt: what is written, and Y(t) (seed S3 1).
-
-    values: the first number of each text; differences: Y(t) - Y(t of the first prompt). None where there is no number.
-    """
+    """One individual under several treatments t, each of them a prompt: what is written, and Y(t) (seed S3 1)."""
 
     texts: list[str]
-    values: list[float | None]
-    differences: list[float | None]
+    values: list[float | None]  # the first number of each text; None: it has none
+    differences: list[float | None]  # Y(t) - Y(t of the first prompt); None: one of them is missing
 
 
 def treatments(

@@ -110,17 +110,13 @@ def choose(
 
 @dataclass(frozen=True)
 class Score:
-    """How well a text continues a prompt, in nats.
-
-    log_p: sum of log P of its words, one-vs-rest. log_softmax: sum of the log softmax(loc_S), as in the base model.
-    log_density: sum of the numbers' log densities, per unit of the raw number; 0 without numbers.
-    """
+    """How well a text continues a prompt, in nats: sums over its tokens."""
 
     text: str
     tokens: int
-    log_p: float
-    log_softmax: float
-    log_density: float
+    log_p: float  # log P of its words, one-vs-rest
+    log_softmax: float  # log softmax(loc_S) of its words, as in the base model
+    log_density: float  # log density of its numbers, per unit of the raw number; 0 without numbers
 
 
 @torch.no_grad()

@@ -19,38 +19,28 @@ from cqwen_dist.generate.numbers import Digits, check_digits
 class Settings:
     """The keywords of `generate.generator.generate` after the prompt.
 
-    mode: a name of `generate.modes.MODES`.
-    max_new_tokens: the most tokens to write; the end of the model's context also ends a text.
-    eos_token_id: one id or several that end a row (default: the base's own; [] for none). A row that has ended is
-        filled with pad_token_id (default: the base's own, else the first eos, else 0).
-    temperature: in the modes that draw an individual or the noise it multiplies the scale that is drawn from (1: as
-        inferred, 0: no draw). `compatible` has its temperature among the processors; the other modes have none.
-    do_sample, logits_processor ((ids [B,t], logits [B,V]) -> logits): for `compatible` only.
-    decode_rule: the other modes rank words by P ("ovr") or by loc_S ("loc"); default: the mode's own rule.
-    eps_truncation: drawn uniforms stay at least this far from 0 and 1, which cuts off a Cauchy's far tails (0: no cut).
-    generator, seed: where draws come from (at most one of the two; default: torch's global state). Rows draw
-        independently.
-    digits: of numbers in the text, as in `generate.numbers.shown`; the model reads the rounded value. None: all of
-        loc_Y.
-    used_rows: words from this row on are never written, except in `compatible` (default: the config's used_rows; the
-        rows after it are spare ones that the tokenizer does not use).
-
     Raises `UserError` for an unknown mode, values out of range, and a temperature in a mode that has none.
     """
 
-    mode: str = "standard"
-    max_new_tokens: int = 64
-    eos_token_id: int | Sequence[int] | None = None
-    pad_token_id: int | None = None
+    mode: str = "standard"  # a name of `generate.modes.MODES`
+    max_new_tokens: int = 64  # the end of the model's context also ends a text
+    eos_token_id: int | Sequence[int] | None = None  # one id or several that end a row; None: the base's own; []: none
+    pad_token_id: int | None = None  # fills a row that has ended; None: the base's own, else the first eos, else 0
+    # For `compatible` only: whether to sample, and (ids [B,t], logits [B,V]) -> logits, which has the temperature.
     do_sample: bool = False
-    temperature: float | None = None
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
-    decode_rule: Literal["ovr", "loc"] | None = None
-    eps_truncation: float = 0.0
+    # In modes that draw an individual or the noise: multiplies the scale of the draw (1: as inferred, 0: no draw).
+    temperature: float | None = None
+    decode_rule: Literal["ovr", "loc"] | None = None  # ranks words by P or by loc_S; None: the mode's own rule
+    eps_truncation: float = 0.0  # drawn uniforms stay this far from 0 and 1, which cuts off a Cauchy's far tails
+    # Where draws come from: one of the two, or torch's global state. Rows draw independently.
     generator: torch.Generator | None = None
     seed: int | None = None
     use_cache: bool = True
-    digits: Digits | None = None
+    digits: Digits | None = (
+        None  # of numbers in the text (`generate.numbers.shown`), as the model reads them; None: all
+    )
+    # Words from this row on are never written, except in `compatible`. None: the config's; spare rows have no token.
     used_rows: int | None = None
 
     def __post_init__(self) -> None:

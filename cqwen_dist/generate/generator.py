@@ -78,15 +78,14 @@ def generate(
 
 
 class _Token(NamedTuple):
-    """The next token of every row: the word [B], Y in the target's unit [B], P(<NUM>) and P of the word [B]. Where the
-    model has them: the type of the number [B], and the laws of its further values [B,R-1]."""
+    """The next token of every row."""
 
-    word: Tensor
-    y: Cauchy
-    p_num: Tensor
-    p_word: Tensor
-    kind: Tensor | None
-    more: Cauchy | None
+    word: Tensor  # [B]
+    y: Cauchy  # [B], in the target's unit
+    p_num: Tensor  # [B], P(<NUM>)
+    p_word: Tensor  # [B], P of the word
+    kind: Tensor | None  # [B], the type of the number, if the model has types
+    more: Cauchy | None  # [B,R-1], its further values, if the model has them
 
 
 class _Continuation:

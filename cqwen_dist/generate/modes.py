@@ -85,18 +85,15 @@ class Draws:
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a choice.
+    """Settings of a choice."""
 
-    used_rows: words >= used_rows are never chosen, except in `compatible`. sizes: of the rows of W_cls; they make
-    ranking by P fast (None: every scale is computed). do_sample, processors: for `compatible`; processors is Hugging
-    Face's (ids [B,t], logits [B,V]) -> logits.
-    """
-
-    used_rows: int
+    used_rows: int  # words from this row on are never chosen, except in `compatible`
     rank_by: Literal["ovr", "loc"] = "ovr"
-    do_sample: bool = True
-    processors: Callable[[Tensor, Tensor], Tensor] | None = None
-    sizes: RowSizes | None = None
+    do_sample: bool = True  # for `compatible`
+    processors: Callable[[Tensor, Tensor], Tensor] | None = (
+        None  # for `compatible`: (ids [B,t], logits [B,V]) -> logits
+    )
+    sizes: RowSizes | None = None  # of the rows of W_cls; they make ranking by P fast; None: every scale is computed
 
 
 Law = Callable[[Action, Cauchy, Draws], Cauchy]

@@ -108,18 +108,14 @@ class FurtherValue:
 
 @dataclass(frozen=True)
 class NumberRecord:
-    """A number that the model wrote, in the raw unit. value: loc_Y.
+    """A number that the model wrote, in the raw unit."""
 
-    written: the value in the text, which the model reads on. intervals: level -> (low, high). p_num: P(<NUM>) at the
-    position. type: the likeliest type, if the model has types. more: further values by name.
-    """
-
-    value: float
-    written: float
-    intervals: dict[str, tuple[float, float]]
-    p_num: float
-    type: str | None = None
-    more: dict[str, FurtherValue] = field(default_factory=dict)
+    value: float  # loc_Y
+    written: float  # the value in the text, which the model reads
+    intervals: dict[str, tuple[float, float]]  # level -> (low, high)
+    p_num: float  # P(<NUM>) at the position
+    type: str | None = None  # the likeliest type, if the model has types
+    more: dict[str, FurtherValue] = field(default_factory=dict)  # further values by name
 
     def __str__(self) -> str:
         """The written value and its 90 % interval, with the digits that its uncertainty leaves."""

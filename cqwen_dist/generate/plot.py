@@ -27,16 +27,9 @@ def interval_plot(title: str, marks: Sequence[Mark], note: str = "") -> str:
         low, high = low - 1.0, high + 1.0
 
     def x(value: float) -> float:
-        share = (min(max(value, low), high) - low) / (high - low)
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+        return LEFT + _share(value, low, high) * (WIDTH - LEFT - RIGHT)
 
-    height = TOP + LINE * len(marks) + 40
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="12" y="22" font-size="14">{escape(title)}</text>',
-    ]
+    lines = []
     for i, mark in enumerate(marks):
         y = TOP + LINE * i + LINE / 2
         lines.append(f'<text x="{LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(mark.label)}</text>')
@@ -53,7 +46,7 @@ def interval_plot(title: str, marks: Sequence[Mark], note: str = "") -> str:
     lines.append(f'<text x="{WIDTH - RIGHT}" y="{foot + 6}" text-anchor="end">{high:.6g}</text>')
     if note:
         lines.append(f'<text x="12" y="{foot + 20}" fill="#666">{escape(note)}</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return _drawing(title, WIDTH, foot + 24, lines)
 
 
 def scatter_plot(title: str, points: Sequence[tuple[float, float, float, float]], across: str, up: str) -> str:
@@ -67,18 +60,11 @@ def scatter_plot(title: str, points: Sequence[tuple[float, float, float, float]]
     low, high = values[len(values) // 200], values[-1 - len(values) // 200]
     low, high = (low, high) if high > low else (low - 1.0, high + 1.0)
 
-    def place(value: float) -> float:
-        return size * (min(max(value, low), high) - low) / (high - low)
-
     def at(x: float, y: float) -> tuple[float, float]:
-        return left + place(x), top + size - place(y)
+        return left + size * _share(x, low, high), top + size - size * _share(y, low, high)
 
     faint = min(1.0, max(0.15, 60 / max(len(points), 1)))
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + size + 30} {top + size + 60}" '
-        f'width="{left + size + 30}" font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="24" font-size="14">{escape(title)}</text>',
         f'<path d="M{left} {top}V{top + size}H{left + size}" stroke="#444" fill="none"/>',
         f'<path d="M{left} {top + size}L{left + size} {top}" stroke="#aaa" stroke-dasharray="4 4"/>',
     ]
@@ -95,4 +81,16 @@ def scatter_plot(title: str, points: Sequence[tuple[float, float, float, float]]
     middle = top + size / 2
     turned = f'text-anchor="middle" transform="rotate(-90 16 {middle})"'
     lines.append(f'<text x="16" y="{middle}" {turned}>{escape(up)}</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return _drawing(title, left + size + 30, top + size + 60, lines)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where between low and high a value is, 0 to 1; values outside are at the edge."""
+    return (min(max(value, low), high) - low) / (high - low)
+
+
+def _drawing(title: str, width: int, height: int, lines: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+    white = '<rect width="100%" height="100%" fill="white"/>'
+    named = f'<text x="12" y="22" font-size="14">{escape(title)}</text>'
+    return "\n".join([head + 'font-family="sans-serif" font-size="12">', white, named, *lines, "</svg>"]) + "\n"
