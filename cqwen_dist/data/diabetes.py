@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from cqwen_dist.data.cells import as_text
+
 _TRAIN = 342
 _WEIGHT_CLASSES = ((18.5, "underweight"), (25.0, "normal"), (30.0, "overweight"), (float("inf"), "obese"))
 _SENTENCE = (
@@ -49,7 +51,7 @@ def diabetes_texts(part: Literal["train", "test"]) -> list[str]:
     texts = []
     for row, progression in zip(x, y, strict=True):
         age, sex, index, *rest = row
-        numbers = [_plain(value) for value in (sex, age, index, *rest, progression)]
+        numbers = [as_text(float(value)) for value in (sex, age, index, *rest, progression)]
         texts.append(_SENTENCE.format(*numbers[:3], weight_class(index), *numbers[3:]))
     return texts
 
@@ -79,7 +81,3 @@ def baselines() -> Baselines:
         median=float(np.median(np.abs(table.y_test - np.median(table.y_train)))),
         ridge=float(np.median(np.abs(table.y_test - ridge.predict(table.x_test)))),
     )
-
-
-def _plain(value: float) -> str:
-    return repr(float(value)).removesuffix(".0")

@@ -43,16 +43,12 @@ def cut(lengths: np.ndarray, texts: np.ndarray | None, length: int, most: int | 
 
 def pack(lengths: np.ndarray, capacity: int) -> Rows:
     """Rows of at most `capacity` tokens: longest first, into the fullest row that fits; deterministic."""
-    pieces: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
+    pieces, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for begin in range(0, len(lengths), _WINDOW):
         rows = _pack(lengths[begin : begin + _WINDOW].tolist(), capacity)
         pieces.append(np.array([i for row in rows for i in row], np.int64) + begin)
         sizes.append(np.array([len(row) for row in rows], np.int64))
-    return Rows(
-        np.concatenate(pieces) if pieces else np.zeros(0, np.int64),
-        np.concatenate([np.zeros(1, np.int64), *sizes]).cumsum(),
-    )
+    return Rows(np.concatenate(pieces), np.concatenate(sizes).cumsum())
 
 
 def _pack(lengths: list[int], capacity: int) -> list[list[int]]:

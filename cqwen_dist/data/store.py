@@ -99,8 +99,8 @@ class TokenStore:
         whole = view.ids.of(row)
         ids = whole[start:end]
         is_number = ids == self.num_token_id
-        before = int((whole[:start] == self.num_token_id).sum()) if start else 0
-        mine = slice(before, before + int(is_number.sum()))
+        before = np.count_nonzero(whole[:start] == self.num_token_id)
+        mine = slice(before, before + np.count_nonzero(is_number))
         values = np.zeros(len(ids))
         targets = np.zeros(len(ids), np.int8)
         values[is_number] = view.numbers.of(row)[mine]

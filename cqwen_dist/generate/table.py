@@ -71,7 +71,10 @@ def prompts_of(
     odd = next((name for name in names if name not in columns), None)
     if odd is not None or not names:
         raise UserError("--template", odd or template, f"columns in braces, out of {', '.join(columns)}")
-    return ["".join(_filled(parts, row, number, empty)) for number, row in enumerate(rows, 2)]
+    return [
+        "".join(text + ("" if name is None else _cell(row, name, number, empty)) for text, name in parts)
+        for number, row in enumerate(rows, 2)
+    ]
 
 
 def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
@@ -86,19 +89,12 @@ def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
     return template.replace("{*}", column_lines(others))
 
 
-def _filled(
-    parts: list[tuple[str, str | None]], row: Mapping[str, Any], number: int, empty: str | None
-) -> Iterator[str]:
-    """The template's texts, each followed by its cell."""
-    for text, name in parts:
-        yield text
-        if name is None:
-            continue
-        cell = "" if row[name] is None else str(row[name])
-        if not cell and empty is None:
-            found = Said(f"row {number} with an empty cell in the column {name}")
-            raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
-        yield cell or empty or ""
+def _cell(row: Mapping[str, Any], name: str, number: int, empty: str | None) -> str:
+    cell = "" if row[name] is None else str(row[name])
+    if not cell and empty is None:
+        found = Said(f"row {number} with an empty cell in the column {name}")
+        raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
+    return cell or empty or ""
 
 
 def predict_numbers(
