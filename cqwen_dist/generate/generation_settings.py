@@ -104,9 +104,12 @@ def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | 
             raise UserError(name, f"shape {tuple(tensor.shape)}", f"the prompt's shape, {tuple(ids.shape)}")
     if values is not None and not bool(values.isfinite().all()):
         raise UserError("numeric_values", float(values[~values.isfinite()][0]), "finite numbers")
-    if mask is None:
-        return
-    real = mask.bool()
+    if mask is not None:
+        _check_padding(mask.bool())
+
+
+def _check_padding(real: Tensor) -> None:
+    """real [B,T] bool: every row has a token, and its padding is on the left."""
     if not bool(real.any(1).all()):
         raise UserError("prompt", "no tokens", "at least one token in every row")
     if bool((real[:, 1:] < real[:, :-1]).any()):
