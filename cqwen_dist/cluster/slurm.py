@@ -182,52 +182,6 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
     return name, replace(resources, **changes)
 
 
-# ------------------------------------------------------------------------------------------------ talking to SLURM
-
-
-# What sbatch says where it finds no controller or no configuration.
-_UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")
-
-
-def check(script: str) -> str | None:
-    """The answer of `sbatch --test-only`: when and where a script would start; None where no cluster answers.
-
-    Raises `UserError` with SLURM's own message where it would refuse the job.
-    """
-    if which("sbatch") is None:
-        return None
-    done = _sbatch("--test-only", script=script)
-    if done.returncode:
-        if any(words in done.stderr.lower() for words in _UNREACHABLE):
-            return None
-        raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
-    return _words(done.stderr)
-
-
-def send(script: Path, after: str | None = None) -> str:
-    """Submit; returns the job's id. after: the job whose success it waits for. Raises `UserError`."""
-    done = _sbatch("--parsable", *waits_for(after), str(script))
-    if done.returncode:
-        raise UserError("sbatch", Said(_words(done.stderr)), "a job that this cluster takes")
-    return done.stdout.strip().split(";")[0]
-
-
-def waits_for(job: str | None) -> list[str]:
-    """The options of a job that begins when another has succeeded, and is dropped if that one fails."""
-    return [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"] if job else []
-
-
-def _sbatch(*options: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)
-
-
-def _words(text: str) -> str:
-    return " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines())
-
-
-# ---------------------------------------------------------------------------------------------------- submitting
-
-
 def plan_jobs(
     path: Path, overrides: Sequence[str], resources: Resources, stages: Sequence[str] = (), **options: Any
 ) -> tuple[Config, list[Job]]:
@@ -265,10 +219,26 @@ def plan_jobs(
     return config, jobs
 
 
+# ------------------------------------------------------------------------------------------------ talking to SLURM
+
+
+# What sbatch says where it finds no controller or no configuration.
+_UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")
+
+
 def check_jobs(jobs: Sequence[Job]) -> list[str]:
-    """SLURM's answer for each job; empty without sbatch. Raises `UserError` where it would refuse one."""
-    answers = (check(render(job)) for job in jobs)
-    return [answer for answer in answers if answer is not None]
+    """The answers of `sbatch --test-only`: when and where each job would start; empty where no cluster answers.
+
+    Raises `UserError` with SLURM's own message where it would refuse a job.
+    """
+    answers = []
+    for job in jobs if which("sbatch") else []:
+        done = _sbatch("--test-only", script=render(job))
+        if done.returncode == 0:
+            answers.append(_words(done.stderr))
+        elif not any(words in done.stderr.lower() for words in _UNREACHABLE):
+            raise UserError("sbatch --test-only", Said(_words(done.stderr)), "a job that this cluster can run")
+    return answers
 
 
 def submit_jobs(config: Config, jobs: Sequence[Job]) -> list[str]:
@@ -286,7 +256,10 @@ def submit_jobs(config: Config, jobs: Sequence[Job]) -> list[str]:
         raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None
     ids: list[str] = []
     for job in jobs:
-        ids.append(send(job.script, after=ids[-1] if ids else None))
+        done = _sbatch("--parsable", *waits_for(ids[-1] if ids else None), str(job.script))
+        if done.returncode:
+            raise UserError("sbatch", Said(_words(done.stderr)), "a job that this cluster takes")
+        ids.append(done.stdout.strip().split(";")[0])
     return ids
 
 
@@ -304,6 +277,19 @@ def advice(jobs: Sequence[Job], ids: Sequence[str]) -> list[str]:
         f"stop:   scancel {' '.join(ids)}    (in order, to go on later: scancel --batch --signal=TERM {ids[0]})",
         f"resume: sbatch {shlex.quote(str(jobs[-1].script))}    (it goes on from the last checkpoint)",
     ]
+
+
+def waits_for(job: str | None) -> list[str]:
+    """The options of a job that begins when another has succeeded, and is dropped if that one fails."""
+    return [f"--dependency=afterok:{job}", "--kill-on-invalid-dep=yes"] if job else []
+
+
+def _sbatch(*options: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)
+
+
+def _words(text: str) -> str:
+    return " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines())
 
 
 # ------------------------------------------------------------------------------------------------------- quoting
