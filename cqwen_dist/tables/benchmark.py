@@ -222,16 +222,17 @@ def _heads(folder: Path, made: Prepared) -> Iterator[tuple[str, np.ndarray]]:
     from scipy.stats import norm
 
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.tables.heads import features_of, head_predictions, pinball, squared
+    from cqwen_dist.tables.heads import Rows, digit_head, features_of, mean_head, quantile_head
 
     checkpoint = Path(json.loads((folder / "fit.json").read_text(encoding="utf-8"))["checkpoint"])
     model, tokenizer = load_trained(checkpoint, "auto" if torch.cuda.is_available() else "cpu")
-    z, y, parts = features_of(model, tokenizer, made.prompts), made.table.values(), made.parts
-    found = head_predictions(z, y, parts.train, parts.valid, 1, squared)[:, 0]
-    spread = float(np.sqrt(np.square(found[parts.valid] - y[parts.valid]).mean()))
-    yield "mean squared error, on z", found[parts.test, None] + spread * norm.ppf(QUANTILES)
-    found = head_predictions(z, y, parts.train, parts.valid, len(QUANTILES), pinball(QUANTILES))
-    yield "quantiles, on z", np.sort(found[parts.test], 1)
+    y, parts = made.table.values(), made.parts
+    rows = Rows.of(features_of(model, tokenizer, made.prompts), y, parts.train, parts.valid)
+    mean_of = mean_head(rows)
+    spread = float(np.sqrt(np.square(mean_of[parts.valid] - y[parts.valid]).mean()))
+    yield "squared error, on z", mean_of[parts.test, None] + spread * norm.ppf(QUANTILES)
+    yield "quantiles, on z", quantile_head(rows, QUANTILES)[parts.test]
+    yield "digits, median of 64, on z", digit_head(rows, QUANTILES)[parts.test]
 
 
 def scored(quantiles: np.ndarray, truth: np.ndarray) -> dict[str, float]:

@@ -1,17 +1,35 @@
-"""Heads on the base's features that a benchmark compares: a mean squared error and quantiles (pinball loss)."""
+"""Heads on the base's features that a benchmark compares: squared error, quantiles, and digits one after another."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 RATES = (1e-4, 1e-3, 1e-2)
 HIDDEN, BATCH, EPOCHS, PATIENCE = 256, 64, 100, 10
+DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a head, x [n,H], and what it is to tell [n]
+
+
+class Rows(NamedTuple):
+    """x [n,H] of all rows, standardised; their values [n]; the rows to learn from, and to choose rate and epoch by."""
+
+    x: Tensor
+    y: np.ndarray
+    train: np.ndarray
+    valid: np.ndarray
+
+    @classmethod
+    def of(cls, z: Tensor, y: np.ndarray, train: np.ndarray, valid: np.ndarray) -> Rows:
+        """z [n,H] fp32."""
+        return cls((z - z[train].mean(0)) / z[train].std(0).clamp(min=1e-6), y, train, valid)
 
 
 def features_of(model: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
@@ -30,65 +48,91 @@ def features_of(model: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
     return z
 
 
-def squared(found: Tensor, y: Tensor) -> Tensor:
-    """found [n,1], y [n]."""
-    return (found[:, 0] - y).square().mean()
+def mean_head(rows: Rows) -> np.ndarray:
+    """Means [n], by squared error."""
+
+    def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(head(x)[:, 0], y)
+
+    goal, centre, unit = _standardised(rows)
+    return np.asarray(_best(rows, goal, 0, 1, loss)(rows.x)[:, 0].double().numpy() * unit + centre)
 
 
-def pinball(levels: Sequence[float]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of quantiles [n,levels]."""
+def quantile_head(rows: Rows, levels: Sequence[float]) -> np.ndarray:
+    """Quantiles [n,levels], ascending, by the pinball loss."""
     at = torch.tensor(levels)
 
-    def loss(found: Tensor, y: Tensor) -> Tensor:
-        error = y[:, None] - found
+    def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        error = y[:, None] - head(x)
         return torch.maximum(at * error, (at - 1) * error).mean()
 
-    return loss
+    goal, centre, unit = _standardised(rows)
+    return np.sort(_best(rows, goal, 0, len(levels), loss)(rows.x).double().numpy() * unit + centre, 1)
 
 
-def head_predictions(
-    z: Tensor,
-    y: np.ndarray,
-    train: np.ndarray,
-    valid: np.ndarray,
-    outputs: int,
-    loss: Callable[[Tensor, Tensor], Tensor],
-) -> np.ndarray:
-    """[n,outputs] in y's unit: two layers on z, at the best of `RATES` and epochs by the loss of the rows `valid`."""
-    centre, unit = float(y[train].mean()), float(y[train].std()) or 1.0
-    goal = torch.from_numpy((y - centre) / unit).float()
-    x = (z - z[train].mean(0)) / z[train].std(0).clamp(min=1e-6)
-    found = [_trained(x, goal, train, valid, outputs, loss, rate) for rate in RATES]
-    _, predicted = min(found, key=lambda pair: pair[0])
-    return predicted.double().numpy() * unit + centre
+def digit_head(rows: Rows, levels: Sequence[float]) -> np.ndarray:
+    """Quantiles [n,levels] of values sampled digit by digit (Song and Bahri 2025, "Decoding-based Regression").
+
+    A value between the least and the greatest is written by `DIGITS` decimal digits. The head reads x and the digits
+    before, of which those to come are -1.
+    """
+    low, high = float(rows.y[rows.train].min()), float(rows.y[rows.train].max())
+    most = 10**DIGITS - 1
+    goal = torch.from_numpy((rows.y - low) / max(high - low, 1e-12) * most).round().clamp(0, most).long()
+
+    def digit(value: Tensor, place: int) -> Tensor:
+        return value // 10 ** (DIGITS - 1 - place) % 10
+
+    def logits(head: nn.Module, x: Tensor, value: Tensor, place: int) -> Tensor:
+        before = [digit(value, i) if i < place else torch.full_like(value, -1) for i in range(DIGITS)]
+        written = torch.cat([F.one_hot(one + 1, 11) for one in before], -1)
+        return head(torch.cat([x, written.to(x.dtype)], -1))
+
+    def loss(head: nn.Module, x: Tensor, value: Tensor) -> Tensor:
+        return torch.stack(
+            [F.cross_entropy(logits(head, x, value, place), digit(value, place)) for place in range(DIGITS)]
+        ).mean()
+
+    head = _best(rows, goal, 11 * DIGITS, 10, loss)
+    draw = torch.Generator().manual_seed(0)
+    sampled = []
+    for _ in range(SAMPLES):
+        value = torch.zeros(len(rows.y), dtype=torch.int64)
+        for place in range(DIGITS):
+            law = logits(head, rows.x, value, place).softmax(-1)
+            value += torch.multinomial(law, 1, generator=draw)[:, 0] * 10 ** (DIGITS - 1 - place)
+        sampled.append(value.numpy() / most * (high - low) + low)
+    return np.quantile(np.stack(sampled), levels, axis=0).T
 
 
-def _trained(
-    x: Tensor,
-    goal: Tensor,
-    train: np.ndarray,
-    valid: np.ndarray,
-    outputs: int,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    rate: float,
-) -> tuple[float, Tensor]:
-    """(Least loss of the rows `valid`, that epoch's outputs of all rows)."""
+def _standardised(rows: Rows) -> tuple[Tensor, float, float]:
+    """(Values by mean and standard deviation of the rows to learn from, fp32; these two)."""
+    centre, unit = float(rows.y[rows.train].mean()), float(rows.y[rows.train].std()) or 1.0
+    return torch.from_numpy((rows.y - centre) / unit).float(), centre, unit
+
+
+def _best(rows: Rows, goal: Tensor, beside: int, outputs: int, loss: Loss) -> nn.Module:
+    """Two layers on x and `beside` further inputs, at the rate and epoch of the least loss of the rows `valid`;
+    without gradients."""
+    found = [_trained(rows, goal, beside, outputs, loss, rate) for rate in RATES]
+    return min(found, key=lambda pair: pair[0])[1].requires_grad_(False)
+
+
+def _trained(rows: Rows, goal: Tensor, beside: int, outputs: int, loss: Loss, rate: float) -> tuple[float, nn.Module]:
     torch.manual_seed(0)
-    head = nn.Sequential(nn.Linear(x.shape[1], HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
+    head = nn.Sequential(nn.Linear(rows.x.shape[1] + beside, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
     optimizer = torch.optim.AdamW(head.parameters(), lr=rate)
-    best, kept, since = float("inf"), copy.deepcopy(head.state_dict()), 0
+    train, best, kept, since = torch.from_numpy(rows.train), float("inf"), head, 0
     for _ in range(EPOCHS):
-        for rows in torch.from_numpy(train)[torch.randperm(len(train))].split(BATCH):
+        for some in train[torch.randperm(len(train))].split(BATCH):
             optimizer.zero_grad()
-            loss(head(x[rows]), goal[rows]).backward()
+            loss(head, rows.x[some], goal[some]).backward()
             optimizer.step()
         with torch.no_grad():
-            now = float(loss(head(x[valid]), goal[valid]))
+            now = float(loss(head, rows.x[rows.valid], goal[rows.valid]))
         since += 1
         if now < best:
-            best, kept, since = now, copy.deepcopy(head.state_dict()), 0
+            best, kept, since = now, copy.deepcopy(head), 0
         if since == PATIENCE:
             break
-    head.load_state_dict(kept)
-    with torch.no_grad():
-        return best, head(x)
+    return best, kept
