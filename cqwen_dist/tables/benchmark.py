@@ -222,12 +222,12 @@ def _heads(folder: Path, made: Prepared) -> Iterator[tuple[str, np.ndarray]]:
     from scipy.stats import norm
 
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.tables.heads import Rows, digit_head, features_of, mean_head, quantile_head
+    from cqwen_dist.tables.heads import Examples, digit_head, features_of, mean_head, quantile_head
 
     checkpoint = Path(json.loads((folder / "fit.json").read_text(encoding="utf-8"))["checkpoint"])
     model, tokenizer = load_trained(checkpoint, "auto" if torch.cuda.is_available() else "cpu")
     y, parts = made.table.values(), made.parts
-    rows = Rows.of(features_of(model, tokenizer, made.prompts), y, parts.train, parts.valid)
+    rows = Examples.of(features_of(model, tokenizer, made.prompts), y, parts.train, parts.valid)
     mean_of = mean_head(rows)
     spread = float(np.sqrt(np.square(mean_of[parts.valid] - y[parts.valid]).mean()))
     yield "squared error, on z", mean_of[parts.test, None] + spread * norm.ppf(QUANTILES)

@@ -18,7 +18,7 @@ DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as reg
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a head, x [n,H], and what it is to tell [n]
 
 
-class Rows(NamedTuple):
+class Examples(NamedTuple):
     """x [n,H] of all rows, standardised; their values [n]; the rows to learn from, and to choose rate and epoch by."""
 
     x: Tensor
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     valid: np.ndarray
 
     @classmethod
-    def of(cls, z: Tensor, y: np.ndarray, train: np.ndarray, valid: np.ndarray) -> Rows:
+    def of(cls, z: Tensor, y: np.ndarray, train: np.ndarray, valid: np.ndarray) -> Examples:
         """z [n,H] fp32."""
         return cls((z - z[train].mean(0)) / z[train].std(0).clamp(min=1e-6), y, train, valid)
 
@@ -48,7 +48,7 @@ def features_of(model: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
     return z
 
 
-def mean_head(rows: Rows) -> np.ndarray:
+def mean_head(rows: Examples) -> np.ndarray:
     """Means [n], by squared error."""
 
     def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def mean_head(rows: Rows) -> np.ndarray:
     return np.asarray(_best(rows, goal, 0, 1, loss)(rows.x)[:, 0].double().numpy() * unit + centre)
 
 
-def quantile_head(rows: Rows, levels: Sequence[float]) -> np.ndarray:
+def quantile_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
     """Quantiles [n,levels], ascending, by the pinball loss."""
     at = torch.tensor(levels)
 
@@ -70,7 +70,7 @@ def quantile_head(rows: Rows, levels: Sequence[float]) -> np.ndarray:
     return np.sort(_best(rows, goal, 0, len(levels), loss)(rows.x).double().numpy() * unit + centre, 1)
 
 
-def digit_head(rows: Rows, levels: Sequence[float]) -> np.ndarray:
+def digit_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
     """Quantiles [n,levels] of values sampled digit by digit (Song and Bahri 2025, "Decoding-based Regression").
 
     A value between the least and the greatest is written by `DIGITS` decimal digits. The head reads x and the digits
@@ -105,20 +105,22 @@ def digit_head(rows: Rows, levels: Sequence[float]) -> np.ndarray:
     return np.quantile(np.stack(sampled), levels, axis=0).T
 
 
-def _standardised(rows: Rows) -> tuple[Tensor, float, float]:
+def _standardised(rows: Examples) -> tuple[Tensor, float, float]:
     """(Values by mean and standard deviation of the rows to learn from, fp32; these two)."""
     centre, unit = float(rows.y[rows.train].mean()), float(rows.y[rows.train].std()) or 1.0
     return torch.from_numpy((rows.y - centre) / unit).float(), centre, unit
 
 
-def _best(rows: Rows, goal: Tensor, beside: int, outputs: int, loss: Loss) -> nn.Module:
+def _best(rows: Examples, goal: Tensor, beside: int, outputs: int, loss: Loss) -> nn.Module:
     """Two layers on x and `beside` further inputs, at the rate and epoch of the least loss of the rows `valid`;
     without gradients."""
     found = [_trained(rows, goal, beside, outputs, loss, rate) for rate in RATES]
     return min(found, key=lambda pair: pair[0])[1].requires_grad_(False)
 
 
-def _trained(rows: Rows, goal: Tensor, beside: int, outputs: int, loss: Loss, rate: float) -> tuple[float, nn.Module]:
+def _trained(
+    rows: Examples, goal: Tensor, beside: int, outputs: int, loss: Loss, rate: float
+) -> tuple[float, nn.Module]:
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(rows.x.shape[1] + beside, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
     optimizer = torch.optim.AdamW(head.parameters(), lr=rate)

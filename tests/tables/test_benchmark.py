@@ -13,7 +13,7 @@ from support.runs import cqwen_forked
 
 from cqwen_dist.config import UserError
 from cqwen_dist.tables.benchmark import OURS, QUANTILES, Benchmark, laws, page, scored
-from cqwen_dist.tables.heads import Rows, digit_head, mean_head, quantile_head
+from cqwen_dist.tables.heads import Examples, digit_head, mean_head, quantile_head
 
 
 def test_of_a_point_the_crps_is_the_absolute_error() -> None:
@@ -47,7 +47,7 @@ def test_heads_learn_what_features_say() -> None:
     z = torch.randn(400, 6, generator=draw)
     y = (100 + 20 * z[:, 0] + 5 * torch.randn(400, generator=draw)).double().numpy()
     train, valid, test = np.arange(200), np.arange(200, 250), np.arange(250, 400)
-    rows = Rows.of(z, y, train, valid)
+    rows = Examples.of(z, y, train, valid)
     error = mean_head(rows)[test] - y[test]
     assert np.sqrt(np.square(error).mean()) < 8  # 5 is the noise, 20 what can be told
     for head in (quantile_head, digit_head):
