@@ -26,11 +26,11 @@ _ASCII = re.compile(
     r"|\s*[\r\n]+|\s+(?![^\s\0])|\s+|\0",
     re.ASCII,
 )
-_WORDS = 200_000  # remembered
+_WORDS = 200_000  # to remember
 
 
 class _Ids(dict[str, bytes]):
-    """Ids of words as bytes of int32, each asked of the tokenizer once."""
+    """Ids of words as bytes of int32; the tokenizer merges each word once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ from cqwen_dist.data.records import Block, Row, Text, given, needed_columns, too
 from cqwen_dist.data.tables import of_datasets, of_parquet
 from cqwen_dist.delimited import delimiter_of, read_cells
 
-BLOCK = 1 << 20  # bytes of lines, about
-_ROWS = 1000  # of a table, at most
+BLOCK = 1 << 20  # bytes of lines in a block, about
+_ROWS = 1000  # of a table in a block, at most
 _BUNDLED: dict[str, Callable[[], list[str]]] = {
     "diabetes": lambda: diabetes_texts("train") + diabetes_texts("test"),
     "diabetes/train": lambda: diabetes_texts("train"),

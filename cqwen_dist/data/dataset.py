@@ -22,7 +22,7 @@ from cqwen_dist.data.statistics import Gather, NumericStatistics, numeric_statis
 from cqwen_dist.data.store import Sample, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-_PLACES = 1000  # kept, of the first overflows
+_PLACES = 1000  # the first overflows whose places are kept
 
 
 @dataclass

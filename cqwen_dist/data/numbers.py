@@ -70,12 +70,12 @@ _SPACED = (
     r"[1-9][0-9]{0,2}(?:(?:[\u00a0\u2009\u202f][0-9]{3})+{plain})"
     r"(?![0-9])(?!,[0-9])(?!:[0-9])(?:\.[0-9]+(?![0-9]))?(?!\.[0-9])"
 )
-# A row of such groups behind plain spaces. Whether one of them begins with 0 is asked once a row, not in the pattern,
-# which would look through the rest of the row again at each of its numbers.
+# A row of such groups with plain spaces. A group that begins with 0 is looked for once a row: the pattern would look
+# through the rest of the row again at each number.
 _ROW = re.compile(r"[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")
 _SEPARATORS = re.compile("[,\u00a0\u2009\u202f ]")
 _PRODUCT = r"(?<=[0-9][xX])"
-# Letters and digits behind a numeral make it an identifier, save in a product such as 3x4.
+# Letters and digits after a numeral make it an identifier, except in a product such as 3x4.
 _UNGLUED = rf"(?![0-9])(?!(?![xX][0-9])[{_L}]+[0-9])"
 _WORD_TAIL = rf"[{_L}0-9]*(?:\.[0-9][{_L}0-9]*)*"
 _IDENTIFIERS = "|".join(
@@ -93,9 +93,9 @@ _UUID = re.compile(
 
 # One character to one, so that positions stay: full-width digits, dot, colon and minus, the minus sign.
 _TO_ASCII = {0xFF10 + d: 0x30 + d for d in range(10)} | {0xFF0E: 0x2E, 0xFF1A: 0x3A, 0xFF0D: 0x2D, 0x2212: 0x2D}
-# The next digit; and where nothing stands around that could make it anything else, its whole number, and group 1: most
-# numerals of a text, which this finds several times as fast as the policy's pattern. Without signs, groups, zeros in
-# front, dates, identifiers, phone numbers; so it is the same for every policy.
+# The next digit. Where nothing around it can change its meaning, the match is the whole number and has a group. Most
+# numerals are such (no sign, group, leading zero, date, identifier or phone number), and every policy reads them alike:
+# several times as fast as with the policy's pattern.
 _NEXT = re.compile(
     r"[0-9](?:(?<=[\s$=*+/<(][1-9])[0-9]{0,7}(?:\.[0-9]{1,4})?"
     r"(?=[$%*+=?!;'\"\n<>]|[ .,](?![0-9])|\)(?! ?[0-9])|/(?![0-9]+/)|\Z)()"

@@ -12,7 +12,7 @@ from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine, as_number, is_empty
 from cqwen_dist.data.records import Text
 
-RECORDS = 200  # that are looked at
+RECORDS = 200  # to look at
 
 
 class DataRecipe(NamedTuple):

@@ -39,17 +39,16 @@ class Text(NamedTuple):
 
 @dataclass
 class ReadReport:
-    """Texts read, repeated texts left out, and bad lines: how many of each kind (skipped), and the first's place."""
+    """What was read and what was left out."""
 
-    read: int = 0
-    duplicates: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    first: dict[str, str] = field(default_factory=dict)
+    read: int = 0  # texts
+    duplicates: int = 0  # repeated texts, left out
+    skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> how many
+    first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
 
     def skip(self, kind: str, where: str) -> None:
         """Counts a bad line."""
-        self.skipped[kind] = self.skipped.get(kind, 0) + 1
-        self.first.setdefault(kind, where)
+        self.add(ReadReport(skipped={kind: 1}, first={kind: where}))
 
     def add(self, other: ReadReport) -> None:
         """Adds the report of what was read next."""

@@ -102,7 +102,7 @@ class _Writing:
 def write_numbers(pieces: Sequence[str | float], policy: NumberPolicy = DEFAULT_POLICY) -> str:
     """Texts and numbers joined to one text from which `find_numbers` reads the same numbers at the same places.
 
-    Numbers are written plainly, save where that would be misread: 100 in front of ",456" becomes 100.0, 13812345678
+    Numbers are written plainly, except where that would be misread: 100 in front of ",456" becomes 100.0, 13812345678
     (it looks like a phone number) gets ".0" or an exponent, and two numbers in a row get a space between. NaN and the
     infinities become "nan", "inf" and "-inf", which are no numbers to `find_numbers`. Pieces that no reading gives
     (text that is itself a numeral, next to a number) are written plainly.

@@ -159,7 +159,7 @@ class _Continuation:
 
 
 class _Choice:
-    """Chooses words and numbers as the mode does. many: more than one token will be written, so `row_sizes` pays."""
+    """Chooses words and numbers as the mode does. many: more than one token comes, so `row_sizes` pays off."""
 
     def __init__(self, model: Model, settings: Settings, device: torch.device, many: bool) -> None:
         self.action: Action = model.action

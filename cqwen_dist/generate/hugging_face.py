@@ -152,7 +152,7 @@ def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None
 
 
 def _merged(own: dict[str, Any], asked: dict[str, Any], compatible: bool) -> dict[str, Any]:
-    """The options asked for, and of the model's own those that count in the mode. Raises `UserError`."""
+    """The options that the call gives, and the model's own options that the mode uses. Raises `UserError`."""
     asked = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
     asked.pop("mode", None)
     known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
