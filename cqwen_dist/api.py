@@ -129,8 +129,8 @@ def evaluate(
 
     folder = _folder(model)
     field = "text" if is_exported(folder) else run_of(folder)[0].data.text_field
-    with TemporaryDirectory() as beside:
-        path = Path(beside) / "rows.jsonl"
+    with TemporaryDirectory() as folder_of_rows:
+        path = Path(folder_of_rows) / "rows.jsonl"
         write_records(data, path, "data", field)
         return evaluate_checkpoint(folder, str(path), micro_batch_size, base=base, decisions=decisions)
 

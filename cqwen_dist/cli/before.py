@@ -43,7 +43,7 @@ def prepare(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: data.workers, or all cores.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise the data once, in parallel; runs on the same data then map it. Says what is in it.
+    """Tokenise the data once, in parallel, for all runs on it, and print what it contains.
 
     The folder (under data.cache_dir) is named by what is in the sources, the
     tokenizer and the config, so nothing is done twice. A run finds it by itself

@@ -34,7 +34,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
     try:
         run(checked)
-    except Stopped:  # a launcher takes any code but 0 for a failure; status.json tells that the run was stopped
+    except Stopped:  # a launcher takes any code but 0 for a failure; status.json has `preempted`
         raise typer.Exit(0 if launched(os.environ) else 75) from None
 
 

@@ -222,7 +222,7 @@ def predict(
         write_table(rows, sys.stdout)
         return
     try:
-        with written_whole(out) as beside, beside.open("w", encoding="utf-8", newline="") as file:
+        with written_whole(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
             write_table(rows, file)
     except OSError as error:
         raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None

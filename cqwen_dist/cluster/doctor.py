@@ -77,7 +77,7 @@ def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
 
     token = folder / f".cqwen-doctor-{gather_objects(secrets.token_hex(4))[0]}"
     if main:
-        token.touch(exist_ok=False)  # never through a link that lies there
+        token.touch(exist_ok=False)  # fails on an existing link instead of following it
     barrier()
     seen = gather_objects((host, _seconds_until(token)))
     if main:

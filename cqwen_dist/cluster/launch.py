@@ -142,7 +142,7 @@ def _run_to_its_end(
     command: list[str],
     environment: dict[str, str],
     quiet: bool,
-    tell: Callable[[], None] | None = None,
+    ask: Callable[[], None] | None = None,
     folder: str | None = None,
 ) -> tuple[int, bool]:
     """(exit code of a command, whether it was asked to stop); no process it started outlives this call.
@@ -150,7 +150,7 @@ def _run_to_its_end(
     The command has its own session, so only this process receives signals. The first signal is passed to the ranks as
     SIGUSR1, repeatedly (one may just be starting), and they stop in order. The launcher between would kill them on
     SIGINT or SIGTERM, and die of SIGUSR1: it starts with SIGUSR1 blocked, and the ranks unblock it (`parallel.stop`).
-    A second signal ends the session: SIGTERM, and after a grace period SIGKILL. tell: stops ranks elsewhere.
+    A second signal ends the session: SIGTERM, and after a grace period SIGKILL. ask: asks ranks on other hosts.
     """
     signals = 0
 
@@ -172,8 +172,8 @@ def _run_to_its_end(
                 if not announced:
                     sys.stderr.write("stopping the ranks at the next step; the same command resumes from there\n")
                     announced = True
-                if tell is not None:
-                    tell()
+                if ask is not None:
+                    ask()
                 else:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGUSR1)

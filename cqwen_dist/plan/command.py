@@ -77,8 +77,8 @@ def write_config(path: Path, config: Config, planned: Plan, command: str) -> Non
 
 
 def count_sequences(config: Config) -> int | None:
-    """Texts in an epoch: the lines of data.train. None where texts are packed or files are not here, large, or not of
-    one text a line."""
+    """Texts in an epoch: the lines of data.train. None for packed texts, and for files that are missing, large, or not
+    of one text a line."""
     data = config.data
     if data.pack:
         return None

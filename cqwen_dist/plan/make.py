@@ -21,7 +21,7 @@ NOT_TENSORS = ("process", "CUDA context", "communication buffers", "fragmentatio
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank needs and what it has."""
+    """The needs of one rank, and the costs of the run."""
 
     nodes: int
     gpus_per_node: int
