@@ -17,9 +17,7 @@ from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written
 
-Device = Annotated[
-    str, typer.Option(help="cpu, cuda, cuda:N, or auto: the GPUs, if any; an exported folder is spread over them.")
-]
+Device = Annotated[str, typer.Option(help="cpu, cuda:N, or auto: all GPUs; an exported folder is spread over them.")]
 DigitsOption = Annotated[str, typer.Option(help="Significant digits of a number: auto (what its uncertainty leaves).")]
 Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, individual, noise or sample.")]
 
@@ -33,8 +31,7 @@ def generate(
     individuals: Annotated[int | None, typer.Option(help="Individuals under which every prompt is continued.")] = None,
     noises: Annotated[int | None, typer.Option(help="Noises under which every prompt is continued.")] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(help="Divides compatible's logits; multiplies the scale from which other modes draw."),
+        float | None, typer.Option(help="Divides compatible's logits; multiplies the scales of the modes that draw.")
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="For compatible.")] = None,
     top_p: Annotated[float | None, typer.Option(help="For compatible.")] = None,

@@ -292,9 +292,6 @@ def _words(text: str) -> str:
     return " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.splitlines())
 
 
-# ------------------------------------------------------------------------------------------------------- quoting
-
-
 def _quoted(text: str) -> str:
     """As sbatch reads the value of an option: bare where that is safe, else in double quotes."""
     if re.fullmatch(r"[\w@%+=:,./\[\]-]+", text, re.ASCII):

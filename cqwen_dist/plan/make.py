@@ -89,9 +89,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        plain = {k: v for k, v in asdict(self).items() if k not in ("stages", "machine")}
         return {
-            **plain,
+            **asdict(self),
             "machine": describe(self.machine),
             "stages": [stage.to_dict() for stage in self.stages],
             "tensor_gib": round(self.tensor_gib, 4),
