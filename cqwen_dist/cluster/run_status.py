@@ -14,18 +14,8 @@ from cqwen_dist.run.files import CONFIG, HISTORY, SLURM
 from cqwen_dist.run.status import read_status
 
 # Keys of scontrol's answer that are shown.
-_KEYS = [
-    "JobId",
-    "JobName",
-    "JobState",
-    "Reason",
-    "RunTime",
-    "TimeLimit",
-    "StartTime",
-    "NodeList",
-    "Restarts",
-    "StdOut",
-]
+_KEYS = ["JobId", "JobName", "JobState", "Reason", "RunTime"]
+_KEYS += ["TimeLimit", "StartTime", "NodeList", "Restarts", "StdOut"]
 STALE_S = 60.0  # a run writes its status every ten seconds; after so long it was killed or hangs
 
 
