@@ -38,7 +38,9 @@ def read_table(path: Path, decimal_comma: bool = False) -> tuple[list[str], list
             delimiter = delimiter_of(file.readline())
             file.seek(0)
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-            columns, rows = list(reader.fieldnames or ()), list(reader)
+            columns = [name.strip() for name in reader.fieldnames or ()]  # as `data.blocks` reads them for training
+            reader.fieldnames = columns
+            rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError("FILE", str(path), f"a CSV file with a header, UTF-8 ({reason})") from None

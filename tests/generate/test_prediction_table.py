@@ -49,6 +49,8 @@ def test_a_table_is_cut_as_its_header_says(tmp_path: Path) -> None:
     for sign in ";\t|":
         path.write_text(f"item{sign}price\nt,ea{sign}1.5\n", encoding="utf-8")
         assert read_table(path) == (["item", "price"], [{"item": "t,ea", "price": "1.5"}])
+    path.write_text("item, price \ntea,1.5\n", encoding="utf-8")
+    assert read_table(path) == (["item", "price"], [{"item": "tea", "price": "1.5"}]), "names as training strips them"
     path.write_text("item;price\ntea;1.234,5\n", encoding="utf-8")
     with pytest.raises(
         UserError,
