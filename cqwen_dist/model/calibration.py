@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +223,8 @@ class _Start:
         def ridge() -> tuple[dict[str, Tensor], Tensor, float, float, float, float]:
             targets, config = target.forward(values).double(), self.model.config
             before = texts[: len(values)]
-            read = None if wide is None else fit_wide(before, targets, config.wide, config.random_features)
+            tell = partial(self.progress, "the wide part")
+            read = None if wide is None else fit_wide(before, targets, config.wide, config.random_features, tell)
             g = torch.zeros_like(targets) if read is None else read.left_out.to(targets)
             found = robust_ridge(x, targets - g, folds)
             error = (target.inverse(found.left_out + g) - values).abs().median()

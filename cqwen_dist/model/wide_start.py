@@ -12,7 +12,7 @@ All in float64 on the CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,7 +118,13 @@ def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
     return texts
 
 
-def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int, random_features: int = 0) -> WideFit | None:
+def fit_wide(
+    texts: Sequence[TextBefore],
+    targets: Tensor,
+    columns: int,
+    random_features: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> WideFit | None:
     """Fit the tables to targets [n], in the regression's unit; None where that predicts no better than the median.
 
     Targets are clamped and weighted as `ridge.robust_ridge` does; on all numbers then by what a first fit leaves. The
@@ -139,7 +145,9 @@ def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int, random_
     linear = [(some.best(word_kernel + w * value_kernel), w) for w in VALUE_WEIGHTS]
     plain, weight = min(linear, key=lambda one: one[0].losses.mean())
     best, chosen = plain, None
-    for rows in _random_rows(counts, random_features):
+    kernels = 2 * len(WIDTHS) + 2  # those that are tried, and two fits on all
+    for tried, rows in enumerate(_random_rows(counts, random_features)):
+        progress(tried, kernels)
         random_kernel = rows.x[:SEARCHED] @ rows.x[:SEARCHED].T
         for times in RANDOM_WEIGHTS:
             found = some.best(word_kernel + weight * value_kernel + times * random_kernel)
@@ -153,7 +161,9 @@ def fit_wide(texts: Sequence[TextBefore], targets: Tensor, columns: int, random_
     if chosen is not None:
         rows, times = chosen
         kernel += times * (rows.x @ rows.x.T)
+    progress(kernels - 2, kernels)
     every = every.reweighted(every.left_out(kernel, best.ridge)[0])
+    progress(kernels - 1, kernels)
     left_out, solved = every.left_out(kernel, best.ridge)
     unit *= best.share
     tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * unit}
