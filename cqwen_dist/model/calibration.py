@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -220,10 +219,13 @@ class _Start:
         if wide is not None and self.groups.world is not None:
             texts = [text for of_rank in gather_objects(texts, self.groups.world) for text in of_rank]
 
+        def tell(done: int, of: int) -> None:
+            if self.groups.world_size == 1:  # progress is collective: other ranks only wait for this one
+                self.progress("the wide part", done, of)
+
         def ridge() -> tuple[dict[str, Tensor], Tensor, float, float, float, float]:
             targets, config = target.forward(values).double(), self.model.config
             before = texts[: len(values)]
-            tell = partial(self.progress, "the wide part")
             read = None if wide is None else fit_wide(before, targets, config.wide, config.random_features, tell)
             g = torch.zeros_like(targets) if read is None else read.left_out.to(targets)
             found = robust_ridge(x, targets - g, folds)
