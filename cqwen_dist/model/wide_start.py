@@ -32,8 +32,10 @@ LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 los
 SEARCHED = 1024  # numbers to choose by
 RIDGES = np.logspace(-3, 1, 9)  # in units of the mean of K's diagonal, of words alone
 VALUE_WEIGHTS = (0.01, 0.1, 1.0)  # of the values' part of K beside the words'
-RANDOM_WEIGHTS = (1.0, 10.0, 100.0)  # of the random features' part
+RANDOM_WEIGHT = 10.0  # of the random features' part, while their kernel is chosen
+RANDOM_WEIGHTS = (1.0, 100.0)  # then also tried
 WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of their kernel, in units of a row's root mean square distance from the mean
+STEPS = 2 * len(WIDTHS) + 3  # of progress: kernels, their weight, two fits on all
 COMMON = 0.05  # share of texts that hold a name, for random features to read it
 LEAST = 4 * FOLDS
 LEAST_SPREAD = 1e-4  # of phi: below it a value is a constant
@@ -139,40 +141,64 @@ def fit_wide(
     counts = _counts(texts, columns)
     scaling, (words, values) = _parts(counts, _scaling(counts))
 
-    # The search, on some of the numbers
-    some = every.first(SEARCHED)
-    word_kernel, value_kernel = (_kernel(part[:SEARCHED]) for part in (words, values))
-    linear = [(some.best(word_kernel + w * value_kernel), w) for w in VALUE_WEIGHTS]
-    plain, weight = min(linear, key=lambda one: one[0].losses.mean())
-    best, chosen = plain, None
-    kernels = 2 * len(WIDTHS) + 2  # those that are tried, and two fits on all
-    for tried, rows in enumerate(_random_rows(counts, random_features)):
-        progress(tried, kernels)
-        random_kernel = rows.x[:SEARCHED] @ rows.x[:SEARCHED].T
-        for times in RANDOM_WEIGHTS:
-            found = some.best(word_kernel + weight * value_kernel + times * random_kernel)
-            if found.beats(plain) and found.losses.mean() < best.losses.mean():
-                best, chosen = found, (rows, times)
-    if not best.losses.mean() < np.log1p(some.t**2).mean():
+    # On some of the numbers
+    random = _random_rows(counts, random_features)
+    chosen = _search(every.first(SEARCHED), [_kernel(part[:SEARCHED]) for part in (words, values)], random, progress)
+    found, weight, features, times = chosen
+    if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
-    # The tables, on all
+    # On all
     kernel = _kernel(words) + weight * _kernel(values)
-    if chosen is not None:
-        rows, times = chosen
-        kernel += times * (rows.x @ rows.x.T)
-    progress(kernels - 2, kernels)
-    every = every.reweighted(every.left_out(kernel, best.ridge)[0])
-    progress(kernels - 1, kernels)
-    left_out, solved = every.left_out(kernel, best.ridge)
-    unit *= best.share
+    if features is not None:
+        kernel += times * (features.x @ features.x.T)
+    progress(STEPS - 2, STEPS)
+    every = every.reweighted(every.left_out(kernel, found.ridge)[0])
+    progress(STEPS - 1, STEPS)
+    left_out, solved = every.left_out(kernel, found.ridge)
+    unit *= found.share
     tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * unit}
-    if chosen is not None:
-        tables |= rows.tables(times * unit * (solved @ rows.x))
+    if features is not None:
+        tables |= features.tables(times * unit * (solved @ features.x))
     return WideFit(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
         torch.from_numpy(left_out * unit),
     )
+
+
+class _Chosen(NamedTuple):
+    """What has the least loss; weight of the values' part; random features, or None, and their weight."""
+
+    found: _Found
+    weight: float
+    features: _RandomRows | None
+    times: float
+
+
+def _search(
+    some: _Targets, kernels: Sequence[np.ndarray], random: Iterator[_RandomRows], progress: Callable[[int, int], None]
+) -> _Chosen:
+    """kernels: of the words' and of the values' part [n,n]. random: candidates, of these and further numbers."""
+    words, values = kernels
+    linear = [(some.best(words + weight * values), weight) for weight in VALUE_WEIGHTS]
+    plain, weight = min(linear, key=lambda one: one[0].losses.mean())
+
+    def with_random(rows: _RandomRows, times: float) -> _Found:
+        x = rows.x[: len(some.t)]
+        return some.best(words + weight * values + times * (x @ x.T))
+
+    best, features = plain, None
+    for tried, rows in enumerate(random):
+        progress(tried, STEPS)
+        found = with_random(rows, RANDOM_WEIGHT)
+        if found.beats(plain) and found.losses.mean() < best.losses.mean():
+            best, features = found, rows
+    if features is None:
+        return _Chosen(plain, weight, None, 0.0)
+    progress(STEPS - 3, STEPS)
+    weighted = [(best, RANDOM_WEIGHT), *((with_random(features, times), times) for times in RANDOM_WEIGHTS)]
+    best, times = min(weighted, key=lambda one: one[0].losses.mean())
+    return _Chosen(best, weight, features, times)
 
 
 @dataclass(frozen=True)
