@@ -22,7 +22,7 @@ from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import DiskError, Said
 
-OTHER_RANKS_WAIT_S = 5.0
+OTHER_RANKS_WAIT_S = 20.0
 SYSTEM = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer does not export it
 

@@ -58,6 +58,11 @@ class ModelConfig(Section):
         "the words and numbers so far, fitted in closed form by the calibrated start (docs/tables.md); 262144 suits "
         "tables of some thousand rows.",
     )
+    wide_from_eval: bool = Field(
+        False,
+        description="Whether the wide part is also fitted to data.eval. A text of it is then read in evaluations as a "
+        "training text is, by the fit that left it out, so metrics and recalibrated intervals stay honest.",
+    )
     random_features: Count = Field(
         0,
         description="Random Fourier features of the wide part: the numbers so far, known by the words before them in "

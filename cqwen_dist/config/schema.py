@@ -175,8 +175,9 @@ class Config(Section):
         if self.model.wide and not fitted:
             allowed = "0, or start calibrated, model.number_dims above 0 and model.abduction linear or two_layer"
             raise refused("model.wide", self.model.wide, allowed)
-        if self.model.random_features and not self.model.wide:
-            raise refused("model.random_features", self.model.random_features, "0, or model.wide above 0")
+        for key in ("random_features", "wide_from_eval"):
+            if getattr(self.model, key) and not self.model.wide:
+                raise refused(f"model.{key}", getattr(self.model, key), "its default, or model.wide above 0")
         if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
             allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
             raise refused("loss.value_weights", self.loss.value_weights, allowed)

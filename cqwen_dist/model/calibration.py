@@ -81,6 +81,7 @@ def calibrate(
     max_tokens: int = 1024,
     used_rows: int | None = None,
     fit_batches: Iterable[Batch] | None = None,
+    wide_batches: Iterable[Batch] = (),
     level: bool = True,
     numerals: Sequence[int] = (),
     progress: Progress = lambda what, done, of: None,
@@ -88,12 +89,13 @@ def calibrate(
     """Fit the rows, choose (C, gamma) and start the regression; the model is changed in place.
 
     batches: this rank's share, as the training collator yields them; the first max_tokens label positions of each rank
-    choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). features: default the
-    model's own; the engine's under ZeRO. level: whether to level the rows. numerals: the tokens that spell numerals,
-    where <NUM>'s row is to inherit from them. Without both no row of W_cls changes. progress: called equally often on
-    every rank; it may raise to end the calibration. b_noise_init: as `set_scales`; the total may then be larger than
-    the best gamma, and the report is of the total. Collective over the world: every rank brings the same number of
-    batches, and ends with the same values. Raises ValueError where no rank holds a label.
+    choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). wide_batches: further
+    ones, whose numbers the wide part alone is fitted to. features: default the model's own; the engine's under ZeRO.
+    level: whether to level the rows. numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from
+    them. Without both no row of W_cls changes. progress: called equally often on every rank; it may raise to end the
+    calibration. b_noise_init: as `set_scales`; the total may then be larger than the best gamma, and the report is of
+    the total. Collective over the world: every rank brings the same number of batches, and ends with the same values.
+    Raises ValueError where no rank holds a label.
     """
     start = _Start(model, groups, features or model.kept_features, tuple(numerals), progress)
 
@@ -116,10 +118,17 @@ def calibrate(
     progress("numbers", 0, 1)  # it may raise, and nothing has to be undone before the constants are set
     gamma = set_scales(model, gamma, b_noise_init)
     model.action.threshold.fill_(threshold)
-    regression = start.fit_regression(fit)
+    regression = start.fit_regression(fit, wide_batches)
 
     found = start.measured(logits, base_best, threshold, gamma)
     return Calibration(threshold=threshold, gamma=gamma, **seed, **rows, **regression, **found)
+
+
+class _Further(NamedTuple):
+    """A number that the wide part alone learns: the text before it, its value in the raw unit."""
+
+    text: TextBefore
+    value: float
 
 
 class _Positions(NamedTuple):
@@ -208,16 +217,28 @@ class _Start:
             logits.take(v)
         return {"levelled": levelled, "num_row_told": share}
 
-    def fit_regression(self, fit: _Positions) -> dict[str, Any]:
+    def wide_numbers(self, fit: _Positions, batches: Iterable[Batch]) -> tuple[list[TextBefore], list[_Further]]:
+        """All ranks' texts before the numbers of `fit`, and the numbers of the batches."""
+        wide, world = self.model.wide, self.groups.world
+        further: list[_Further] = []
+        if wide is None:
+            return [], further
+        for batch in batches:
+            batch = batch.to(fit.z.device)
+            at = batch.numeric_mask.flatten().nonzero()[:, 0]
+            values = batch.numeric_labels.flatten()[at].tolist()
+            further += map(_Further, texts_before(wide, batch, at), values)
+        of_ranks = [(fit.texts, further)] if world is None else gather_objects((fit.texts, further), world)
+        return [text for texts, _ in of_ranks for text in texts], [one for _, more in of_ranks for one in more]
+
+    def fit_regression(self, fit: _Positions, wide_batches: Iterable[Batch]) -> dict[str, Any]:
         """Start the wide part, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
         target, wide = self.model.target, self.model.wide
         x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)
         x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in (x, fit.values, fit.folds)))
         if not len(values):
             return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
-        texts = fit.texts
-        if wide is not None and self.groups.world is not None:
-            texts = [text for of_rank in gather_objects(texts, self.groups.world) for text in of_rank]
+        texts, further = self.wide_numbers(fit, wide_batches)
 
         def tell(done: int, of: int) -> None:
             if self.groups.world_size == 1:  # progress is collective: other ranks only wait for this one
@@ -225,9 +246,11 @@ class _Start:
 
         def ridge() -> tuple[dict[str, Tensor], Tensor, float, float, float, float]:
             targets, config = target.forward(values).double(), self.model.config
-            before = texts[: len(values)]
-            read = None if wide is None else fit_wide(before, targets, config.wide, config.random_features, tell)
-            g = torch.zeros_like(targets) if read is None else read.left_out.to(targets)
+            before = [*texts[: len(values)], *(one.text for one in further)]
+            raw = torch.cat([values, values.new_tensor([one.value for one in further])])
+            told = target.forward(raw).double()
+            read = None if wide is None else fit_wide(before, told, config.wide, config.random_features, tell)
+            g = torch.zeros_like(targets) if read is None else read.left_out[: len(values)].to(targets)
             found = robust_ridge(x, targets - g, folds)
             error = (target.inverse(found.left_out + g) - values).abs().median()
             of_median = (values - values.quantile(0.5)).abs().median()

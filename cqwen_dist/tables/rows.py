@@ -20,6 +20,7 @@ from cqwen_dist.generate.table import NUMBER_COLUMNS
 from cqwen_dist.generate.table import read_table as read_csv
 
 LEAST_ROWS = 20
+MOST_VALID = 400
 Row = dict[str, str]
 
 
@@ -125,7 +126,7 @@ def split(rows: int, seed: int, test_fraction: float, test: Sequence[int] | None
     else:
         held = np.array(sorted(set(test)))
         rest = order[~np.isin(order, held)]
-    valid = min(max(round(0.15 * len(rest)), 4), 200)
+    valid = min(max(round(len(rest) / 3), 4), MOST_VALID)  # the wide part is fitted to them as well
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held))
 
 

@@ -5,7 +5,7 @@ The trainer, the benchmarks' rig and the tests use these, so what is measured or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.abduction import abduction_named
 from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
+from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.losses import gate_named
 from cqwen_dist.ops.products import dtype_of
@@ -127,6 +128,11 @@ class Run(Training):
         """Show progress between two parts of the start. Raises `Stopped` as `check_stop` does."""
         self.check_stop()
         self.progress.part(what, done, of)
+
+    def held_out_batches(self) -> Iterable[Batch]:
+        """This rank's share of `data.eval`; every rank has equally many batches."""
+        evaluator = self.evaluations.held_out
+        return () if evaluator is None else evaluator.batches
 
     def calibration_batches(self, tokens: int, numbers: int = 0) -> list[Batch]:
         """This rank's share of texts with about so many tokens and at least about so many numbers.
@@ -276,11 +282,11 @@ def _evaluations(
 ) -> Evaluations:
     config, runtime, groups, words = training.config, training.runtime, training.groups, training.words
 
-    def evaluator(dataset: TextDataset, word_counts: np.ndarray | None = None) -> Evaluator:
+    def evaluator(dataset: TextDataset, forward: Features, word_counts: np.ndarray | None = None) -> Evaluator:
         size = config.train.micro_batch_size
         return Evaluator(
             training.model,
-            training.forward_held_out,
+            forward,
             EvalLoader(dataset, rank=runtime.rank, world=groups.world_size, micro_batch_size=size),
             groups,
             baseline_value=statistics.median if statistics.count else None,
@@ -291,9 +297,14 @@ def _evaluations(
             progress=progress.part,
         )
 
+    # Texts that the wide part was fitted to are read as training texts are
+    own = training.forward if config.model.wide_from_eval else training.forward_held_out
     return Evaluations(
-        None if held_out is None else evaluator(held_out, words.counts),
-        {name: evaluator(dataset) for name, dataset in read_watched(config.data, tokenizer).items()},
+        None if held_out is None else evaluator(held_out, own, words.counts),
+        {
+            name: evaluator(dataset, training.forward_held_out)
+            for name, dataset in read_watched(config.data, tokenizer).items()
+        },
         Path(config.run.dir) if runtime.is_main else None,
         tokenizer,
     )

@@ -159,6 +159,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
         b_noise_init=run.config.model.b_noise_init,
         used_rows=run.stepper.used_rows,
         fit_batches=run.calibration_batches(LEVEL_TOKENS, run.config.model.start_numbers),
+        wide_batches=run.held_out_batches() if run.config.model.wide_from_eval else (),
         level=run.config.model.level_logits,
         numerals=run.words.numerals,
         progress=run.at,

@@ -1,7 +1,6 @@
 """How the command starts: at once, without torch, and as a module too."""
 
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -46,15 +45,10 @@ def test_it_answers_without_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
-def test_help_takes_little_of_the_processor(arguments: list[str]) -> None:
-    """0.25 s on the machine that it was written on; the limit is for slower ones. No schema is read for it."""
+def test_help_reads_no_schema(arguments: list[str]) -> None:
+    """Building the schema of all keys takes longer than the rest of the answer."""
     command = [sys.executable, "-X", "importtime", Path(sys.executable).with_name("cqwen"), *arguments]
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=command_environment())
-        seconds.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
-    assert min(seconds) < 1.0, f"best of three: {min(seconds):.2f} s"
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=command_environment())
     assert not re.search(r"cqwen_dist\.config\.schema|torch|transformers", done.stderr)
 
 

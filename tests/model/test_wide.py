@@ -180,6 +180,31 @@ def test_calibration_starts_with_it_and_words_do_not_see_it():
     assert errors[1] < 0.8 * errors[0]
 
 
+def test_further_texts_are_fitted_too_and_each_is_read_without_its_own_fold():
+    """wide_batches: on 40 texts alone little is known of 30 words; with 160 more that the wide part alone learns, new
+    texts are read better, and the 160 themselves no better than new ones in training mode."""
+    shape = {"start": "calibrated", "number_dims": 2, "wide": BUCKETS}
+    few, more = tiny_model(**shape), tiny_model(**shape)
+    ids, values = texts(200)
+    y = truth_of(ids, values)
+    batches = [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 200, 40)]
+    calibrate(few, batches[:1])
+    calibrate(more, batches[:1], wide_batches=batches[1:])
+
+    new, new_values = texts(400, seed=9)
+    truth = truth_of(new, new_values) - y.median()
+
+    def error(model, ids, values, truth) -> float:
+        return float((model.wide(ids, values)[0][:, -1] - truth).square().mean() / truth.square().mean())
+
+    assert error(more.eval(), new, new_values, truth) < 0.8 * error(few.eval(), new, new_values, truth)
+    known = ids[40:], values[40:], y[40:] - y.median()
+    honest, seen = error(more.train(), *known), error(more.eval(), *known)
+    expected = error(more.eval(), new, new_values, truth)
+    assert seen < 0.7 * expected
+    assert 0.75 * expected < honest < 1.5 * expected  # the eighth that is left out costs a little, 160 texts vary
+
+
 def test_generation_with_a_cache_is_generation_without():
     model = tiny_causal_lm(wide=BUCKETS, number_dims=2)
     model.model.wide.weight.data.copy_(worn_part().weight * 0.1)

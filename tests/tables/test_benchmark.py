@@ -48,7 +48,9 @@ def test_heads_learn_what_features_say() -> None:
     y = (100 + 20 * z[:, 0] + 5 * torch.randn(400, generator=draw)).double().numpy()
     train, valid, test = np.arange(200), np.arange(200, 250), np.arange(250, 400)
     rows = Examples.of(z, y, train, valid)
-    error = mean_head(rows)[test] - y[test]
+    mean_of, spread = mean_head(rows)
+    error = mean_of[test] - y[test]
+    assert 4 < spread < 8
     assert np.sqrt(np.square(error).mean()) < 8  # 5 is the noise, 20 what can be told
     for head in (quantile_head, digit_head):
         found = scored(head(rows, QUANTILES)[test], y[test])

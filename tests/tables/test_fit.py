@@ -51,6 +51,7 @@ def test_it_is_judged_on_rows_that_it_never_saw(fitted: tuple[Path, list[object]
     assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(errors) / 12, rel=1e-5)  # cells have six digits
     config = load_config(out / "fit.yaml")
     assert [stage.name for stage in config.stages] == ["heads", "lora"]
+    assert config.model.wide_from_eval
     assert (out / "fit.svg").read_text(encoding="utf-8").count("<circle") == 12
     assert (out / "run" / "report.html").is_file()
 

@@ -67,14 +67,22 @@ def numbers(count: int = 4000) -> tuple[Numbers, TargetTransform]:
     return Numbers(truth, loc, np.full(count, 0.3), np.arange(count) // 4), target
 
 
-def test_number_figures_calibrate_on_some_texts_and_measure_on_the_others() -> None:
+def test_coverage_is_measured_by_halves_and_the_factors_are_of_all_numbers() -> None:
     data, target = numbers()
     found = number_metrics(data, target, 100.0, Intervals({0.9: 1.0}, 7))
     assert found.metrics["eval/coverage_90"] > 0.99, "the Cauchy's own interval is too wide"
     count = int(found.metrics["eval/conformal_numbers"])
-    assert count + found.factors.n == len(data)
+    assert count == found.factors.n == len(data)
     for level in (50, 90, 95):
-        off = abs(found.metrics[f"eval/coverage_{level}_conformal"] - level / 100)
+        held = found.metrics[f"eval/coverage_{level}_conformal"]
+        first = for_calibration(data.text)
+        scores = np.abs((data.true - 100) / 20 - data.loc) / data.scale
+        parts = [
+            scores[own] <= interval_factors(scores[~own], (level / 100,)).half_width(level / 100)
+            for own in (first, ~first)
+        ]
+        assert held == pytest.approx(np.concatenate(parts).mean())
+        off = abs(held - level / 100)
         assert off < 2.6 * math.sqrt(2 * level / 100 * (1 - level / 100) / count), level
     assert found.metrics["eval/coverage_90_known"] == found.metrics["eval/coverage_90"], "a factor of 1 is raw"
     # 1.645 sigma each side, sigma = 0.5 in the target's unit, 20 raw

@@ -57,6 +57,8 @@ def evaluate_checkpoint(
     dataset = _dataset(source.config, data, tokenizer)
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
+        if data is None and inner.wide is not None and source.wide_knows:
+            inner.wide.train()  # each text is read by the fit that left it out
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(
             inner,
@@ -92,6 +94,7 @@ class _Source:
     remote_code: bool = False
     spelt: bool = False  # <NUM>'s rows began as the mean of the digits'
     baseline: float | None = None  # the training median
+    wide_knows: bool = False  # the wide part was fitted to the run's own held-out texts
 
 
 def _of_run(path: Path, data: str | None) -> _Source:
@@ -106,6 +109,7 @@ def _of_run(path: Path, data: str | None) -> _Source:
         dtype=dtype_of(run.train.precision),
         remote_code=run.model.trust_remote_code,
         spelt=run.num_row_init == "digits",
+        wide_knows=run.model.wide_from_eval,
         baseline=start["statistics"]["median"] if start["statistics"]["count"] else None,
     )
 

@@ -1,12 +1,13 @@
 """Metrics of predicted numbers: errors in the raw unit, intervals, CRPS, and what a report draws.
 
 Intervals are recalibrated by split conformal prediction (Vovk; Lei et al. 2018), as those of a Cauchy that is fitted to
-light-tailed residuals are too wide. A calibration part of the held-out numbers gives the scores
-r_i = |t_i - loc_i| / scale_i, in the target's unit, in which Y is Cauchy. With q, the ceil((n+1) level)-th smallest
+light-tailed residuals are too wide. The held-out numbers give the scores r_i = |t_i - loc_i| / scale_i, in the target's
+unit, in which Y is Cauchy. With q, the ceil((n+1) level)-th smallest
 score, loc +- q scale contains a new number of the same kind with probability >= level, whatever the model. The factor
 of a level is q over the Cauchy's own half-width tan(pi level/2), so every interval is
 loc +- factor tan(pi level/2) scale; raw intervals have factor 1. The target's unit is monotone in the raw one, so the
-ends can be mapped back.
+ends can be mapped back. A checkpoint gets the factors of all held-out numbers. Coverage is measured by halves of the
+texts, each with the factors of the other half.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CURVE = tuple(round(0.05 * i, 2) for i in range(1, 20))  # levels of the coverag
 
 
 def for_calibration(texts: np.ndarray) -> np.ndarray:
-    """[n] bool: which held-out texts [n] int (numbered in the data's order) calibrate; the others measure.
+    """[n] bool: the half to which held-out texts [n] int (numbered in the data's order) belong.
 
     The top bit of a golden-ratio hash of the number: about half, evenly spread, the same on any number of ranks. By
     text, as the numbers of one text are not independent. Not by parity, as data may alternate.
@@ -40,7 +41,7 @@ def for_calibration(texts: np.ndarray) -> np.ndarray:
 
 
 def interval_factors(scores: np.ndarray, levels: tuple[float, ...] = LEVELS) -> Intervals:
-    """Factors from the calibration part's scores [n] = |t - loc| / scale, >= 0.
+    """Factors from scores [n] = |t - loc| / scale, >= 0.
 
     A level that n numbers cannot guarantee (ceil((n+1) level) > n) is left out.
     """
@@ -82,7 +83,7 @@ def number_metrics(
     known: factors that were measured elsewhere (saved with the run), to be tried on these numbers.
 
     eval/coverage_50, _90, _95        share inside the Cauchy's own interval, of all numbers
-    eval/coverage_90_conformal, ...   the same, recalibrated on one part of the numbers, of the other part
+    eval/coverage_90_conformal, ...   the same, recalibrated: each half with the factors of the other
     eval/coverage_90_known, ...       with the known factors, of all numbers
     eval/width_90, _90_conformal      median width of those intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
@@ -108,23 +109,39 @@ def number_metrics(
         metrics["eval/baseline_mae"] = float(constant.mean())
 
     scores = ((goal - y.loc).abs() / y.scale).numpy()
-    calibrates = for_calibration(numbers.text)
-    factors = interval_factors(scores[calibrates])
-    measured = scores[~calibrates]
+    factors = interval_factors(scores)
+    inside = {level: _inside(scores, for_calibration(numbers.text), level) for level in CURVE}
     for level in LEVELS:
         percent = f"{100 * level:.0f}"
         metrics[f"eval/coverage_{percent}"] = float((scores <= RAW.half_width(level)).mean())
-        if level in factors.factors and len(measured):
-            metrics[f"eval/coverage_{percent}_conformal"] = float((measured <= factors.half_width(level)).mean())
+        if len(inside[level]):
+            metrics[f"eval/coverage_{percent}_conformal"] = float(inside[level].mean())
         if level in known.factors:
             metrics[f"eval/coverage_{percent}_known"] = float((scores <= known.half_width(level)).mean())
     for name, intervals in (("", RAW), ("_conformal", factors)):
         if intervals is RAW or 0.9 in factors.factors:
             low, high = number_interval(y, target, intervals, 0.9)
             metrics[f"eval/width_90{name}"] = float(np.median((high - low).numpy()))
-    if len(measured):
-        metrics["eval/conformal_numbers"] = float(len(measured))
-    return NumberMetrics(metrics, factors, _drawing(numbers, y, goal, target, scores, calibrates, factors))
+    if len(inside[0.9]):
+        metrics["eval/conformal_numbers"] = float(len(inside[0.9]))
+    curves = {
+        "levels": list(CURVE),
+        "raw": [float((scores <= RAW.half_width(level)).mean()) for level in CURVE],
+        "conformal": [float(held.mean()) if len(held) else None for held in inside.values()],
+        "measured": len(inside[0.5]),
+    }
+    return NumberMetrics(metrics, factors, {**curves, **_drawing(numbers, y, goal, target, factors)})
+
+
+def _inside(scores: np.ndarray, first: np.ndarray, level: float) -> np.ndarray:
+    """Whether each score is within the interval that the other half's scores give; none of a half whose other half
+    cannot guarantee the level. first [n] bool: the halves."""
+    found = [np.zeros(0, bool)]
+    for own in (first, ~first):
+        factors = interval_factors(scores[~own], (level,))
+        if level in factors.factors:
+            found.append(scores[own] <= factors.half_width(level))
+    return np.concatenate(found)
 
 
 def _drawing(
@@ -132,26 +149,14 @@ def _drawing(
     y: Cauchy,
     goal: torch.Tensor,
     target: TargetTransform,
-    scores: np.ndarray,
-    calibrates: np.ndarray,
     factors: Intervals,
 ) -> dict[str, Any]:
-    """Coverage curves, the histogram of PIT = F(truth), and at most DRAWN numbers with their 90 % intervals."""
-    curve = interval_factors(scores[calibrates], CURVE)
-    measured = scores[~calibrates]
-    conformal = [
-        float((measured <= curve.half_width(level)).mean()) if level in curve.factors and len(measured) else None
-        for level in CURVE
-    ]
+    """The histogram of PIT = F(truth), and at most DRAWN numbers with their 90 % intervals."""
     low, high = number_interval(y, target, factors, 0.9)
     drawn = {"true": numbers.true, "predicted": target.inverse(y.loc), "low": low, "high": high}
     some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
     return {
         "count": len(numbers),
-        "measured": len(measured),
-        "levels": list(CURVE),
-        "raw": [float((scores <= RAW.half_width(level)).mean()) for level in CURVE],
-        "conformal": conformal,
         "pit": np.histogram(y.cdf(goal).numpy(), PIT_BINS, (0.0, 1.0))[0].tolist(),
         "interval": "conformal" if 0.9 in factors.factors else "raw",
         **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},
