@@ -30,6 +30,11 @@ RECIPES: dict[str, dict[str, str]] = {
 }
 
 
+def template_fields(template: str | None) -> list[str]:
+    """The names in braces of a template, in order."""
+    return [name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None]
+
+
 def can_be_named(column: str) -> bool:
     """Whether a template can hold a column's name in braces."""
     return not {*column} & {*"{}[].!:"}
@@ -80,6 +85,11 @@ class WatchedTexts(Section):
     source: str = Field(min_length=1, description="A source as in data.train; small: it is read into memory.")
     text_field: str = Field("text", min_length=1, description="The field (column) that holds the text.")
     text_template: str | None = Field(None, description="A format over the fields, instead of text_field.")
+
+    @model_validator(mode="after")
+    def _fields(self) -> WatchedTexts:
+        _names("text_template", self.text_template)
+        return self
 
 
 class DataConfig(Section):
@@ -255,13 +265,13 @@ class DataConfig(Section):
 
 
 def _names(key: str, template: str | None) -> list[str]:
-    """The fields that occur once in a template. Raises as a validator does for a template without named fields."""
-    if template is None:
-        return []
+    """The fields that occur once in a template. Raises as a validator does for a template that fields cannot fill."""
     try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        fields = template_fields(template)
+        formats = any(how or kind for _, _, how, kind in string.Formatter().parse(template or ""))
     except ValueError as error:
         raise refused(key, template, f"a format with {{field}}s ({error})") from None
-    if not fields or not all(name and not name[0].isdigit() for name in fields):
-        raise refused(key, template, "named JSON fields in braces, such as {question}")
+    named = fields and all(name and not name[0].isdigit() and not {*name} & {*".["} for name in fields)
+    if template is not None and (formats or not named):
+        raise refused(key, template, "named JSON fields in braces, nothing else, such as {question}")
     return [name for name in fields if fields.count(name) == 1]

@@ -18,21 +18,18 @@ from cqwen_dist.data.store import SCHEMA, offsets_of
 
 
 class Recipe(NamedTuple):
-    """How an encoded text becomes a row."""
+    """How a text becomes a row. It is pickled for worker processes."""
 
+    encoder: NumberEncoder
     end: int  # the id that ends every text
     numeric_targets: str
-    min_tokens: int
-    max_tokens: int
 
 
 class Chunk(NamedTuple):
-    """Some texts tokenised, a row each; overflows as (row, place, literal); rows outside min_tokens and max_tokens."""
+    """Some texts tokenised, a row each, and the numbers that overflow as (row, place, literal)."""
 
     batch: pa.RecordBatch
     overflows: list[tuple[int, str, str]]
-    too_short: np.ndarray  # [n] bool
-    too_long: np.ndarray  # [n] bool
 
 
 class _Row(NamedTuple):
@@ -52,15 +49,15 @@ class _Row(NamedTuple):
         return [literal for reading in self.readings for literal in reading.overflows]
 
 
-def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) -> Chunk:
-    """Tokenise some texts, an end token behind each; a number that opens a text is no target (nothing predicts it)."""
+def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
+    """Tokenise texts, with an end token after each. A number that opens a text is no target: nothing predicts it."""
+    encoder = recipe.encoder
     rows = _read(texts, encoder)
     ids = [row.ids() for row in rows]
-    sizes = np.array([len(own) // 4 + 1 for own in ids], np.int64)
-    offsets = offsets_of(sizes)
+    offsets = offsets_of([len(own) // 4 + 1 for own in ids])
     flat = np.frombuffer(np.int32(recipe.end).tobytes().join([*ids, b""]), np.int32)
     numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
-    numbers_at, targets = _targets(rows, flat, offsets, encoder, recipe)
+    numbers_at, targets = _targets(rows, flat, offsets, recipe)
     overflows = [row.overflows() for row in rows]
     columns = [
         _lists(flat, offsets),
@@ -74,8 +71,7 @@ def encode_chunk(texts: Sequence[Text], encoder: NumberEncoder, recipe: Recipe) 
         pa.array(map(text_digest, texts), pa.binary(32)),
     ]
     found = [(i, texts[i].where, literal) for i, own in enumerate(overflows) for literal in own]
-    batch = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-    return Chunk(batch, found, sizes < recipe.min_tokens, sizes > recipe.max_tokens)
+    return Chunk(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), found)
 
 
 def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
@@ -88,11 +84,9 @@ def _labels(text: Text, encoder: NumberEncoder) -> list[int]:
     return found
 
 
-def _targets(
-    rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, encoder: NumberEncoder, recipe: Recipe
-) -> tuple[np.ndarray, np.ndarray]:
+def _targets(rows: list[_Row], flat: np.ndarray, offsets: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Where each row's numbers begin among all [n+1], and which of them are targets [M] int8."""
-    places = np.flatnonzero(flat == encoder.num_token_id)
+    places = np.flatnonzero(flat == recipe.encoder.num_token_id)
     owner = np.searchsorted(offsets, places, "right") - 1
     numbers_at = offsets_of(np.bincount(owner, minlength=len(rows)))
     targets = (places > offsets[owner]).astype(np.int8)
@@ -103,9 +97,9 @@ def _targets(
         if row.unlearnt:
             targets[mine] *= np.repeat([learnt for _, learnt in row.segments], [len(r.numbers) for r in row.readings])
         if row.text.target is not None:
-            targets[mine] *= _inside(row.segments, row.text.target, encoder)
+            targets[mine] *= _inside(row.segments, row.text.target, recipe.encoder)
         for kind, span in enumerate(row.text.typed, 1):
-            targets[mine] *= np.where(_inside(row.segments, span, encoder), 1 + kind, 1).astype(np.int8)
+            targets[mine] *= np.where(_inside(row.segments, span, recipe.encoder), 1 + kind, 1).astype(np.int8)
         if row.text.more and targets[mine].sum() != 1:
             found, allowed = int(targets[mine].sum()), "one number in data.target_field, with data.more_values"
             raise UserError("data.target_field", f"{found} numbers", allowed, row.text.where)

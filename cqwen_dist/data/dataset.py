@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
-from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.packing import Pieces, Rows, cut, pack
 from cqwen_dist.data.records import Text
 from cqwen_dist.data.sources import chunks
@@ -192,8 +191,8 @@ class Tokeniser:
         end = tokenizer.eos_token_id
         if end is None:
             raise UserError("model.tokenizer", "no end token", "a tokenizer with eos_token")
-        self.encoder: NumberEncoder = tokenizer.encoder
-        self.recipe = Recipe(end, config.numeric_targets, config.min_tokens or 0, config.max_tokens or 2**62)
+        self.recipe = Recipe(tokenizer.encoder, end, config.numeric_targets)
+        self._least, self._most = config.min_tokens or 0, config.max_tokens or 2**62
         self._refuse = config.on_nonfinite == "error"
         self.rows = 0
         self.overflows: list[tuple[int, str]] = []  # (row, what to say), the first few
@@ -203,8 +202,10 @@ class Tokeniser:
 
         Raises: UserError for a number that overflows unless data.on_nonfinite is skip.
         """
-        new = np.ones(chunk.batch.num_rows, bool) if new is None else new
-        stay = new & ~chunk.too_short & ~chunk.too_long
+        sizes = np.diff(chunk.batch.column("ids").offsets.to_numpy())
+        new = np.ones(len(sizes), bool) if new is None else new
+        too_short, too_long = new & (sizes < self._least), new & (sizes > self._most)
+        stay = new & ~too_short & ~too_long
         for row, where, literal in chunk.overflows:
             if not stay[row]:
                 continue
@@ -214,8 +215,8 @@ class Tokeniser:
             if len(self.overflows) < _PLACES:
                 self.overflows.append((self.rows + int(stay[:row].sum()), f"{where}: {literal[:40]}"))
         self.rows += int(stay.sum())
-        report.too_short += int((new & chunk.too_short).sum())
-        report.too_long += int((new & chunk.too_long).sum())
+        report.too_short += int(too_short.sum())
+        report.too_long += int(too_long.sum())
         return chunk.batch if stay.all() else chunk.batch.filter(pa.array(stay))
 
 
@@ -223,7 +224,7 @@ def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: 
     """Texts to a dataset in memory, an end token behind each. Raises: as `Tokeniser`."""
     tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
     for chunk in chunks(texts):
-        batches.append(tokeniser.take(encode_chunk(chunk, tokeniser.encoder, tokeniser.recipe), report))
+        batches.append(tokeniser.take(encode_chunk(chunk, tokeniser.recipe), report))
     store = TokenStore(batches, tokenizer.num_token_id)
     count(report, store, None, tokeniser.overflows)
     return TextDataset(store, None, config, tokenizer, report)

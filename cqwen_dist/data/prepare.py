@@ -154,7 +154,7 @@ class _Build:
         (self.folder / _DIGESTS).unlink(missing_ok=True)
         if config.eval is None and config.eval_fraction:
             train = TokenStore.open(self.folder / "train.arrow", self.tokenizer.num_token_id)
-            out = held_out(train.first_of_digests(), train.text_digest, config.eval_fraction)
+            out = held_out(train.first_of_digests(), config.eval_fraction)
             np.save(self.folder / HELD_OUT, np.flatnonzero(out))
             overflows["eval"], self.reports["eval"] = overflows["train"], DataReport()
         for name, (store, texts) in parts_of(self.folder, self.tokenizer.num_token_id).items():
@@ -177,7 +177,7 @@ class _Build:
         """A part, tokenised, to its file; returns what overflows. Raises: UserError where no text is usable."""
         config, report = self.config, self.reports.setdefault(name, DataReport())
         tokeniser, content = Tokeniser(self.tokenizer, config), ContentDigest()
-        work = BlockWork(Extractor(config, self.chat), tokeniser.encoder, tokeniser.recipe)
+        work = BlockWork(Extractor(config, self.chat), tokeniser.recipe)
         seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for chunk, read in worked(part, work, config.workers or len(os.sched_getaffinity(0))):

@@ -10,10 +10,10 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from string import Formatter
 from typing import Any, NamedTuple
 
-from cqwen_dist.config import DataConfig, NumberPolicy, UserError
+from cqwen_dist.config import DataConfig, NumberPolicy
+from cqwen_dist.config.data import template_fields
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty
 from cqwen_dist.data.chat import Chat, Spans
@@ -79,12 +79,12 @@ def given(rows: list[Row]) -> list[Row]:
 
 
 def _named_fields(config: DataConfig) -> list[str]:
-    """The fields that the config names, each once; `_OTHERS` among them. Raises `UserError` for a bad template."""
+    """The fields that the config names, each once; `_OTHERS` among them."""
     if config.messages_field is not None:
         return [config.messages_field]
-    names = _template_fields("data.prompt_template", _unescaped(config.prompt_template))
-    template = _unescaped(config.text_template)
-    names += [config.text_field] if template is None else _template_fields("data.text_template", template)
+    text = _unescaped(config.text_template)
+    names = template_fields(_unescaped(config.prompt_template))
+    names += [config.text_field] if text is None else template_fields(text)
     names += config.more_values
     names += [config.labels_field] if config.labels_field is not None else []
     return list(dict.fromkeys(names))
@@ -101,7 +101,7 @@ def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
 
 
 class Extractor:
-    """From a record and its place to its text. Raises `BadLine`; `UserError` for a template that nothing can fill."""
+    """From a record and its place to its text. Raises `BadLine`; `UserError` for a chat template that is broken."""
 
     def __init__(self, config: DataConfig, chat: Chat) -> None:
         self.config, self.chat = config, chat
@@ -172,7 +172,7 @@ class Extractor:
     def _fill(self, template: str, record: Mapping[str, Any]) -> str:
         """The template with the record's cells."""
         empty = self.config.empty_cell
-        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        names = template_fields(template)
         values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}
         if _OTHERS in names:
             others = [name for name in record if name not in self._named]
@@ -236,18 +236,3 @@ def too_long(size: int, config: DataConfig) -> BadLine:
 
 def _unescaped(template: str | None) -> str | None:
     return None if template is None else template.replace("\\n", "\n").replace("\\t", "\t")
-
-
-def _template_fields(key: str, template: str | None) -> list[str]:
-    """The names between the braces. Raises: UserError for a template that text fields cannot fill."""
-    if template is None:
-        return []
-    try:
-        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-        template.format(**dict.fromkeys(names, "text"))
-        if any(spec or conversion for _, _, spec, conversion in Formatter().parse(template)):
-            raise ValueError("no format specification")
-    except (ValueError, LookupError, AttributeError) as error:
-        allowed = "JSON fields in braces, nothing else, such as '{question}'"
-        raise UserError(key, template, f"{allowed} ({error})") from None
-    return names

@@ -20,7 +20,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import cast
 
 import numpy as np
 
@@ -143,9 +142,8 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
         return train, found
     if not config.eval_fraction or not train:
         return train, []
-    digests = [text_digest(text) for text in train]
-    first = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
-    out = held_out(first, lambda i: digests[i], config.eval_fraction)
+    first = np.array([int.from_bytes(text_digest(text)[:8], "big") for text in train], np.uint64)
+    out = held_out(first, config.eval_fraction)
     rest = [text for text, is_out in zip(train, out, strict=True) if not is_out]
     return rest, [text for text, is_out in zip(train, out, strict=True) if is_out]
 
@@ -168,21 +166,17 @@ def _unique(texts: Iterable[Text], report: ReadReport) -> Iterator[Text]:
             yield text
 
 
-def held_out(first: np.ndarray, digest: Callable[[int], bytes], fraction: float) -> np.ndarray:
+def held_out(first: np.ndarray, fraction: float) -> np.ndarray:
     """Which texts are held out [n] bool: those with the smallest digests. Raises: UserError when it would be all.
 
-    Args: first [n] uint64: the first 8 bytes of each digest; where two texts agree in them, `digest` gives the whole.
+    first [n] uint64: the first 8 bytes of each digest, which differ between different texts.
     """
     count = math.ceil(fraction * len(first))
-    limit = np.partition(first, count - 1)[count - 1]
-    out = first < limit
-    ties = sorted((digest(int(i)), int(i)) for i in np.flatnonzero(first == limit))
-    last = ties[count - 1 - int(out.sum())][0]
-    out[[i for whole, i in ties if whole <= last]] = True
+    out: np.ndarray = first <= np.partition(first, count - 1)[count - 1]
     if out.all():
         allowed = f"less, as {len(first)} texts leave none to train on"
         raise UserError("data.eval_fraction", fraction, allowed)
-    return cast(np.ndarray, out)
+    return out
 
 
 def chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:

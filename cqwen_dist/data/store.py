@@ -129,11 +129,6 @@ class TokenStore:
         parts = [np.frombuffer(b.column("digest").buffers()[1], ">u8", 4 * b.num_rows)[::4] for b in self._batches]
         return np.concatenate([np.zeros(0, np.uint64), *(part.astype(np.uint64) for part in parts)])
 
-    def text_digest(self, text: int) -> bytes:
-        """The digest of a text, whole."""
-        b = int(np.searchsorted(self._first, text, "right")) - 1
-        return bytes(self._batches[b].column("digest")[text - int(self._first[b])].as_py())
-
     def number_counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Numbers and targets of each text, both [n] int64."""
         numbers, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]

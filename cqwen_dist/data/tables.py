@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.cells import BadLine, shortened
 from cqwen_dist.data.records import Block, Row, given, needed_columns
@@ -16,7 +18,6 @@ _SINGLE = ("float", "float32", "halffloat", "float16")  # the names of Arrow and
 
 def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
     """A file's blocks, each of at most so many rows."""
-    import pyarrow
     import pyarrow.parquet
 
     number = 1
@@ -24,10 +25,7 @@ def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
         with pyarrow.parquet.ParquetFile(path) as file:
             fields = needed_columns(config, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=rows, columns=fields, use_threads=False):
-                sink = pyarrow.BufferOutputStream()
-                with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
-                    writer.write_batch(batch)
-                yield partial(_table_rows, str(path), number, sink.getvalue().to_pybytes())
+                yield partial(_table_rows, str(path), number, batch)
                 number += batch.num_rows
     except BadLine as bad:
         yield partial(given, [(str(path), bad)])
@@ -35,16 +33,13 @@ def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
         yield partial(given, [(f"{path}:{number}", _broken_table(error))])
 
 
-def _table_rows(name: str, first: int, data: bytes) -> Iterator[Row]:
-    import pyarrow
-
+def _table_rows(name: str, first: int, batch: pyarrow.RecordBatch) -> Iterator[Row]:
     try:
-        table = pyarrow.ipc.open_stream(data).read_all()
-        records = table.to_pylist()
+        records = batch.to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         yield f"{name}:{first}", _broken_table(error)
         return
-    singles = [field.name for field in table.schema if str(field.type) in _SINGLE]
+    singles = [field.name for field in batch.schema if str(field.type) in _SINGLE]
     for number, record in enumerate(records, first):
         yield f"{name}:{number}", record | {column: shortened(record[column]) for column in singles}
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.chunk import Chunk, Recipe, encode_chunk
-from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.records import Block, Extractor, ReadReport
 from cqwen_dist.data.sources import read_block
 
@@ -27,13 +26,12 @@ class BlockWork(NamedTuple):
     """Reads a block and tokenises its texts; pickled once for each worker process."""
 
     extract: Extractor
-    encoder: NumberEncoder
     recipe: Recipe
 
     def __call__(self, block: Block) -> Done:
         """Raises: UserError for a bad line unless they are to be skipped."""
         report = ReadReport()
-        return encode_chunk(list(read_block(block, self.extract, report)), self.encoder, self.recipe), report
+        return encode_chunk(list(read_block(block, self.extract, report)), self.recipe), report
 
 
 def worked(blocks: Iterator[Block], work: BlockWork, workers: int) -> Iterator[Done]:

@@ -120,6 +120,13 @@ VALUES = [
     ("data.text_template={a", "data.text_template: found '{a', allowed: a format with {field}s"),
     ("data.text_template=abc", "data.text_template: found 'abc', allowed: named JSON fields in braces"),
     ("data.text_template={} {0}", "data.text_template: found '{} {0}', allowed: named JSON fields in braces"),
+    ("data.text_template={q.x}", "data.text_template: found '{q.x}', allowed: named JSON fields in braces"),
+    ("data.text_template={q[0]}", "data.text_template: found '{q[0]}', allowed: named JSON fields in braces"),
+    ("data.prompt_template={q:.2f}", "data.prompt_template: found '{q:.2f}', allowed: named JSON fields in braces"),
+    (
+        "data.watch={a: {source: b, text_template: '{q!r}'}}",
+        "data.watch.a.text_template: found '{q!r}', allowed: named JSON fields in braces",
+    ),
     ("model={name_or_path: x, gamma_init: 1, b_noise_init: 2}", "b_noise_init: found 2.0, allowed: at most 0.5, half"),
     ("model.threshold_init=high", "model.threshold_init: found 'high', allowed: a number, or a .safetensors file"),
     ("model=3", "model: found 3, allowed: a section with name_or_path, architecture"),

@@ -151,7 +151,7 @@ def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeyp
     monkeypatch.setattr("cqwen_dist.data.workers._WORTH", 1)
     config = DataConfig(train="a")
     tokeniser = Tokeniser(tokenizer, config)
-    work = BlockWork(Extractor(config, Chat()), tokeniser.encoder, tokeniser.recipe)
+    work = BlockWork(Extractor(config, Chat()), tokeniser.recipe)
     with pytest.raises(UserError, match=r"data\.workers: found no living process: one was killed"):
         list(worked(iter([_killed]), work, 2))
 
