@@ -19,9 +19,11 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
-def print_document(document: Any, as_json: bool, table: Callable[[Any], Any]) -> None:
-    """Print a document as JSON, or as its table on the console."""
+def print_document(document: Any, as_json: bool, shown: Callable[[Any], Any]) -> None:
+    """Print a document as JSON, or as `shown` makes it for people: lines of text, or a table of rich."""
     if as_json:
         print_json(document)
+    elif isinstance(found := shown(document), str):
+        typer.echo(found)
     else:
-        plain_console().print(table(document))
+        plain_console().print(found)

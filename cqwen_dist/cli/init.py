@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import writing
 
 PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
 HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, goes by it
@@ -64,14 +65,11 @@ def init(
         raise UserError("--out", str(out), "a file that does not exist yet")
     recipe = recognise(data, target)
     text = _config(data, base, recipe, out)
-    try:
-        with written_whole(out) as partial:
-            partial.write_text(text, encoding="utf-8")
-            checked = load_config(partial)
-            shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
-            first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
-    except OSError as error:
-        raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
+    with writing("--out", out), written_whole(out) as partial:
+        partial.write_text(text, encoding="utf-8")
+        checked = load_config(partial)
+        shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
+        first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
     typer.echo(f"{data}: {recipe.name}")
     if first is not None:
         typer.echo("the first text as it will be read:")

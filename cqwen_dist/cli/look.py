@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, Checkpoint, Run
+from cqwen_dist.cli.arguments import AsJson, Checkpoint, Run, print_document
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.config.errors import writing
+from cqwen_dist.report.console import quiet_libraries
 
 
 def evaluate(
@@ -33,11 +34,7 @@ def evaluate(
         reject_below=reject_below,
         micro_batch_size=micro_batch_size,
     )
-    if as_json:
-        print_json(metrics)
-    else:
-        for name, value in metrics.items():
-            typer.echo(f"{name:40} {value:.6g}")
+    print_document(metrics, as_json, lambda _: "\n".join(f"{name:40} {value:.6g}" for name, value in metrics.items()))
 
 
 def report(
@@ -54,10 +51,8 @@ def report(
     from cqwen_dist.run.files import REPORT
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
-    try:
+    with writing("--out", page):
         typer.echo(f"report: {write_report(runs, page, samples)}")
-    except OSError as error:
-        raise UserError("--out", str(page), f"a file that can be written ({error.strerror})") from None
     for run in runs:
         for finding in diagnose(read_run(run)):
             where = f"{run}: " if len(runs) > 1 else ""
@@ -71,12 +66,7 @@ def status(
     """What a run is doing: step, time to go, last checkpoint, restarts and why."""
     from cqwen_dist.cluster.run_status import lines, look
 
-    document = look(run)
-    if as_json:
-        print_json(document)
-    else:
-        for line in lines(document):
-            typer.echo(line)
+    print_document(look(run), as_json, lambda document: "\n".join(lines(document)))
 
 
 def checkpoint_list(run: Run) -> None:

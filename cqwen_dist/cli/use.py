@@ -12,6 +12,7 @@ import typer
 
 from cqwen_dist.cli.arguments import AsJson, Checkpoint, print_document
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import writing
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def generate(
     options: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
     if above is not None:
-        _print_words(_words_above(model, tokenizer, prompt, above, decision_threshold), as_json)
+        print_document(_words_above(model, tokenizer, prompt, above, decision_threshold), as_json, _lines_of_words)
     elif drawn is None:
         if stream:
             typer.echo(prompt[0], nl=False)
@@ -119,11 +120,8 @@ def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None,
         table.add_row(str(i), w.text, "" if first is None else f"{first.written:g}", interval)
         marks.append(Mark(f"{mode} {i}", value, low, high))
     if plot is not None:
-        text = interval_plot(prompt[-80:], marks, "first number with its 90 % interval")
-        try:
-            plot.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError("--plot", str(plot), f"a file that can be written ({error.strerror})") from None
+        with writing("--plot", plot):
+            plot.write_text(interval_plot(prompt[-80:], marks, "first number with its 90 % interval"), encoding="utf-8")
     if as_json:
         print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
         return
@@ -169,14 +167,11 @@ def _words_above(
     return {"above": above, "decision_threshold": decision_threshold, "outputs": outputs}
 
 
-def _print_words(document: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(document)
-        return
+def _lines_of_words(document: dict[str, Any]) -> str:
+    lines = []
     for output in document["outputs"]:
-        typer.echo(output["prompt"])
-        for word in output["words"]:
-            typer.echo(f"    {word['text']!r}   P {word['p']:.4g}")
+        lines += [output["prompt"], *(f"    {word['text']!r}   P {word['p']:.4g}" for word in output["words"])]
+    return "\n".join(lines)
 
 
 def predict(
@@ -218,11 +213,8 @@ def predict(
     if out is None:
         write_table(rows, sys.stdout)
         return
-    try:
-        with written_whole(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-            write_table(rows, file)
-    except OSError as error:
-        raise UserError("--out", str(out), f"a file that can be written ({error.strerror})") from None
+    with writing("--out", out), written_whole(out) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        write_table(rows, file)
     typer.echo(f"{len(rows)} rows to {out}")
 
 

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from cqwen_dist.cluster.node import has_gpu
 from cqwen_dist.cluster.rank import MODULE, Order
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import writing
 
 # Variables of this process that the ranks get: these, and all whose names begin so.
 PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -108,10 +109,8 @@ def prepared(
     if not re.fullmatch(r"[\w./+-]+", sys.executable, re.ASCII):
         raise UserError("--hostfile", sys.executable, "a Python in a path of plain letters: ssh hands it to a shell")
     token = secrets.token_hex(6)
-    try:
+    with writing("run.dir", shared, "a folder that can be written"):
         shared.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("run.dir", str(shared), f"a folder that can be written ({error.strerror})") from None
     secret = shared / f".environment-{token}.json"
     word = Order(token, words, os.getcwd(), environment_file=str(secret)).encode()
     with ExitStack() as at_end:

@@ -24,7 +24,7 @@ from jinja2 import Environment, StrictUndefined
 
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import Config, UserError, refuse_ranks
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, writing
 from cqwen_dist.plan import read_architecture
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
@@ -247,13 +247,11 @@ def submit_jobs(config: Config, jobs: Sequence[Job]) -> list[str]:
         found = Said("no such command here, or nothing that answers it")
         raise UserError("sbatch", found, "a machine of the cluster (--dry-run needs none)")
     folder = jobs[0].script.parent
-    try:
+    with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True)
         jobs[0].config.write_text(config.to_yaml(), encoding="utf-8")
         for job in jobs:
             job.script.write_text(render(job), encoding="utf-8")
-    except OSError as error:
-        raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None
     ids: list[str] = []
     for job in jobs:
         done = _sbatch("--parsable", *waits_for(ids[-1] if ids else None), str(job.script))

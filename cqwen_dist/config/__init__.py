@@ -30,40 +30,15 @@ if TYPE_CHECKING:
         rises,
     )
 
-__all__ = [
-    "GROUPS",
-    "HEADS",
-    "JUDGED",
-    "TRAIN_TOKENIZER",
-    "Config",
-    "ConstraintConfig",
-    "DataConfig",
-    "FeatureCacheConfig",
-    "LoraConfig",
-    "LossConfig",
-    "ModelConfig",
-    "NumberPolicy",
-    "ParallelConfig",
-    "PretrainConfig",
-    "Ramp",
-    "RunConfig",
-    "Stage",
-    "TrainConfig",
-    "Until",
-    "UserError",
-    "changed_keys",
-    "given_config",
-    "json_schema",
-    "load_config",
-    "refuse_ranks",
-    "rises",
-    "source_files",
-]
+__all__ = ["GROUPS", "HEADS", "JUDGED", "TRAIN_TOKENIZER", "Config", "ConstraintConfig", "DataConfig"]
+__all__ += ["FeatureCacheConfig", "LoraConfig", "LossConfig", "ModelConfig", "NumberPolicy", "ParallelConfig"]
+__all__ += ["PretrainConfig", "Ramp", "RunConfig", "Stage", "TrainConfig", "Until", "UserError", "changed_keys"]
+__all__ += ["given_config", "json_schema", "load_config", "refuse_ranks", "rises", "source_files"]
 _HOMES = ("reading", "schema", "training", "data", "base_model")
 
 
 def __getattr__(name: str) -> Any:
-    """What is named above, at its first use: `cqwen --help` needs no schema, which takes as long as all the rest."""
+    """Import a name at its first use: `cqwen --help` needs no schema, whose import takes as long as all the rest."""
     if name in __all__:
         for home in _HOMES:
             module = import_module(f"{__name__}.{home}")

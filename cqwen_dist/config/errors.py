@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -33,6 +35,15 @@ class DiskError(UserError):
 
     def __reduce__(self) -> tuple[type[UserError], tuple[Any, ...]]:
         return type(self), (self.key, self.found, self.allowed, self.where, self.away)
+
+
+@contextmanager
+def writing(key: str, path: object, allowed: str = "a file that can be written") -> Iterator[None]:
+    """Turns an `OSError` while `path` is written into a `UserError` about `key`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(key, str(path), f"{allowed} ({error.strerror or error})") from None
 
 
 def _one_line(text: str) -> str:

@@ -21,7 +21,8 @@ BASIC = ("start", *(f"{section}.{key}" for section, keys in _BASIC.items() for k
 
 def with_tiers(schema: dict[str, Any], basic_only: bool) -> dict[str, Any]:
     """A JSON Schema of the config with `x-tier` at every key; basic_only: without the expert keys."""
-    definitions = schema.get("$defs", {})
+    definitions: dict[str, Any] = schema["$defs"]
+    used = set()
 
     def mark(section: dict[str, Any], path: str) -> None:
         kept = {}
@@ -32,12 +33,12 @@ def with_tiers(schema: dict[str, Any], basic_only: bool) -> dict[str, Any]:
                 continue
             kept[name] = {**found, "x-tier": "basic" if basic else "expert"}
             for other in sections_of(found):
+                used.add(other)
                 mark(definitions[other], place)
         section["properties"] = kept
 
     mark(schema, "")
-    if basic_only:
-        _drop_unused(schema)
+    schema["$defs"] = {name: definition for name, definition in definitions.items() if name in used}
     return schema
 
 
@@ -48,16 +49,3 @@ def sections_of(key: dict[str, Any]) -> list[str]:
     for part in (*parts, key.get("items"), key.get("additionalProperties")):
         found += sections_of(part) if isinstance(part, dict) else []
     return found
-
-
-def _drop_unused(schema: dict[str, Any]) -> None:
-    """Drop the definitions that nothing refers to."""
-    definitions = schema.pop("$defs", {})
-    used: set[str] = set()
-    left = [schema]
-    while left:
-        for key in left.pop().get("properties", {}).values():
-            for name in set(sections_of(key)) - used:
-                used.add(name)
-                left.append(definitions[name])
-    schema["$defs"] = {name: definition for name, definition in definitions.items() if name in used}

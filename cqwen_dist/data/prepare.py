@@ -29,6 +29,7 @@ import pyarrow as pa
 from filelock import FileLock
 
 from cqwen_dist.config import DataConfig, UserError, source_files
+from cqwen_dist.config.errors import writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
@@ -66,7 +67,7 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
     Raises: UserError for what is wrong with the data, or a folder that cannot be written; nothing is left then.
     """
     root = cache_root(config)
-    try:
+    with writing("data.cache_dir", root, "a folder to write to"):
         root.mkdir(parents=True, exist_ok=True)
         key = data_key(config, tokenizer, root)
         folder = root / key_digest(key)
@@ -85,8 +86,6 @@ def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Pr
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
             sync(root)
-    except OSError as error:
-        raise UserError("data.cache_dir", str(root), f"a folder to write to ({error.strerror or error})") from None
     return folder
 
 
