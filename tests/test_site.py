@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cqwen_dist.config import json_schema
-from cqwen_dist.config.key_page import schema_markdown
+from cqwen_dist.config.keys import schema_markdown
 
 ROOT = Path(__file__).parents[1]
 MADE = {"config.md", "changelog.md"}  # by `make docs`

@@ -31,7 +31,7 @@ def config_schema(
 
     schema = json_schema(basic)
     if markdown:
-        from cqwen_dist.config.key_page import schema_markdown
+        from cqwen_dist.config.keys import schema_markdown
 
         schema = schema_markdown(json.loads(schema))
     typer.echo(schema, nl=not markdown)

@@ -8,7 +8,8 @@ from cqwen_dist.config.errors import UserError
 if TYPE_CHECKING:
     from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig, PretrainConfig
     from cqwen_dist.config.data import DataConfig, NumberPolicy, source_files
-    from cqwen_dist.config.reading import changed_keys, given_config, json_schema, load_config
+    from cqwen_dist.config.keys import json_schema
+    from cqwen_dist.config.reading import changed_keys, given_config, load_config
     from cqwen_dist.config.schema import (
         Config,
         FeatureCacheConfig,
@@ -34,7 +35,7 @@ __all__ = ["GROUPS", "HEADS", "JUDGED", "TRAIN_TOKENIZER", "Config", "Constraint
 __all__ += ["FeatureCacheConfig", "LoraConfig", "LossConfig", "ModelConfig", "NumberPolicy", "ParallelConfig"]
 __all__ += ["PretrainConfig", "Ramp", "RunConfig", "Stage", "TrainConfig", "Until", "UserError", "changed_keys"]
 __all__ += ["given_config", "json_schema", "load_config", "refuse_ranks", "rises", "source_files"]
-_HOMES = ("reading", "schema", "training", "data", "base_model")
+_HOMES = ("reading", "keys", "schema", "training", "data", "base_model")
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ Reading imports no torch, uses no network and writes nothing.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from cqwen_dist.config import yaml_text
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.messages import annotation_at, explain, members_of, section_of
 from cqwen_dist.config.schema import Config, Section
-from cqwen_dist.config.tiers import with_tiers
 
 # Keys that may differ between the command that began a run and one that continues it.
 RESUMABLE = (
@@ -166,13 +164,6 @@ def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
 def _where(text: str) -> str:
     text = text.removesuffix("=")
     return f"override {text}" if len(text) <= 80 else f"override {text[:77]}..."
-
-
-def json_schema(basic_only: bool = False) -> str:
-    """JSON Schema of a config file, each key's tier at `x-tier`; point an editor at it and keys complete."""
-    schema = with_tiers(Config.model_json_schema(), basic_only)
-    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    return json.dumps(schema, indent=2, ensure_ascii=False)
 
 
 def changed_keys(old: Config, new: Config, begun: bool = True) -> list[tuple[str, object, object]]:

@@ -67,19 +67,8 @@ def collate(samples: Sequence[Sample], *, pad_token_id: int, num_token_id: int) 
         # plain causal attention apply. Behind packed documents the padding is a document of its own.
         first = start if len(sample) == 1 else 0
         position_ids[row, start:] = steps[: width - start] + first
-    partial, typed, more = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*sparse, strict=True))
-    return Batch(
-        input_ids=torch.from_numpy(input_ids),
-        numeric_values=torch.from_numpy(numeric_values),
-        attention_mask=torch.from_numpy(attention_mask),
-        position_ids=torch.from_numpy(position_ids),
-        labels=torch.from_numpy(labels),
-        numeric_labels=torch.from_numpy(numeric_labels),
-        numeric_mask=torch.from_numpy(numeric_mask),
-        partial=partial,
-        typed=typed,
-        more=more,
-    )
+    dense = (input_ids, numeric_values, attention_mask, position_ids, labels, numeric_labels, numeric_mask)
+    return Batch(*map(torch.from_numpy, [*dense, *(np.concatenate(parts) for parts in zip(*sparse, strict=True))]))
 
 
 def _sparse_labels(document: Document, first: int, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

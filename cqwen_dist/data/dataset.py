@@ -221,7 +221,7 @@ class Tokeniser:
 
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
-    """Texts to a dataset in memory, an end token behind each. Raises: as `Tokeniser`."""
+    """Texts to a dataset in memory, with an end token after each. Raises: as `Tokeniser`."""
     tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
     for chunk in chunks(texts):
         batches.append(tokeniser.take(encode_chunk(chunk, tokeniser.recipe), report))
@@ -233,10 +233,10 @@ def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: 
 def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overflows: list[tuple[int, str]]) -> None:
     """Fill a report's sums over some texts of a store."""
     own = slice(None) if texts is None else texts
-    numbers, targets = store.number_counts()
     report.texts = len(store.lengths[own])
     report.tokens = int(store.lengths[own].sum(dtype=np.int64))
-    report.numbers, report.targets = int(numbers[own].sum()), int(targets[own].sum())
+    report.numbers = sum(map(len, store.parts("numbers", texts)))
+    report.targets = sum(map(len, store.parts("targets", texts)))
     report.overflows = int(store.column("overflows")[own].sum(dtype=np.int64))
     report.left = int(store.column("left")[own].sum(dtype=np.int64))
     rows = np.array([row for row, _ in overflows], np.int64)

@@ -129,15 +129,6 @@ class TokenStore:
         parts = [np.frombuffer(b.column("digest").buffers()[1], ">u8", 4 * b.num_rows)[::4] for b in self._batches]
         return np.concatenate([np.zeros(0, np.uint64), *(part.astype(np.uint64) for part in parts)])
 
-    def number_counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers and targets of each text, both [n] int64."""
-        numbers, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for view in self._views:
-            ends = offsets_of((view.targets.values != 0).astype(np.int64))
-            numbers.append(np.diff(view.numbers.at).astype(np.int64))
-            targets.append(np.diff(ends[view.targets.at]))
-        return np.concatenate(numbers), np.concatenate(targets)
-
     def parts(self, kind: str, texts: np.ndarray | None = None, which: slice = slice(None)) -> Iterator[np.ndarray]:
         """The ids, the numbers or the targets' values of some texts, batch by batch.
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cqwen_dist.config import Config, UserError, changed_keys, json_schema, load_config, yaml_text
 from cqwen_dist.config.messages import _places
-from cqwen_dist.config.tiers import BASIC, sections_of
+from cqwen_dist.config.keys import BASIC, sections_of
 
 ROOT = Path(__file__).parents[2]
 BASE = "model: {name_or_path: x}\ndata: {train: a}\n"

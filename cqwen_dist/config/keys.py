@@ -1,4 +1,4 @@
-"""Every config key as Markdown, from the JSON Schema: `cqwen config schema --markdown`, a page of the site."""
+"""Every config key: its tier (basic keys, which most runs set; expert keys), the JSON Schema, a page in Markdown."""
 
 from __future__ import annotations
 
@@ -6,14 +6,64 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from cqwen_dist.config.tiers import sections_of
+from cqwen_dist.config.schema import Config
 
+# By section, in the order of a config. A section that is not named has expert keys alone.
+_BASIC = {
+    "model": "name_or_path architecture tokenizer gradient_checkpointing compile_layers warm_start",
+    "model.lora": "r alpha dropout target_modules",
+    "data": "train eval eval_fraction watch recipe text_field text_template prompt_template sequence_length pack "
+    "numeric_targets",
+    "loss": "reg_weight target_transform constraint.mode constraint.eps",
+    "stages": "name train steps epochs until.metric until.patience until.max_steps lr lr_groups warmup_steps",
+    "parallel": "zero_stage vocab_group_size",
+    "train": "global_batch_size micro_batch_size precision seed checkpoint_every eval_every best_metric",
+    "run": "dir name resume wandb",
+}
+BASIC = ("start", *(f"{section}.{key}" for section, keys in _BASIC.items() for key in keys.split()))
 _HEAD = """# Every config key
 
 Written by `cqwen config schema --markdown` out of the schema. **Bold** keys are those that most runs set; all others
 have defaults that rarely change. An override is the key with its section: `train.seed=1`, `stages.0.lr=1e-4`.
 """
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def json_schema(basic_only: bool = False) -> str:
+    """JSON Schema of a config file, each key's tier at `x-tier`; point an editor at it and keys complete.
+
+    basic_only: without the expert keys.
+    """
+    schema = Config.model_json_schema()
+    definitions: dict[str, Any] = schema["$defs"]
+    used = set()
+
+    def mark(section: dict[str, Any], path: str) -> None:
+        kept = {}
+        for name, found in section.get("properties", {}).items():
+            place = f"{path}.{name}" if path else name
+            basic = any(f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.") for key in BASIC)
+            if basic_only and not basic:
+                continue
+            kept[name] = {**found, "x-tier": "basic" if basic else "expert"}
+            for other in sections_of(found):
+                used.add(other)
+                mark(definitions[other], place)
+        section["properties"] = kept
+
+    mark(schema, "")
+    schema["$defs"] = {name: definition for name, definition in definitions.items() if name in used}
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps(schema, indent=2, ensure_ascii=False)
+
+
+def sections_of(key: dict[str, Any]) -> list[str]:
+    """Names of the sections that a key refers to."""
+    found = [key["$ref"].rsplit("/", 1)[1]] if "$ref" in key else []
+    parts = (*key.get("anyOf", ()), *key.get("allOf", ()), *key.get("patternProperties", {}).values())
+    for part in (*parts, key.get("items"), key.get("additionalProperties")):
+        found += sections_of(part) if isinstance(part, dict) else []
+    return found
 
 
 def schema_markdown(schema: dict[str, Any]) -> str:
