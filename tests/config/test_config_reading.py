@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cqwen_dist.config import Config, UserError, changed_keys, json_schema, load_config, yaml_text
-from cqwen_dist.config.messages import _places
 from cqwen_dist.config.keys import BASIC, sections_of
+from cqwen_dist.config.messages import _places
 
 ROOT = Path(__file__).parents[2]
 BASE = "model: {name_or_path: x}\ndata: {train: a}\n"
