@@ -13,7 +13,7 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, Checkpoint, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
-from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+from cqwen_dist.report.console import print_json, quiet_libraries
 
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written
@@ -105,6 +105,7 @@ def _print_continued(written: list[Written], mode: str, streamed: bool, as_json:
 
 
 def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None, as_json: bool) -> None:
+    from rich.console import Group
     from rich.table import Table
 
     from cqwen_dist.generate.continuation import Diversity
@@ -122,12 +123,9 @@ def _print_counterfactuals(written: list[Written], mode: str, plot: Path | None,
     if plot is not None:
         with writing("--plot", plot):
             plot.write_text(interval_plot(prompt[-80:], marks, "first number with its 90 % interval"), encoding="utf-8")
-    if as_json:
-        print_json({"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]})
-        return
-    console = plain_console()
-    console.print(table)
-    console.print(f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}")
+    differ = f"{diversity.distinct} of {diversity.n} texts differ; mean word distance {diversity.distance:.3f}"
+    document = {"mode": mode, "diversity": asdict(diversity), "outputs": [w.to_dict() for w in written]}
+    print_document(document, as_json, lambda _: Group(table, differ))
 
 
 def _print_treatments(found: list[Individual], prompts: list[str], mode: str, as_json: bool) -> None:
@@ -155,13 +153,10 @@ def _words_above(
     from cqwen_dist.generate.continuation import input_device, padded
     from cqwen_dist.generate.decisions import multi_label
 
-    def text(token: int) -> str:
-        return "<NUM>" if token == model.config.num_token_id else tokenizer.decode([token], [0.0])
-
     batch = padded(tokenizer, prompts, input_device(model))
     found = multi_label(model, batch, above, None, decision_threshold)
     outputs = [
-        {"prompt": prompt, "words": [{"text": text(word.id), **asdict(word)} for word in words]}
+        {"prompt": prompt, "words": [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in words]}
         for prompt, words in zip(prompts, found, strict=True)
     ]
     return {"above": above, "decision_threshold": decision_threshold, "outputs": outputs}

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
@@ -31,15 +31,6 @@ PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "OMP_NUM_THRE
 PREFIXES = ("TORCH_", "NCCL_", "GLOO_", "UCX_", "DS_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "CQWEN_")
 # Variables that DeepSpeed would pass to the remote shell in its own quotes.
 _NOT_FOR_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "DS_ENV_FILE")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What to start, and how to ask its ranks to stop."""
-
-    command: list[str]
-    environment: dict[str, str]
-    stop: Callable[[], None]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -98,10 +89,11 @@ def hosts_command(hosts: dict[str, int], hostfile: Path, port: int, word: str) -
 @contextmanager
 def prepared(
     words: list[str], hosts: dict[str, int], environment: dict[str, str], shared: Path, port: int
-) -> Iterator[Launch]:
-    """The launch of `cqwen` with these words on all hosts. At the end its files are deleted and its ranks ended.
+) -> Iterator[tuple[list[str], dict[str, str], Callable[[], None]]]:
+    """The command that starts `cqwen` with these words on all hosts, its environment, and what asks its ranks to stop.
 
-    shared: a folder that every host sees. Raises `UserError` where this machine cannot launch.
+    At the end the launch's files are deleted and its ranks ended. shared: a folder that every host sees. Raises
+    `UserError` where this machine cannot launch.
     """
     for tool in ("pdsh", "ssh"):
         if which(tool) is None:
@@ -125,8 +117,8 @@ def prepared(
         own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
         own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": accelerator}
         at_end.callback(_signal, "KILL", f"[{word[0]}]{word[1:32]}", hosts)
-        command = hosts_command(hosts, hostfile, port, word)
-        yield Launch(command, own, stop=lambda: _signal("USR1", f"[-]m {MODULE} {word[:32]}", hosts))
+        stop = partial(_signal, "USR1", f"[-]m {MODULE} {word[:32]}", hosts)
+        yield hosts_command(hosts, hostfile, port, word), own, stop
 
 
 def _signal(name: str, pattern: str, hosts: dict[str, int]) -> None:

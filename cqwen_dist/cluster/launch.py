@@ -133,9 +133,9 @@ def _run_words(
     if hosts is None:
         own = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
         return _run_to_its_end(launch_command(words, ranks, free_port()), own, quiet)
-    with prepared(words, hosts, environment, shared, free_port()) as job:
+    with prepared(words, hosts, environment, shared, free_port()) as (command, own, ask):
         # Every host has the folder `/`, where DeepSpeed starts the ranks.
-        return _run_to_its_end(job.command, job.environment, quiet, job.stop, "/")
+        return _run_to_its_end(command, own, quiet, ask, "/")
 
 
 def _run_to_its_end(

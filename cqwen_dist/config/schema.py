@@ -245,45 +245,42 @@ class Config(Section):
         named = self.model.tokenizer
         return self.base_folder if named is None or named == TRAIN_TOKENIZER else named
 
+    def _by_start(self, given: Any, calibrated: Any, seed: Any) -> Any:
+        """The value of a key; if it is not given, the default of a calibrated start or of the seed presets."""
+        return given if given is not None else calibrated if self.start == "calibrated" else seed
+
     @property
     def number_dims(self) -> int:
         """m, the number dimensions added to U, resolved."""
-        if self.model.number_dims is not None:
-            return self.model.number_dims
-        return 8 if self.start == "calibrated" else 0
+        return self._by_start(self.model.number_dims, 8, 0)
 
     @property
     def w_num_scale(self) -> float | None:
         """The factor on the start of w_num, resolved; None: from the norm of the digits' rows."""
-        if self.model.w_num_scale is not None or self.num_row_init == "digits":
-            return self.model.w_num_scale
-        return 0.2 if self.start == "calibrated" else 1.0
+        given = self.model.w_num_scale
+        return given if self.num_row_init == "digits" else self._by_start(given, 0.2, 1.0)
 
     @property
     def num_row_init(self) -> str:
         """How <NUM>'s rows start, resolved: a base that this run pretrained has seen <NUM>."""
-        if self.model.num_row_init is not None:
-            return self.model.num_row_init
-        return "digits" if self.start == "calibrated" and self.model.architecture is None else "inherit"
+        unseen = self.model.architecture is None
+        return self._by_start(self.model.num_row_init, "digits" if unseen else "inherit", "inherit")
 
     @property
     def max_grad_norm(self) -> float | None:
         """The limit of the joint gradient norm, resolved; None: three times the usual one."""
-        limit = self.train.max_grad_norm
-        if limit is None:
-            return None if self.start == "calibrated" else 1.0
+        limit = self._by_start(self.train.max_grad_norm, "usual", 1.0)
         return None if limit == "usual" else limit
 
     @property
     def slope_limit(self) -> float:
         """The limit of the slope of a word's loss, resolved; 0: none."""
-        limit = self.loss.slope_limit
-        return limit if limit is not None else 1.0 if self.start == "calibrated" else 0.0
+        return self._by_start(self.loss.slope_limit, 1.0, 0.0)
 
     @property
     def target_transform(self) -> str:
         """The regression's unit, resolved."""
-        return self.loss.target_transform or ("standardise" if self.start == "calibrated" else "none")
+        return self._by_start(self.loss.target_transform, "standardise", "none")
 
     def to_yaml(self) -> str:
         """The config as resolved; loading it again gives an equal config."""

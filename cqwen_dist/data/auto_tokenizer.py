@@ -15,9 +15,8 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.data.chat import CHATML
 from cqwen_dist.data.encoder import NumberEncoder
-from cqwen_dist.data.tokenizer import POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
+from cqwen_dist.data.tokenizer import PLACEHOLDER, POLICY_FILE, DigitTokenizer, NumericalAwareTokenizer, read_policy
 
-PLACEHOLDER = "<NUM>"  # what a number whose value is not known is written as
 KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "name_or_path", "truncation_side")
 
 
@@ -198,15 +197,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         if len(ids) and isinstance(ids[0], (list, tuple)):
             each = [None] * len(ids) if values is None else values
             return [self.decode(row, v, skip_special_tokens) for row, v in zip(ids, each, strict=True)]
-        if values is not None:
-            return self.reader.decode(ids, values, skip_special_tokens)
-        pieces: list[list[int]] = [[]]
-        for token in ids:
-            if token == self.num_token_id:
-                pieces.append([])
-            else:
-                pieces[-1].append(token)
-        return PLACEHOLDER.join(self.reader.decode(p, [0.0] * len(p), skip_special_tokens) for p in pieces)
+        return self.reader.decode(ids, values, skip_special_tokens)
 
     def batch_decode(  # type: ignore[override]
         self, sequences: Any, values: Any = None, skip_special_tokens: bool = False, **ignored: Any

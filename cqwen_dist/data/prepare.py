@@ -32,12 +32,12 @@ from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.config.errors import writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.chunk import BlockWork, worked
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
 from cqwen_dist.data.records import Block, Extractor, ReadReport
 from cqwen_dist.data.sources import as_list, held_out, read_texts, train_blocks
 from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.data.workers import BlockWork, worked
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
 FORMAT = 3  # raise it when the code reads numbers or writes rows differently

@@ -30,6 +30,7 @@ from cqwen_dist.data.write_numbers import write_numbers
 
 POLICY_FILE = "number_policy.json"
 OWN_CLASS = "CausalQwenTokenizer"  # what `data.auto_tokenizer` writes into tokenizer_config.json
+PLACEHOLDER = "<NUM>"  # a number whose value is not known, in a text
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -184,22 +185,23 @@ class NumericalAwareTokenizer:
     def decode(
         self,
         ids: Sequence[int] | torch.Tensor,
-        values: Sequence[float] | torch.Tensor,
+        values: Sequence[float] | torch.Tensor | None = None,
         skip_special_tokens: bool = False,
     ) -> str:
         """The text of ids and values; reading it again gives the same ids and values if they came from a text.
 
-        Args: ids [T], values [T] (looked at where the id is <NUM>). A number is written in its shortest usual form
-        that reads back as the same float64 (`write_numbers`), so 1,234.50 comes back as 1234.5.
-        Raises: ValueError when the lengths differ.
+        Args: ids [T], values [T] (looked at where the id is <NUM>); None: numbers are written as `PLACEHOLDER`. A
+        number is written in its shortest usual form that reads back as the same float64 (`write_numbers`), so 1,234.50
+        comes back as 1234.5. Raises: ValueError when the lengths differ.
         """
-        if len(ids) != len(values):
-            raise ValueError(f"{len(ids)} ids, but {len(values)} values")
+        known = [0.0] * len(ids) if values is None else values
+        if len(ids) != len(known):
+            raise ValueError(f"{len(ids)} ids, but {len(known)} values")
         pieces: list[str | float] = []
-        plain = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (ids, values))
+        plain = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (ids, known))
         for is_number, group in groupby(zip(*plain, strict=True), key=lambda pair: pair[0] == self.num_token_id):
             if is_number:
-                pieces += [float(value) for _, value in group]
+                pieces += [PLACEHOLDER if values is None else float(value) for _, value in group]
             else:
                 words = [int(token_id) for token_id, _ in group]
                 pieces.append(self._backend.decode(words, skip_special_tokens=skip_special_tokens))

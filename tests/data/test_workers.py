@@ -18,12 +18,12 @@ from cqwen_dist.data import blocks as cutting
 from cqwen_dist.data.blocks import Row, blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.chunk import BlockWork, worked
 from cqwen_dist.data.dataset import Tokeniser
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.prepare import prepare, read_manifest
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.data.workers import BlockWork, worked
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cqwen_dist.data.blocks.BLOCK", 3000)
     monkeypatch.setattr("cqwen_dist.data.blocks._ROWS", 30)
     monkeypatch.setattr("cqwen_dist.data.sources.CHUNK", 40)
-    monkeypatch.setattr("cqwen_dist.data.workers._WORTH", 2)
+    monkeypatch.setattr("cqwen_dist.data.chunk._WORTH", 2)
 
 
 BAD = [b"{broken\n", b"\n", b'{"text": "\xff"}\n', b'{"text": " "}\n', b'{"text": "beyond 1e999 and 7"}\n']
@@ -148,7 +148,7 @@ def _killed() -> Iterator[Row]:
 
 
 def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cqwen_dist.data.workers._WORTH", 1)
+    monkeypatch.setattr("cqwen_dist.data.chunk._WORTH", 1)
     config = DataConfig(train="a")
     tokeniser = Tokeniser(tokenizer, config)
     work = BlockWork(Extractor(config, Chat()), tokeniser.recipe)

@@ -126,7 +126,7 @@ class Evaluations:
         return [{"word": self._word(i), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows]
 
     def _word(self, word_id: int) -> str:
-        return "<NUM>" if word_id == self.tokenizer.num_token_id else self.tokenizer.decode([word_id], [0.0])
+        return self.tokenizer.decode([word_id])
 
     # ------------------------------------------------------------------------------------ checkpoint
 
