@@ -19,15 +19,6 @@ Path = tuple[str, ...]
 _TAG = "tag:yaml.org,2002:"
 
 
-def _int(text: str) -> int:
-    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-    return int(text[2:] if base != 10 else text, base)
-
-
-def _float(text: str) -> float:
-    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
 # The plain scalars: kind, what it looks like, its first characters, how it is read, what an explicit tag allows.
 _SCALARS: tuple[tuple[str, str, list[str], Callable[[str], Any], str], ...] = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda text: None, ""),
@@ -38,12 +29,18 @@ _SCALARS: tuple[tuple[str, str, list[str], Callable[[str], Any], str], ...] = (
         lambda text: {"true": True, "false": False}[text.lower()],
         "true or false",
     ),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789"), _int, "a whole number"),
+    (
+        "int",
+        r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+        list("-+0123456789"),
+        lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10),
+        "a whole number",
+    ),
     (
         "float",
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         list("-+.0123456789"),
-        _float,
+        lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
         "a number",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +72,7 @@ class TextDataset:
     none. With `pack`, whole pieces are put together to rows of at most T tokens (`packing.pack`).
 
     Args: store: tokenised texts; texts: [m] int64, rising: this dataset's texts, None: all; config: sequence_length,
-    long_texts, pack, group_by_length; content: gives the store's digest; folder: where packed rows are kept.
+    long_texts, pack, group_by_length; content: the store's digest, if it is known; folder: where packed rows are kept.
     Raises: UserError when sequence_length is below 2, or drops every text.
     """
 
@@ -83,7 +83,7 @@ class TextDataset:
         config: DataConfig,
         tokenizer: NumericalAwareTokenizer,
         report: DataReport,
-        content: Callable[[], str] | None = None,
+        content: str = "",
         folder: Path | None = None,
     ) -> None:
         self.pad_token_id, self.num_token_id = tokenizer.pad_token_id, tokenizer.num_token_id
@@ -91,7 +91,7 @@ class TextDataset:
         self.group_by_length = config.group_by_length
         self._store, self._given, self._pack, self._folder = store, texts, config.pack, folder
         self._long = config.long_texts
-        self._content = content or store.digest
+        self._content = content
         self._cut(config.sequence_length)
 
     def _cut(self, length: int) -> None:
@@ -138,7 +138,7 @@ class TextDataset:
 
     def digest(self) -> str:
         """SHA-256 of all that samples are made of, and of how they are cut and packed."""
-        found = hashlib.sha256(self._content().encode())
+        found = hashlib.sha256((self._content or self._store.digest()).encode())
         found.update(b"all" if self._texts is None else self._texts.data)
         found.update(f"{self._length} {self._rows is not None}".encode())
         found.update(b"truncate" if self._long == "truncate" else b"")

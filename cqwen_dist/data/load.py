@@ -77,5 +77,5 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
     for name, (store, texts) in parts_of(folder, tokenizer.num_token_id).items():
         content = manifest["content"].get(name) or manifest["content"]["train"]
         report = DataReport(**manifest["reports"][name])
-        sets[name] = TextDataset(store, texts, config, tokenizer, report, lambda own=content: own, folder)  # type: ignore[misc]
+        sets[name] = TextDataset(store, texts, config, tokenizer, report, content, folder)
     return Datasets(sets["train"], sets.get("eval"), ReadReport(**manifest["reading"]))

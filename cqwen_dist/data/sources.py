@@ -2,16 +2,15 @@
 
 - `path.jsonl` (and any ending not named below): one JSON object a line, UTF-8; empty lines are skipped.
 - `path.json`: an array of such objects, or one a line.
-- `path.csv`, `path.tsv`: the first row names the columns and shows the delimiter (comma, semicolon, tab or bar); a
-  template gets cells as they stand in the file.
+- `path.csv`, `path.tsv`: the first row names the columns and shows the delimiter; cells are used as they are written.
 - `path.txt`: a text a line, a paragraph (empty lines between) or the whole file, as `data.sample_by` says.
-- `path.parquet`: row by row; a template gets floats in the shortest form that reads back as the same float64.
-- a folder, with `#SPLIT` behind it (default train): what `datasets` saved (`save_to_disk`), or data files it can load.
+- `path.parquet`: row by row; floats are written in the shortest form that reads back as the same float64.
+- a folder, `#SPLIT` after its name (default train): what `datasets` saved (`save_to_disk`), or data files it can load.
 - `hf:NAME`, `hf:ORG/NAME/CONFIG#SPLIT`: a data set of the Hugging Face hub, streamed.
 - `bundled:diabetes`, `bundled:diabetes/train`, `bundled:diabetes/test`: see `cqwen_dist.data.diabetes`.
 
-Files may be `.gz`. A pattern such as `shards/*.jsonl` stands for its files in sorted order. `cqwen_dist.data.blocks`
-makes records of a file, `cqwen_dist.data.records` makes a text of a record.
+Files may be `.gz`. A pattern such as `shards/*.jsonl` stands for its files, sorted. `data.blocks` makes records of a
+file, `data.records` makes a text of a record.
 """
 
 from __future__ import annotations
