@@ -124,14 +124,6 @@ def render(job: Job) -> str:
     return str(_template().render(job=job, shipped=None, directives=job.directives()))
 
 
-def render_shipped(kind: str) -> str:
-    """`slurm/train.sbatch` (kind "train") or `slurm/sweep.sbatch` ("sweep"), whose run is given on the command line."""
-    output = "cqwen-%j.out" if kind == "train" else "cqwen-%A_%a.out"
-    directives = [f"--job-name=cqwen-{kind}", f"--output={output}", "--nodes=1", "--ntasks-per-node=1"]
-    directives += ["--signal=B:USR1@180", "--open-mode=append", "--exclusive", "--requeue"]
-    return str(_template().render(job=None, shipped=kind, directives=directives))
-
-
 @cache
 def _template() -> Any:
     environment = Environment(

@@ -62,16 +62,16 @@ def test_nothing_of_the_users_is_read_by_the_remote_shell(tmp_path: Path, monkey
     monkeypatch.setattr(module, "which", lambda name: name)
     monkeypatch.setattr(module, "_signal", lambda *_: None)
     hostile = ["train", "a'; echo foo", "$(touch x)", "two words", "`id`", "数\n"]
-    with prepared(hostile, {"node1": 1}, {"WANDB_API_KEY": "secret"}, tmp_path, 29_000) as job:
-        assert all(shlex.quote(word) == word for word in job.command)
-        assert "secret" not in " ".join(job.command)
-        order = Order.decode(job.command[-1])
+    with prepared(hostile, {"node1": 1}, {"WANDB_API_KEY": "secret"}, tmp_path, 29_000) as (command, own, _):
+        assert all(shlex.quote(word) == word for word in command)
+        assert "secret" not in " ".join(command)
+        order = Order.decode(command[-1])
         assert (order.words, order.folder) == (hostile, os.getcwd())
         assert order.environment_file is not None
         secret = Path(order.environment_file)
         assert json.loads(secret.read_text()) == {"WANDB_API_KEY": "secret"}
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-        assert not any(name.startswith(("PYTHON", "NCCL_")) for name in job.environment)
+        assert not any(name.startswith(("PYTHON", "NCCL_")) for name in own)
     assert not secret.exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cqwen_dist.cluster.slurm import Job, Resources, _quoted, read_stage_option, render, render_shipped
+from cqwen_dist.cluster.slurm import Job, Resources, _quoted, _template, read_stage_option, render
 from cqwen_dist.config import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,12 @@ def test_the_rendered_script_is_this_text(name: str, job: Job) -> None:
 
 @pytest.mark.parametrize("kind", ["train", "sweep"])
 def test_what_is_shipped_is_what_is_rendered(kind: str) -> None:
-    assert (ROOT / "slurm" / f"{kind}.sbatch").read_text() == render_shipped(kind), (
-        "slurm/*.sbatch come from cqwen_dist/cluster/job.sbatch.j2: write them anew with render_shipped"
+    output = "cqwen-%j.out" if kind == "train" else "cqwen-%A_%a.out"  # their run is given on the command line
+    directives = [f"--job-name=cqwen-{kind}", f"--output={output}", "--nodes=1", "--ntasks-per-node=1"]
+    directives += ["--signal=B:USR1@180", "--open-mode=append", "--exclusive", "--requeue"]
+    rendered = _template().render(job=None, shipped=kind, directives=directives)
+    assert (ROOT / "slurm" / f"{kind}.sbatch").read_text() == rendered, (
+        "slurm/*.sbatch come from cqwen_dist/cluster/job.sbatch.j2: write what is rendered here into them"
     )
 
 
