@@ -16,8 +16,6 @@ import typer
 
 from cqwen_dist import __version__
 from cqwen_dist.cli import before, bench, look, runs, use
-from cqwen_dist.cli.fit import fit
-from cqwen_dist.cli.init import init
 from cqwen_dist.cli.streams import guard, outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import DiskError, Said
@@ -34,8 +32,8 @@ app = typer.Typer(
 )
 BEFORE, TRAIN, LOOK, USE, MEASURE = "Before a run", "Train", "Look at a run", "Use a model", "Measure"
 for panel, verbs in {
-    BEFORE: (init, before.plan, before.prepare, before.doctor),
-    TRAIN: (runs.quickstart, fit, runs.train, runs.launch, runs.submit),
+    BEFORE: (before.init, before.plan, before.prepare, before.doctor),
+    TRAIN: (runs.quickstart, runs.fit, runs.train, runs.launch, runs.submit),
     LOOK: (look.status, look.report),
     USE: (use.generate, use.predict, use.export),
 }.items():

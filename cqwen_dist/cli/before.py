@@ -1,17 +1,109 @@
-"""The verbs before a run: config, prepare, plan, doctor. Heavy imports inside, so that --help is instant."""
+"""The verbs before a run: init, config, prepare, plan, doctor. Heavy imports inside, so that --help is instant."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import writing
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+
+_PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
+_HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, goes by it
+_CONFIG = """\
+# Made by `cqwen init`: {name}.
+# Keys that are not here have defaults: cqwen config schema --basic
+model:
+  name_or_path: {base}  # a folder with safetensors, or a hub name
+  lora: {{r: 16, alpha: 32}}
+data:
+  train: {data}
+  eval_fraction: 0.1  # of the texts, never trained on
+  sequence_length: {length}  # tokens; longer texts are cut into pieces (or long_texts: truncate, drop)
+{keys}stages:
+  # First the heads alone (z is computed once and read from disk), then adapters in the backbone, too.
+  - name: heads
+    train: [heads]
+    epochs: 2
+    lr: {rate}  # 0.012 / {hidden}, the hidden size{guess}; the words' own rows at a tenth of it
+    lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3}}
+    warmup_steps: 20
+  - name: lora
+    train: [heads, embedding, lora]
+    epochs: 2
+    lr: {rate}
+    lr_groups: {{classifier: {tenth}, regression: 1.0e-3, thresholds: 1.0e-3, embedding: 1.0e-4, lora: 2.0e-4}}
+    warmup_steps: 20
+train:
+  global_batch_size: 32  # texts an optimizer step, over all ranks
+  micro_batch_size: 4  # a rank and forward: less memory with less
+  precision: bf16  # on a CPU without AMX fp32 is faster
+  eval_every: 50
+  checkpoint_every: 100
+run:
+  dir: {run}
+"""
+
+
+def init(
+    data: Annotated[str, typer.Option(help="Texts, chats or a table: .jsonl, .json, .csv, .parquet, .txt, a folder.")],
+    base: Annotated[str, typer.Option(help="A model's folder or hub name.")] = "Qwen/Qwen2.5-0.5B",
+    target: Annotated[str | None, typer.Option(help="A table's column whose number is to be written.")] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("run.yaml"),
+) -> None:
+    """Look at your data, write a commented config for it, and check both."""
+    from cqwen_dist.config import load_config
+    from cqwen_dist.data.recipes import recognise
+    from cqwen_dist.data.records import ReadReport
+    from cqwen_dist.data.sources import read_texts
+    from cqwen_dist.run.files import written_whole
+
+    if out.exists():
+        raise UserError("--out", str(out), "a file that does not exist yet")
+    recipe = recognise(data, target)
+    text = _config(data, base, recipe, out)
+    with writing("--out", out), written_whole(out) as partial:
+        partial.write_text(text, encoding="utf-8")
+        checked = load_config(partial)
+        shown = "messages_field" not in recipe.keys  # a chat needs the tokenizer's template
+        first = next(read_texts(data, checked.data, ReadReport(), "--data"), None) if shown else None
+    typer.echo(f"{data}: {recipe.name}")
+    if first is not None:
+        typer.echo("the first text as it will be read:")
+        typer.echo("".join(f"    {line}\n" for line in first.text.splitlines()[:12]), nl=False)
+    typer.echo(f"wrote {out}\n  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
+    if column := recipe.keys.get("target_field"):
+        typer.echo(f"or, with steps chosen by the table:\n  cqwen fit {data} --target {column} --base {base}")
+
+
+def _config(data: str, base: str, recipe: Any, out: Path) -> str:
+    path, hidden = Path(base).expanduser(), _HIDDEN
+    if path.is_dir():
+        try:
+            hidden = int(json.loads((path / "config.json").read_text(encoding="utf-8"))["hidden_size"])
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError("--base", base, f"a folder with a config.json of a model ({error})") from None
+    length = 64
+    while length * _PER_TOKEN < recipe.length and length < 2048:
+        length *= 2
+    return _CONFIG.format(
+        name=json.dumps(recipe.name)[1:-1],
+        base=json.dumps(base),
+        data=json.dumps(data, ensure_ascii=False),
+        length=length,
+        keys="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in recipe.keys.items()),
+        rate=f"{0.012 / hidden:.1e}",
+        hidden=hidden,
+        guess="" if path.is_dir() else " of Qwen2.5-0.5B (put your base's)",
+        tenth=f"{0.0012 / hidden:.1e}",
+        run=json.dumps(f"runs/{out.stem}"),
+    )
 
 
 def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 class Said(str):
@@ -18,12 +17,12 @@ class UserError(Exception):
     """
 
     def __init__(self, key: str, found: object, allowed: str, where: str = "") -> None:
-        place = f"{where}: " if where else ""
-        super().__init__(_one_line(f"{place}{key}: found {_short(found)}, allowed: {allowed}"))
+        super().__init__(key, found, allowed, where)
         self.key, self.found, self.allowed, self.where = key, found, allowed, where
 
-    def __reduce__(self) -> tuple[type[UserError], tuple[Any, ...]]:
-        return type(self), (self.key, self.found, self.allowed, self.where)  # out of a worker process
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        return _one_line(f"{place}{self.key}: found {_short(self.found)}, allowed: {self.allowed}")
 
 
 class DiskError(UserError):
@@ -32,9 +31,6 @@ class DiskError(UserError):
     def __init__(self, key: str, found: object, allowed: str, where: str = "", away: bool = False) -> None:
         super().__init__(key, found, allowed, where)
         self.away = away
-
-    def __reduce__(self) -> tuple[type[UserError], tuple[Any, ...]]:
-        return type(self), (self.key, self.found, self.allowed, self.where, self.away)
 
 
 @contextmanager
