@@ -1,4 +1,4 @@
-"""The verbs that train: here, on several ranks, on a cluster, on a table. Heavy imports inside, so that --help is instant."""
+"""The verbs that train: here, on ranks, on a cluster, on a table. Heavy imports inside, so that --help is instant."""
 
 from __future__ import annotations
 
