@@ -19,118 +19,84 @@ TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 class PretrainConfig(Section):
     """A short cross-entropy pretraining of a base model that was built from `architecture`; no stage."""
 
-    steps: Positive = Field(400, description="Optimizer steps of next-token cross-entropy.")
-    lr: Above0 = Field(3e-3, description="Peak learning rate (cosine to zero).")
-    batch_size: Positive = Field(32, description="Sequences per step.")
+    steps: Positive = 400
+    """Optimizer steps of next-token cross-entropy."""
+    lr: Above0 = 3e-3
+    """Peak learning rate (cosine to zero)."""
+    batch_size: Positive = 32
+    """Sequences per step."""
 
 
 class ModelConfig(Section):
     """The base model and how it is turned causal."""
 
-    name_or_path: str | None = Field(
-        None,
-        description="A Qwen2/2.5/3, Llama or Mistral folder or hub name; omit when `architecture` describes a model to "
-        "build.",
-    )
-    architecture: dict[str, Any] | None = Field(
-        None,
-        description="A transformers config (model_type qwen2, qwen3, llama or mistral, hidden_size, ...): built with "
-        "random weights.",
-    )
-    tokenizer: str | None = Field(
-        None,
-        description="Tokenizer folder or hub name; default: the model's own; `train`: one built from the data.",
-    )
-    pretrain: PretrainConfig | None = Field(None, description="Pretrain a built base model first; null: do not.")
-    num_token_id: Count | None = Field(
-        None, description="Row used for <NUM>; default: len(tokenizer), the first reserved row."
-    )
-    causal_size: Positive | None = Field(
-        None, description="C, the size of U's word part; default: the hidden size H (seed S0)."
-    )
-    number_dims: Count | None = Field(
-        None, description="Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."
-    )
-    wide: Count = Field(
-        0,
-        multiple_of=4,
-        description="Columns of the wide part's tables, 0: none. With it the number's location has a linear part in "
-        "the words and numbers so far, fitted in closed form by the calibrated start (docs/tables.md); 262144 suits "
-        "tables of some thousand rows.",
-    )
-    wide_from_eval: bool = Field(
-        False,
-        description="Whether the wide part is also fitted to data.eval. A text of it is then read in evaluations as a "
-        "training text is, by the fit that left it out, so metrics and recalibrated intervals stay honest.",
-    )
-    random_features: Count = Field(
-        0,
-        description="Random Fourier features of the wide part: the numbers so far, known by the words before them in "
-        "their line, act on the next one together and in any smooth way; 2048 suits tables. It needs model.wide.",
-    )
-    abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = Field(
-        "linear",
-        description="The network from features to U; two_layer is nonlinear and starts as the linear one; or a class "
-        "of your own as package.module:Name (docs/training.md).",
-    )
-    threshold_init: Real | str | None = Field(
-        None,
-        description="Start of C: a number for every word, or a .safetensors file that holds `threshold` [V]; default: "
-        "by `start`.",
-    )
-    gamma_init: Above0 | None = Field(
-        None, description="Start of U's total scale for words, noise included; default: by `start`."
-    )
-    level_logits: bool = Field(
-        True,
-        description="Let calibration subtract one vector from every row of W_cls, which changes no softmax, so that P "
-        "ranks words as the base does; false: W_cls stays the base's head to the bit.",
-    )
-    reg_gain: Above0 = Field(
-        1.0, description="Gain of W_reg's Xavier start (seed S1 5: 0.1 for layers without heritage)."
-    )
-    scale_activation: Literal["softplus", "exp"] = Field(
-        "softplus", description="What keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."
-    )
-    w_num_scale: NonNegative | None = Field(
-        None,
-        description="Factor on the start of w_num; 0: no value is read at first; default: when calibrated 0.2, "
-        "or where <NUM> inherits from digits 0.08 of their rows' norm; 1 in the seed presets (some five points).",
-    )
-    b_noise_init: NonNegative | None = Field(
-        None,
-        description="Start of |b_noise|; default: half of the calibrated scale or of gamma_init, or 0.1 in the seed "
-        "presets.",
-    )
-    num_row_init: Literal["digits", "inherit", "mean", "small"] | None = Field(
-        None,
-        description="Start of <NUM>'s rows. digits: at the input the mean of the digits' rows, at the output a row "
-        "fitted to where the base would write a numeral; inherit, mean, small: the output's is the reserved row, the "
-        "mean row, or a small random one. Default: digits when start is calibrated and the base never saw <NUM>, else "
-        "inherit.",
-    )
-    num_bias_init: Real = Field(0.0, description="Start of <NUM>'s class bias.")
-    start_numbers: Count = Field(
-        0,
-        description="About how many numbers the calibrated start of the regression is fitted to; default: those of "
-        "4,096 tokens, which are few in a table with long rows.",
-    )
-    gradient_checkpointing: bool = Field(False, description="Recompute the backbone's activations in backward.")
-    compile_layers: bool = Field(
-        False,
-        description="The backbone's layers by torch.compile: a minute more at the start, then faster and smaller on a "
-        "GPU, most so where a micro-batch is small.",
-    )
-    trust_remote_code: bool = Field(False, description="Let transformers run code from the model's folder.")
-    quantize: Literal["none", "nf4"] = Field(
-        "none", description="nf4: the frozen backbone in 4 bits by bitsandbytes (a GPU only; not yet measured on one)."
-    )
-    lora: LoraConfig = Field(LoraConfig(), description="Adapters of the stages that train `lora`.")
-    warm_start: str | None = Field(
-        None,
-        description="Begin with the weights of another run, checkpoint, or adapter folder that PEFT saved: the folder; "
-        "optimizers and stages begin anew.",
-    )
+    name_or_path: str | None = None
+    """A Qwen2/2.5/3, Llama or Mistral folder or hub name; omit when `architecture` describes a model to build."""
+    architecture: dict[str, Any] | None = None
+    """A transformers config (model_type qwen2, qwen3, llama or mistral, hidden_size, ...): built with random
+    weights."""
+    tokenizer: str | None = None
+    """Tokenizer folder or hub name; default: the model's own; `train`: one built from the data."""
+    pretrain: PretrainConfig | None = None
+    """Pretrain a built base model first; null: do not."""
+    num_token_id: Count | None = None
+    """Row used for <NUM>; default: len(tokenizer), the first reserved row."""
+    causal_size: Positive | None = None
+    """C, the size of U's word part; default: the hidden size H (seed S0)."""
+    number_dims: Count | None = None
+    """Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."""
+    wide: Count = Field(0, multiple_of=4)
+    """Columns of the wide part's tables, 0: none. With it the number's location has a linear part in the words and
+    numbers so far, fitted in closed form by the calibrated start (docs/tables.md); 262144 suits tables of some thousand
+    rows."""
+    wide_from_eval: bool = False
+    """Whether the wide part is also fitted to data.eval. A text of it is then read in evaluations as a training text
+    is, by the fit that left it out, so metrics and recalibrated intervals stay honest."""
+    random_features: Count = 0
+    """Random Fourier features of the wide part: the numbers so far, known by the words before them in their line, act
+    on the next one together and in any smooth way; 2048 suits tables. It needs model.wide."""
+    abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
+    """The network from features to U; two_layer is nonlinear and starts as the linear one; or a class of your own as
+    package.module:Name (docs/training.md)."""
+    threshold_init: Real | str | None = None
+    """Start of C: a number for every word, or a .safetensors file that holds `threshold` [V]; default: by `start`."""
+    gamma_init: Above0 | None = None
+    """Start of U's total scale for words, noise included; default: by `start`."""
+    level_logits: bool = True
+    """Let calibration subtract one vector from every row of W_cls, which changes no softmax, so that P ranks words as
+    the base does; false: W_cls stays the base's head to the bit."""
+    reg_gain: Above0 = 1.0
+    """Gain of W_reg's Xavier start (seed S1 5: 0.1 for layers without heritage)."""
+    scale_activation: Literal["softplus", "exp"] = "softplus"
+    """What keeps scale_U positive (softplus: seeds S0, S3; exp: S1)."""
+    w_num_scale: NonNegative | None = None
+    """Factor on the start of w_num; 0: no value is read at first; default: when calibrated 0.2, or where <NUM> inherits
+    from digits 0.08 of their rows' norm; 1 in the seed presets (some five points)."""
+    b_noise_init: NonNegative | None = None
+    """Start of |b_noise|; default: half of the calibrated scale or of gamma_init, or 0.1 in the seed presets."""
+    num_row_init: Literal["digits", "inherit", "mean", "small"] | None = None
+    """Start of <NUM>'s rows. digits: at the input the mean of the digits' rows, at the output a row fitted to where the
+    base would write a numeral; inherit, mean, small: the output's is the reserved row, the mean row, or a small random
+    one. Default: digits when start is calibrated and the base never saw <NUM>, else inherit."""
+    num_bias_init: Real = 0.0
+    """Start of <NUM>'s class bias."""
+    start_numbers: Count = 0
+    """About how many numbers the calibrated start of the regression is fitted to; default: those of 4,096 tokens, which
+    are few in a table with long rows."""
+    gradient_checkpointing: bool = False
+    """Recompute the backbone's activations in backward."""
+    compile_layers: bool = False
+    """The backbone's layers by torch.compile: a minute more at the start, then faster and smaller on a GPU, most so
+    where a micro-batch is small."""
+    trust_remote_code: bool = False
+    """Let transformers run code from the model's folder."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4: the frozen backbone in 4 bits by bitsandbytes (a GPU only; not yet measured on one)."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters of the stages that train `lora`."""
+    warm_start: str | None = None
+    """Begin with the weights of another run, checkpoint, or adapter folder that PEFT saved: the folder; optimizers and
+    stages begin anew."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -66,25 +66,31 @@ def source_files(source: str, key: str) -> list[str]:
 class NumberPolicy(Section):
     """Which numerals become `<NUM>`; the full policy is written out in docs/numbers.md."""
 
-    signs: bool = Field(True, description="Take a leading minus into the value where it is a sign; a plus stays text.")
-    thousands: bool = Field(True, description="Read 1,234,567 as one number.")
-    scientific: bool = Field(True, description="Read 1.5e-3 as one number.")
-    accounting: bool = Field(
-        False, description="Take brackets directly around a numeral with thousands for a minus: (1,234) is -1234."
-    )
-    leading_zeros: bool = Field(False, description="Take numerals such as 007 (else they are identifiers: text).")
-    dates: bool = Field(False, description="Take the parts of dates and times (else 2024-01-31, 12:30 stay text).")
-    identifiers: bool = Field(
-        False, description="Take numerals inside v1.2.3, A4, IPs, phone numbers (else they stay text)."
-    )
+    signs: bool = True
+    """Take a leading minus into the value where it is a sign; a plus stays text."""
+    thousands: bool = True
+    """Read 1,234,567 as one number."""
+    scientific: bool = True
+    """Read 1.5e-3 as one number."""
+    accounting: bool = False
+    """Take brackets directly around a numeral with thousands for a minus: (1,234) is -1234."""
+    leading_zeros: bool = False
+    """Take numerals such as 007 (else they are identifiers: text)."""
+    dates: bool = False
+    """Take the parts of dates and times (else 2024-01-31, 12:30 stay text)."""
+    identifiers: bool = False
+    """Take numerals inside v1.2.3, A4, IPs, phone numbers (else they stay text)."""
 
 
 class WatchedTexts(Section):
     """Texts of another kind, not trained on."""
 
-    source: str = Field(min_length=1, description="A source as in data.train; small: it is read into memory.")
-    text_field: str = Field("text", min_length=1, description="The field (column) that holds the text.")
-    text_template: str | None = Field(None, description="A format over the fields, instead of text_field.")
+    source: str = Field(min_length=1)
+    """A source as in data.train; small: it is read into memory."""
+    text_field: str = Field("text", min_length=1)
+    """The field (column) that holds the text."""
+    text_template: str | None = None
+    """A format over the fields, instead of text_field."""
 
     @model_validator(mode="after")
     def _fields(self) -> WatchedTexts:
@@ -95,107 +101,92 @@ class WatchedTexts(Section):
 class DataConfig(Section):
     """Where the text comes from."""
 
-    train: Sources = Field(
-        description="Source(s): .jsonl, .json, .csv, .tsv, .txt (each also .gz), .parquet, a pattern of such files "
-        "(shards/*.jsonl), a folder that `datasets` saved or can load, hf:NAME[/CONFIG][#SPLIT], or bundled:NAME."
-    )
-    eval: Sources | None = Field(None, description="Held-out data; default: eval_fraction of train.")
-    eval_fraction: Share = Field(0.0, description="Share of train that is held out when `eval` is not given.")
-    watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], WatchedTexts] = Field(
-        {},
-        description="Texts of other kinds by name, not trained on: every evaluation logs watch/NAME/accuracy and "
-        "the base model's own, which shows what a run forgets.",
-    )
-    weights: Annotated[list[Above0], Field(min_length=2)] | None = Field(
-        None, description="How often each source of train is drawn from; default: the sources one after the other."
-    )
-    mix_until: Literal["first", "all"] = Field(
-        "first", description="Mixing by weights ends when the first source is used up, or repeats short ones until all."
-    )
-    mix_seed: Count = Field(0, description="Seed of the draws between weighted sources.")
-    recipe: Literal[tuple(RECIPES)] | None = Field(  # type: ignore[valid-type]
-        None, description="Sets the keys that read records of this kind, unless they are given (docs/data.md)."
-    )
-    text_field: str = Field("text", min_length=1, description="The field (column) that holds the text.")
-    text_template: str | None = Field(
-        None, description="A format over the fields, such as '{question}\\n{answer}', instead of text_field."
-    )
-    prompt_template: str | None = Field(
-        None, description="A format over the fields that stands in front of the text: read, but not learnt."
-    )
-    messages_field: str | None = Field(
-        None,
-        min_length=1,
-        description="The field that holds a chat, [{role, content}, ...]: written by the tokenizer's chat template, "
-        "only the assistant's turns are learnt.",
-    )
-    message_keys: dict[Literal["role", "content", "tool_calls"], str] = Field(
-        {}, description="What a chat's messages call these keys; {from, value} are known."
-    )
-    roles: dict[str, str] = Field(
-        {}, description="What a chat's roles mean: system, user, assistant or tool; human, gpt and such are known."
-    )
-    tools_field: str = Field("tools", min_length=1, description="The field with a chat's tools, if a record has it.")
-    target_field: str | None = Field(
-        None, min_length=1, description="The field of text_template whose number alone the regression learns."
-    )
-    number_types: Annotated[list[str], Field(max_length=100)] = Field(
-        [],
-        description="Fields of text_template: the numbers in each are a type of their own, with its own P and its own "
-        "regression; all others are of the type other (seed S4 4.7.2).",
-    )
-    more_values: list[str] = Field(
-        [],
-        description="Fields with further values of target_field's number, such as the upper end of a range; the text "
-        "does not hold them, a prediction does (seed S4 4.7.1).",
-    )
-    labels_field: str | None = Field(
-        None,
-        min_length=1,
-        description="The field {word: true or false, ...}: behind the text these words hold, those do not, and of all "
-        "others nothing is known (partial labels); a text without it ends as usual.",
-    )
-    sample_by: Literal["line", "paragraph", "document"] = Field("line", description="What one text of a .txt file is.")
-    sequence_length: Positive = Field(512, description="Longest sequence, in tokens.")
-    long_texts: Literal["cut", "truncate", "drop"] = Field(
-        "cut", description="Texts of more tokens: cut into pieces that are all learnt, only the beginning, or none."
-    )
-    pack: bool = Field(False, description="Concatenate texts to full sequences, attention kept inside each text.")
-    group_by_length: bool = Field(
-        False, description="Put sequences of similar length into one step: less padding, the order less random."
-    )
-    calculator_marks: Literal["strip", "keep"] = Field(
-        "strip", description="GSM8K's <<48/2=24>> marks: removed, or kept as text."
-    )
-    numeric_targets: Literal["all", "last"] = Field(
-        "all", description="Which numbers the regression learns: all, or only the last of each text."
-    )
-    deduplicate: bool = Field(False, description="Use equal texts once.")
-    min_tokens: Positive | None = Field(None, description="Leave out texts of fewer tokens.")
-    max_tokens: Positive | None = Field(None, description="Leave out texts of more tokens.")
-    max_text_mib: Above0 = Field(16.0, description="A line or record of more MiB is a bad line.")
-    on_bad_line: Literal["error", "skip"] = Field(
-        "error", description="A broken line, an empty text, a missing field: stop, or count and skip."
-    )
-    empty_cell: str | None = Field(
-        None,
-        description="What stands in a template for an empty cell, a null, a NaN or a field that a JSON record lacks; "
-        "default: nothing for an empty cell, and the others are bad lines, as is any in target_field.",
-    )
-    decimal_comma: bool = Field(False, description="Read 1.234,5 in a cell of CSV files as 1234.5.")
-    on_nonfinite: Literal["error", "skip"] = Field(
-        "error", description="A number that overflows to infinity: stop, or leave it as text and count it."
-    )
-    limit: Positive | None = Field(None, description="Use only the first so many texts of train.")
-    cache_dir: str | None = Field(
-        None,
-        min_length=1,
-        description="Folder of prepared data; default: $CQWEN_DATA_CACHE or ~/.cache/cqwen/data, and small files are "
-        "read into memory instead.",
-    )
-    workers: Positive | None = Field(None, description="Processes that tokenise; default: one a core.")
-    prefetch: Count = Field(2, description="Steps whose batches are made ahead of time; 0: none.")
-    numbers: NumberPolicy = Field(NumberPolicy(), description="Which numerals become <NUM>.")
+    train: Sources
+    """Source(s): .jsonl, .json, .csv, .tsv, .txt (each also .gz), .parquet, a pattern of such files (shards/*.jsonl), a
+    folder that `datasets` saved or can load, hf:NAME[/CONFIG][#SPLIT], or bundled:NAME."""
+    eval: Sources | None = None
+    """Held-out data; default: eval_fraction of train."""
+    eval_fraction: Share = 0.0
+    """Share of train that is held out when `eval` is not given."""
+    watch: dict[Annotated[str, Field(pattern="^[a-z0-9_]+$")], WatchedTexts] = Field({})
+    """Texts of other kinds by name, not trained on: every evaluation logs watch/NAME/accuracy and the base model's own,
+    which shows what a run forgets."""
+    weights: Annotated[list[Above0], Field(min_length=2)] | None = None
+    """How often each source of train is drawn from; default: the sources one after the other."""
+    mix_until: Literal["first", "all"] = "first"
+    """Mixing by weights ends when the first source is used up, or repeats short ones until all."""
+    mix_seed: Count = 0
+    """Seed of the draws between weighted sources."""
+    recipe: Literal[tuple(RECIPES)] | None = None  # type: ignore[valid-type]
+    """Sets the keys that read records of this kind, unless they are given (docs/data.md)."""
+    text_field: str = Field("text", min_length=1)
+    """The field (column) that holds the text."""
+    text_template: str | None = None
+    """A format over the fields, such as '{question}\\n{answer}', instead of text_field."""
+    prompt_template: str | None = None
+    """A format over the fields, in front of the text: read, but not learnt."""
+    messages_field: str | None = Field(None, min_length=1)
+    """The field that holds a chat, [{role, content}, ...]: written by the tokenizer's chat template, only the
+    assistant's turns are learnt."""
+    message_keys: dict[Literal["role", "content", "tool_calls"], str] = Field({})
+    """What a chat's messages call these keys; {from, value} are known."""
+    roles: dict[str, str] = Field({})
+    """What a chat's roles mean: system, user, assistant or tool; human, gpt and such are known."""
+    tools_field: str = Field("tools", min_length=1)
+    """The field with a chat's tools, if a record has it."""
+    target_field: str | None = Field(None, min_length=1)
+    """The field of text_template whose number alone the regression learns."""
+    number_types: Annotated[list[str], Field(max_length=100)] = Field([])
+    """Fields of text_template: the numbers in each are a type of their own, with its own P and its own regression; all
+    others are of the type other (seed S4 4.7.2)."""
+    more_values: list[str] = Field([])
+    """Fields with further values of target_field's number, such as the upper end of a range; the text does not hold
+    them, a prediction does (seed S4 4.7.1)."""
+    labels_field: str | None = Field(None, min_length=1)
+    """The field {word: true or false, ...}: words that can come next after the text, and words that cannot; nothing is
+    known of all others (partial labels); a text without it ends as usual."""
+    sample_by: Literal["line", "paragraph", "document"] = "line"
+    """What one text of a .txt file is."""
+    sequence_length: Positive = 512
+    """Longest sequence, in tokens."""
+    long_texts: Literal["cut", "truncate", "drop"] = "cut"
+    """Texts of more tokens: cut into pieces that are all learnt, only the beginning, or none."""
+    pack: bool = False
+    """Concatenate texts to full sequences, attention kept inside each text."""
+    group_by_length: bool = False
+    """Put sequences of similar length into one step: less padding, the order less random."""
+    calculator_marks: Literal["strip", "keep"] = "strip"
+    """GSM8K's <<48/2=24>> marks: removed, or kept as text."""
+    numeric_targets: Literal["all", "last"] = "all"
+    """Which numbers the regression learns: all, or only the last of each text."""
+    deduplicate: bool = False
+    """Use equal texts once."""
+    min_tokens: Positive | None = None
+    """Leave out texts of fewer tokens."""
+    max_tokens: Positive | None = None
+    """Leave out texts of more tokens."""
+    max_text_mib: Above0 = 16.0
+    """A line or record of more MiB is a bad line."""
+    on_bad_line: Literal["error", "skip"] = "error"
+    """A broken line, an empty text, a missing field: stop, or count and skip."""
+    empty_cell: str | None = None
+    """What stands in a template for an empty cell, a null, a NaN or a field that a JSON record lacks; default: nothing
+    for an empty cell, and the others are bad lines, as is any in target_field."""
+    decimal_comma: bool = False
+    """Read 1.234,5 in a cell of CSV files as 1234.5."""
+    on_nonfinite: Literal["error", "skip"] = "error"
+    """A number that overflows to infinity: stop, or leave it as text and count it."""
+    limit: Positive | None = None
+    """Use only the first so many texts of train."""
+    cache_dir: str | None = Field(None, min_length=1)
+    """Folder of prepared data; default: $CQWEN_DATA_CACHE or ~/.cache/cqwen/data, and small files are read into memory
+    instead."""
+    workers: Positive | None = None
+    """Processes that tokenise; default: one a core."""
+    prefetch: Count = 2
+    """Steps whose batches are made ahead of time; 0: none."""
+    numbers: NumberPolicy = NumberPolicy()
+    """Which numerals become <NUM>."""
 
     def of_watched(self, name: str) -> DataConfig:
         """The config that reads `watch[name]`: numbers and lengths as in the run, whole texts, in order."""

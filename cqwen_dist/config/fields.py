@@ -33,6 +33,9 @@ def refused(key: str, found: object, allowed: str) -> PydanticCustomError:
 
 
 class Section(BaseModel):
-    """A part of the config: no unknown keys, no NaN or infinity, never changed once read."""
+    """A part of the config: no unknown keys, no NaN or infinity, never changed once read.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    The text below a key is its description in the JSON Schema.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -46,6 +46,8 @@ def json_schema(basic_only: bool = False) -> str:
             if basic_only and not basic:
                 continue
             kept[name] = {**found, "x-tier": "basic" if basic else "expert"}
+            if "description" in found:
+                kept[name]["description"] = " ".join(found["description"].split())
             for other in sections_of(found):
                 used.add(other)
                 mark(definitions[other], place)

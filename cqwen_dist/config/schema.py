@@ -1,4 +1,4 @@
-"""The schema of a run: a field is a type, a default and one sentence."""
+"""The schema of a run: a key is a type, a default, and one sentence below it."""
 
 from __future__ import annotations
 
@@ -18,103 +18,99 @@ from cqwen_dist.config.training import LossConfig, Stage
 class ParallelConfig(Section):
     """How the run is spread over ranks."""
 
-    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool)] = Field(
-        1, description="DeepSpeed ZeRO stage of everything but the heads."
-    )
-    vocab_group_size: Positive = Field(
-        1, description="Ranks that share the vocabulary's rows; 1: every rank holds all."
-    )
-    offload: Literal["none", "optimizer"] = Field("none", description="Keep the engine's optimizer in host memory.")
-    timeout_min: Above0 = Field(30.0, description="Minutes a rank waits for the others before the run fails.")
+    zero_stage: Annotated[Literal[1, 2, 3], BeforeValidator(no_bool)] = 1
+    """DeepSpeed ZeRO stage of everything but the heads."""
+    vocab_group_size: Positive = 1
+    """Ranks that share the vocabulary's rows; 1: every rank holds all."""
+    offload: Literal["none", "optimizer"] = "none"
+    """Keep the engine's optimizer in host memory."""
+    timeout_min: Above0 = 30.0
+    """Minutes a rank waits for the others before the run fails."""
 
 
 class FeatureCacheConfig(Section):
     """Stages in which nothing before z trains: z is computed once and stored; the epochs train the heads from it."""
 
-    mode: Literal["auto", "never", "require"] = Field(
-        "auto", description="auto: where it is valid and saves time; require: refuse the run where it is not."
-    )
-    dir: str | None = Field(
-        None, min_length=1, description="Folder that keeps it for other runs; default: in the run's, for its stage."
-    )
-    max_gib: Above0 | None = Field(None, description="Largest cache in GiB; default: what the disk has free.")
+    mode: Literal["auto", "never", "require"] = "auto"
+    """auto: where it is valid and saves time; require: refuse the run where it is not."""
+    dir: str | None = Field(None, min_length=1)
+    """Folder that keeps it for other runs; default: in the run's, for its stage."""
+    max_gib: Above0 | None = None
+    """Largest cache in GiB; default: what the disk has free."""
 
 
 class TrainConfig(Section):
     """The optimizer step."""
 
-    global_batch_size: Positive = Field(32, description="Sequences per optimizer step, over all ranks.")
-    micro_batch_size: Positive = Field(8, description="Sequences per rank and forward; accumulation follows.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Backbone and GEMMs; the heads' weights stay fp32.")
-    max_grad_norm: Above0 | Literal["usual"] | None = Field(
-        None,
-        description="Clip of the joint gradient norm: a number (S4 1.5.3: 1), or usual, three times the median of this "
-        "stage's last 64 steps; default: usual when start is calibrated, 1 in the seed presets.",
-    )
-    weight_decay: NonNegative = Field(
-        0.0, description="AdamW decay of matrices; biases, C and b_noise are never decayed."
-    )
-    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW betas.")
-    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = Field(
-        0, description="Seed of the initialisation and of the order of samples."
-    )
-    max_refused_steps: Positive = Field(
-        3,
-        description="Steps in a row that may be refused, because their loss or gradient is not finite, before the run "
-        "stops; fewer are skipped, and named in alarms.jsonl.",
-    )
-    check_ranks_every: Count = Field(
-        100,
-        description="Steps between comparisons of what all ranks must hold equal (`training.replicas`), as every save "
-        "makes them; 0: never.",
-    )
-    checkpoint_every: Positive = Field(200, description="Optimizer steps between checkpoints (also at stage ends).")
-    eval_every: Positive = Field(200, description="Optimizer steps between evaluations (also at stage ends).")
-    keep_checkpoints: Positive = Field(3, description="Newest checkpoints that are kept.")
-    keep_best: Count = Field(1, description="Best checkpoints that are kept in addition; 0: none.")
-    best_metric: str = Field(
-        "eval/cls_loss_mean",
-        pattern="^(eval|watch)/.",
-        description="Metric of an evaluation at the checkpoint's own step that says which is best: the highest "
-        "accuracy, precision, recall or f1, the lowest of any other.",
-    )
-    keep_every: Count = Field(0, description="Keep every checkpoint whose step is a multiple of this; 0: none.")
-    background_save: bool = Field(True, description="Write checkpoints while training continues; false: wait for each.")
-    thresholds: Literal["per-word", "scalar", "fixed"] = Field("per-word", description="How C is learnt.")
-    train_class_bias: bool = Field(False, description="Train b_cls too (it moves loc_S; C does not).")
-    feature_cache: FeatureCacheConfig = Field(
-        FeatureCacheConfig(), description="z of stages that train the heads alone, computed once."
-    )
+    global_batch_size: Positive = 32
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: Positive = 8
+    """Sequences per rank and forward; accumulation follows."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Backbone and GEMMs; the heads' weights stay fp32."""
+    max_grad_norm: Above0 | Literal["usual"] | None = None
+    """Clip of the joint gradient norm: a number (S4 1.5.3: 1), or usual, three times the median of this stage's last 64
+    steps; default: usual when start is calibrated, 1 in the seed presets."""
+    weight_decay: NonNegative = 0.0
+    """AdamW decay of matrices; biases, C and b_noise are never decayed."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW betas."""
+    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
+    """Seed of the initialisation and of the order of samples."""
+    max_refused_steps: Positive = 3
+    """Steps in a row that may be refused, because their loss or gradient is not finite, before the run stops; fewer are
+    skipped, and named in alarms.jsonl."""
+    check_ranks_every: Count = 100
+    """Steps between comparisons of what all ranks must hold equal (`training.replicas`), as every save makes them; 0:
+    never."""
+    checkpoint_every: Positive = 200
+    """Optimizer steps between checkpoints (also at stage ends)."""
+    eval_every: Positive = 200
+    """Optimizer steps between evaluations (also at stage ends)."""
+    keep_checkpoints: Positive = 3
+    """Newest checkpoints that are kept."""
+    keep_best: Count = 1
+    """Best checkpoints that are kept in addition; 0: none."""
+    best_metric: str = Field("eval/cls_loss_mean", pattern="^(eval|watch)/.")
+    """Metric of an evaluation at the checkpoint's own step that says which is best: the highest accuracy, precision,
+    recall or f1, the lowest of any other."""
+    keep_every: Count = 0
+    """Keep every checkpoint whose step is a multiple of this; 0: none."""
+    background_save: bool = True
+    """Write checkpoints while training continues; false: wait for each."""
+    thresholds: Literal["per-word", "scalar", "fixed"] = "per-word"
+    """How C is learnt."""
+    train_class_bias: bool = False
+    """Train b_cls too (it moves loc_S; C does not)."""
+    feature_cache: FeatureCacheConfig = FeatureCacheConfig()
+    """z of stages that train the heads alone, computed once."""
 
 
 class RunConfig(Section):
     """The run's folder, name, and loggers."""
 
-    dir: str = Field("runs/default", min_length=1, description="The run's folder; the same command resumes it.")
-    name: str | None = Field(None, description="Shown in W&B; default: the folder's name.")
-    resume: Literal["auto", "last-good", "never", "restart"] = Field(
-        "auto",
-        description="If the folder holds a checkpoint: auto resumes from it and refuses a damaged one, last-good takes "
-        "the one before a damaged one, never refuses to resume, restart archives the folder and begins anew.",
-    )
-    accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field(
-        [],
-        description="Inputs that may differ from those that the checkpoint was trained with (texts, held-out texts, "
-        "tokenizer, base); any other that does is refused.",
-    )
-    stop_after: str | None = Field(
-        None,
-        description="A stage after which the command ends without error and the run is paused. A command without this "
-        "key, or with a later stage, resumes it: so jobs with different resources share a run.",
-    )
-    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases logging.")
-    wandb_project: str = Field("cqwen", description="W&B project.")
-    tensorboard: bool = Field(False, description="Also write TensorBoard events, to DIR/tensorboard (extra package).")
-    peak_tflops: Above0 | None = Field(
-        None,
-        description="What one rank's device can do, for perf/mfu; default: the data sheet's dense bf16 peak of common "
-        "GPUs, else no perf/mfu.",
-    )
+    dir: str = Field("runs/default", min_length=1)
+    """The run's folder; the same command resumes it."""
+    name: str | None = None
+    """Shown in W&B; default: the folder's name."""
+    resume: Literal["auto", "last-good", "never", "restart"] = "auto"
+    """If the folder holds a checkpoint: auto resumes from it and refuses a damaged one, last-good takes the one before
+    a damaged one, never refuses to resume, restart archives the folder and begins anew."""
+    accept: list[Literal["data", "eval", "tokenizer", "base"]] = Field([])
+    """Inputs that may differ from those that the checkpoint was trained with (texts, held-out texts, tokenizer, base);
+    any other that does is refused."""
+    stop_after: str | None = None
+    """A stage after which the command ends without error and the run is paused. A command without this key, or with a
+    later stage, resumes it: so jobs with different resources share a run."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases logging."""
+    wandb_project: str = "cqwen"
+    """W&B project."""
+    tensorboard: bool = False
+    """Also write TensorBoard events, to DIR/tensorboard (extra package)."""
+    peak_tflops: Above0 | None = None
+    """What one rank's device can do, for perf/mfu; default: the data sheet's dense bf16 peak of common GPUs, else no
+    perf/mfu."""
 
 
 # Found on SmolLM2-135M (docs/training.md, Rates).
@@ -130,17 +126,15 @@ class Config(Section):
 
     model: ModelConfig
     data: DataConfig
-    start: Literal["calibrated", "seed", "seed-100"] = Field(
-        "calibrated", description="Start of the heads: from data, or the seeds' constants with C = 0 or 100."
-    )
+    start: Literal["calibrated", "seed", "seed-100"] = "calibrated"
+    """Start of the heads: from data, or the seeds' constants with C = 0 or 100."""
     loss: LossConfig = LossConfig()
     stages: Annotated[list[Stage], Field(min_length=1)] = DEFAULT_STAGES
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig = TrainConfig()
     run: RunConfig = RunConfig()
-    deepspeed: dict[str, Any] = Field(
-        {}, description="Additions to DeepSpeed's configuration; what contradicts the rest is refused by name."
-    )
+    deepspeed: dict[str, Any] = Field({})
+    """Additions to DeepSpeed's configuration; what contradicts the rest is refused by name."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
