@@ -7,8 +7,7 @@ enter the loss as fp32 targets (bf16 is exact only to 256).
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -86,12 +85,3 @@ class TargetTransform:
         """ln dt/dv at raw values [...], float64: what turns a density of targets into one of raw numbers."""
         raw = values.double()
         return -math.log(self._unit[1]) - (torch.zeros_like(raw) if self.linear else raw.abs().log1p())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `from_dict` gives an equal transform."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> TargetTransform:
-        """The transform that `to_dict` wrote."""
-        return cls(**data)

@@ -254,7 +254,7 @@ _CHUNK = 1 << 16
 def _of_array(lines: _Lines) -> Iterator[Row]:
     """The records of a JSON array, one in memory at a time.
 
-    Raises: UserError where it is broken: no record behind that place can be found.
+    Raises: UserError where it is broken: no later record can be found.
     """
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, at, number, done, first = "", 0, 1, False, True

@@ -126,7 +126,7 @@ def _unwritten(what: str) -> UserError:
 
 
 def _is_learnt(message: Mapping[str, Any]) -> bool:
-    """Whether the assistant says it, and it is not of OpenAI's weight 0."""
+    """Whether it is the assistant's, without OpenAI's weight 0."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
@@ -66,8 +67,8 @@ def write_records(rows: Any, path: Path, key: str, text_field: str = "text", kee
 def text_batches(
     texts: Iterable[str], tokenizer: NumericalAwareTokenizer, context: int, tokens: int
 ) -> tuple[list[Batch], dict[str, Any]]:
-    """About so many tokens of the first texts, as the training collator yields them, and the unit of their numbers (a
-    target transform as a dict). context: of the model, in tokens. Raises `UserError`."""
+    """Batches of the first texts, as the training collator yields them, and the unit of their numbers (a target
+    transform as a dict). context: of the model, in tokens; tokens: about how many to take. Raises `UserError`."""
     size, taken = 0, []
     for number, record in enumerate(records(texts, "texts"), 1):
         taken.append(Text(str(record.get("text")), f"texts:{number}"))
@@ -77,14 +78,14 @@ def text_batches(
     dataset = tokenise(taken, tokenizer, DataConfig(train="texts", sequence_length=min(512, context)))
     if not len(dataset):
         raise UserError("texts", "no text", "one or more")
-    unit = dataset.statistics().transform("standardise").to_dict()
+    unit = dataset.statistics().transform("standardise")
     batches, size = [], 0
     for batch in EvalLoader(dataset, rank=0, world=1, micro_batch_size=8):
         batches.append(batch)
         size += int(batch.attention_mask.sum())
         if size >= tokens:
             break
-    return batches, unit
+    return batches, asdict(unit)
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import as_list, read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
-# Files of so many bytes in all are read into memory (unless data.cache_dir is given).
+# Files of at most this many bytes together are read into memory (unless data.cache_dir is given).
 IN_MEMORY = 32 << 20
 
 

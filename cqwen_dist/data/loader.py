@@ -25,8 +25,7 @@ from cqwen_dist.data.dataset import TextDataset
 
 T = TypeVar("T")
 
-# Samples are sorted by length among those of so many steps.
-_GROUPED = 50
+_GROUPED = 50  # steps whose samples are sorted by length together
 
 
 def share(count: int, rank: int, world: int) -> range:
@@ -43,7 +42,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 def grouped_order(lengths: np.ndarray, seed: int, epoch: int, batch: int) -> np.ndarray:
     """`epoch_order` with samples of similar length in one step of `batch`: every 50 steps' samples are sorted by
-    length, cut into steps again, and the steps shuffled; what is left of the last step stays last."""
+    length, cut into steps again, and the steps shuffled; an incomplete last step stays last."""
     order = epoch_order(len(lengths), seed, epoch)
     whole = len(order) // batch
     for begin in range(0, whole * batch, _GROUPED * batch):
@@ -198,7 +197,7 @@ class Loader:
 class EvalLoader:
     """Every sample exactly once, in the data's order, split over ranks; each iteration starts anew.
 
-    All ranks make `len(loader)` batches, where need be of padding. Args: as `Loader`'s.
+    All ranks make `len(loader)` batches, some of padding alone. Args: as `Loader`'s.
     """
 
     def __init__(self, dataset: TextDataset, *, rank: int, world: int, micro_batch_size: int) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Pieces that are packed together: enough to fill rows (99 % and more), few enough to stay small in memory.
+# Pieces that are packed together: enough to fill rows to 99 % and more, few enough for the memory.
 _WINDOW = 1 << 16
 
 

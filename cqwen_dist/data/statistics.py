@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,6 @@ class NumericStatistics:
             return TargetTransform(name, self.log_median, self.log_scale)
         return TargetTransform(name, self.median, self.scale)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
 
 def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> NumericStatistics:
     """Median and IQR/2 of finite numbers. parts: this rank's, read again in every pass. All ranks call this.
@@ -69,7 +65,7 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
         ends = zip(pairs, places, strict=True)
         low, median, high = (float(np.quantile(read(pair), place % 1)) for pair, place in ends)
         scale = high / 2 - low / 2
-        if scale <= 1e-12 * abs(median):  # what rounding alone makes of equal numbers is no spread
+        if scale <= 1e-12 * abs(median):  # equal numbers, but for rounding
             sums = [float(np.abs(read(part) / 2 - median / 2).sum()) for part in parts()]
             scale = math.fsum(s for own in gather(sums) for s in own) / count  # the same in any order
         spreads.append((median, scale if scale > 1e-12 * abs(median) else 1.0))

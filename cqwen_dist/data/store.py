@@ -20,7 +20,7 @@ SCHEMA = pa.schema(
         ("numbers", pa.list_(pa.float64())),  # one for each <NUM> among the ids
         ("targets", pa.list_(pa.int8())),  # as many: 1 + its type where the regression learns it
         ("unlearnt", pa.list_(pa.int32())),  # start, end, start, end, ...: tokens that are read only
-        ("labels", pa.list_(pa.int32())),  # partial labels behind the text: w where word w holds, ~w where not
+        ("labels", pa.list_(pa.int32())),  # partial labels after the text: w if word w can come next, ~w if not
         ("more", pa.list_(pa.float64())),  # further values of the text's one target
         ("overflows", pa.int32()),
         ("left", pa.int32()),  # numerals that stayed text
@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
 
 
 def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Offsets of lists with so many members [n+1]."""
+    """Offsets [n+1] of lists with these counts of members [n]."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
@@ -42,8 +42,8 @@ class Document(NamedTuple):
     targets: np.ndarray  # [t] bool; True at a <NUM> whose value the regression learns
     learnt: np.ndarray | None = None  # [t] bool; False at tokens that are read only (a prompt's); None: all are learnt
     types: np.ndarray | None = None  # [t] int8: the type of a target, 0 for other; None: all are 0
-    more: np.ndarray | None = None  # [k] float64: further values of the one target; None: it is not here, or has none
-    labels: np.ndarray | None = None  # [k] int32: of the last token but one, w: w is next, ~w: it is not; None: usual
+    more: np.ndarray | None = None  # [k] float64: further values of the only target; None: without
+    labels: np.ndarray | None = None  # [k] int32: partial labels after the text (`SCHEMA`); None: without
 
 
 # One row of a batch: a single document, or several that were packed.
@@ -117,7 +117,7 @@ class TokenStore:
             learnt,
             types,
             more if len(more) and targets.any() else None,
-            labels if len(labels) and end == len(whole) else None,  # behind the text's last piece
+            labels if len(labels) and end == len(whole) else None,  # after the text's last piece
         )
 
     def column(self, name: str) -> np.ndarray:

@@ -17,7 +17,7 @@ _SINGLE = ("float", "float32", "halffloat", "float16")  # the names of Arrow and
 
 
 def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
-    """A file's blocks, each of at most so many rows."""
+    """A file's blocks. rows: of a block, at most."""
     import pyarrow.parquet
 
     number = 1
@@ -50,7 +50,7 @@ def _broken_table(error: Exception) -> BadLine:
 
 
 def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
-    """The rows of a folder or of a data set of the hub; `#SPLIT` behind its name (default train).
+    """The rows of a folder or of a data set of the hub; `#SPLIT` after its name (default train).
 
     Raises: UserError for what `datasets` cannot load.
     """

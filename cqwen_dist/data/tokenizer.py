@@ -2,7 +2,7 @@
 
 Text between numbers is tokenised piece by piece, spaces included: "costs 5 dollars" is "costs", " ", <NUM>,
 " dollars". Qwen's own pre-tokeniser cuts around a digit in the same way. <NUM> is the first row that no word uses. A
-Qwen2.5 vocabulary has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665); where there is none (most
+Qwen2.5 vocabulary has spare rows (V is 151,936 or 152,064, the tokenizer uses 151,665). If it has none (most
 Llamas), rows are added (`model.backbone.add_rows`). `cqwen_dist.batch` explains the letters of the shapes.
 """
 
@@ -47,7 +47,7 @@ class NumericalAwareTokenizer:
 
     Args:
         tokenizer: a fast tokenizer; it is not changed.
-        num_token_id: row of <NUM>; default: the first row behind the tokenizer's own (K = len(tokenizer)).
+        num_token_id: row of <NUM>; default: the first row after the tokenizer's own (K = len(tokenizer)).
         vocab_size: V of the model, to check that <NUM> has a row there, or can have one (`rows_for`).
         policy: which numerals are numbers; default: `NumberPolicy()`.
     Raises: UserError when the vocabulary is too small, num_token_id is a word's row, or the tokenizer is slow.

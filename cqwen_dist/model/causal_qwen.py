@@ -194,7 +194,7 @@ class CausalQwenModel(nn.Module):
     @property
     def target(self) -> TargetTransform:
         """The unit of Y."""
-        return TargetTransform.from_dict(self.config.target)
+        return TargetTransform(**self.config.target)
 
     def kept_features(self, batch: Batch, keep: Tensor, features: Callable[..., Tensor] | None = None) -> Tensor:
         """What the abduction reads of a training batch at the positions `keep` [N], such as `batch.kept`:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -66,7 +67,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.scale_activation = scale_activation
         self.scale_floor = scale_floor
         self.scalar_threshold = scalar_threshold
-        self.target = target or TargetTransform().to_dict()
+        self.target = target or asdict(TargetTransform())
         self.lora = lora
         self.calibration = calibration
         self.number_types, self.more_values = number_types, more_values

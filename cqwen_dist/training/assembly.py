@@ -6,7 +6,7 @@ The trainer, the benchmarks' rig and the tests use these, so what is measured or
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -255,7 +255,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         "tokenizer": tokenizer.digest(),
         "base": from_main_rank(lambda: base_digest(base_folder_of(config.base_folder), folder / DIGESTS)),
     }
-    target = statistics.transform(config.target_transform).to_dict()
+    target = asdict(statistics.transform(config.target_transform))
     training = build_training(config, runtime, groups, base, words, loaders.steps_per_epoch, target)
 
     return Run(

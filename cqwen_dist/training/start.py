@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def _make_start(run: Run) -> Place:
     config, say = run.config, run.progress.say
     for line in (*run.datasets.lines(), *_notes(config, run.model.config.vocab_size)):
         say(line)
-    start: dict[str, Any] = {"start": config.start, "statistics": run.statistics.to_dict()}
+    start: dict[str, Any] = {"start": config.start, "statistics": asdict(run.statistics)}
 
     threshold = read_threshold(config.model.threshold_init, run.model.config.vocab_size, row_range(run.model))
 
@@ -227,7 +227,7 @@ class WarmStart:
         for name, key in _SHAPE.items():
             if getattr(ours, name) != saved.get(name):
                 raise UserError(key, getattr(ours, name), f"{saved.get(name)!r}, as in {self.source}")
-        unit = TargetTransform.from_dict(saved["target"]).name
+        unit = TargetTransform(**saved["target"]).name
         if unit != config.target_transform:
             raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {self.source}")
         if ours.lora is not None and saved["lora"] is not None:

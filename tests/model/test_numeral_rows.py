@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -327,7 +327,7 @@ def told_by_features(seed: int) -> Batch:
 @torch.no_grad()
 def test_numbers_start_no_worse_than_by_their_median(target: str, dims: int) -> None:
     """In each unit, on batches that the start has not seen."""
-    model = turned(number_dims=dims, target=TARGETS[target].to_dict())
+    model = turned(number_dims=dims, target=asdict(TARGETS[target]))
     report = calibrate(model, [told_by_features(s) for s in range(4)], max_tokens=2000, numerals=DIGITS)
     held = told_by_features(100)
     *_, loc_y, scale_y = model(held.input_ids, held.numeric_values, held.attention_mask)
