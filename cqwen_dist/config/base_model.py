@@ -104,7 +104,7 @@ class ModelConfig(Section):
             found = Said("neither" if self.architecture is None else "both")
             raise refused("name_or_path/architecture", found, "exactly one of the two (set the other to null)")
         if self.pretrain is not None and self.architecture is None:
-            raise refused("pretrain", Said("it beside name_or_path"), "only beside architecture, on random weights")
+            raise refused("pretrain", Said("it with name_or_path"), "only with architecture, on random weights")
         if self.architecture is not None:
             try:
                 check_model_type(self.architecture.get("model_type"), "architecture.model_type")

@@ -226,7 +226,7 @@ class DataConfig(Section):
         if self.messages_field is not None:
             for key in ("text_template", "prompt_template", "target_field", "labels_field", "number_types"):
                 if getattr(self, key) not in (None, []):
-                    raise refused(key, Said(f"{key} beside messages_field"), "one of the two")
+                    raise refused(key, Said(f"{key} with messages_field"), "one of the two")
         elif self.message_keys or self.roles:
             raise refused("message_keys" if self.message_keys else "roles", Said("no messages_field"), "both, or none")
         return self

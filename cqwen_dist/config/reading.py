@@ -153,12 +153,9 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
 def _default_at(path: tuple[str, ...]) -> dict[str, Any] | list[Any]:
     """The value that an override changes where the file has none: the schema's list, or an empty section."""
     section = section_of(annotation_at(path[:-1]))
-    if section is None or path[-1] not in section.model_fields:
-        return {}
-    default = section.model_fields[path[-1]].get_default()
-    if not isinstance(default, (list, tuple)):
-        return {}
-    return [item.model_dump() if isinstance(item, Section) else item for item in default]
+    field = None if section is None else section.model_fields.get(path[-1])
+    default = None if field is None else field.get_default()
+    return _plain(default) if isinstance(default, (list, tuple)) else {}
 
 
 def _where(text: str) -> str:
@@ -170,10 +167,10 @@ def changed_keys(old: Config, new: Config, begun: bool = True) -> list[tuple[str
     """The dotted keys in which two configs differ; begun: only those that a resumed run may not change."""
 
     def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+        if isinstance(value, list):
+            value = dict(enumerate(value))
         if isinstance(value, dict):
             return {k: v for key, item in value.items() for k, v in flat(item, f"{prefix}{key}.").items()}
-        if isinstance(value, list):
-            return {k: v for i, item in enumerate(value) for k, v in flat(item, f"{prefix}{i}.").items()}
         return {prefix[:-1]: value}
 
     a, b = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))

@@ -49,7 +49,7 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(r) instead (rank-stabilised LoRA)."""
     dora: bool = False
-    """Learn the magnitude of each weight beside its direction (DoRA)."""
+    """Learn the magnitude of each weight apart from its direction (DoRA)."""
     lr_ratio: Above0 = 1.0
     """LoRA+: the rate of the B matrices as a multiple of A's."""
 
