@@ -33,6 +33,11 @@ class DiskError(UserError):
         self.away = away
 
 
+def reason_of(error: object, most: int = 160) -> str:
+    """An error's message in one line, cut to `most` characters; its type if it has no message."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 @contextmanager
 def writing(key: str, path: object, allowed: str = "a file that can be written") -> Iterator[None]:
     """Turns an `OSError` while `path` is written into a `UserError` about `key`."""

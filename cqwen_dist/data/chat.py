@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from cqwen_dist.config import UserError
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, reason_of
 from cqwen_dist.data.cells import BadLine
 
 # Qwen's own form, for a tokenizer that has no template.
@@ -109,7 +109,7 @@ class Chat:
             chats = [[dict(message) for message in messages]]
             filled = render_jinja_template(chats, tools, chat_template=template, **options, **self._names)
         except Exception as error:  # whatever the template's own code raises
-            raise BadLine("no chat", _one_line(error), "a chat that the chat template takes") from None
+            raise BadLine("no chat", reason_of(error, 100), "a chat that the chat template takes") from None
         return str(filled[0][0])
 
 
@@ -142,7 +142,3 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
     core = content.strip()
     start = len(content) - len(content.lstrip())
     return {**message, "content": f"{content[:start]}{_OPEN}{core}{_CLOSE}{content[start + len(core) :]}"}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:100] or type(error).__name__

@@ -29,7 +29,7 @@ import pyarrow as pa
 from filelock import FileLock
 
 from cqwen_dist.config import DataConfig, UserError, source_files
-from cqwen_dist.config.errors import writing
+from cqwen_dist.config.errors import reason_of, writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import BlockWork, worked
@@ -246,6 +246,5 @@ def _revision(source: str, name: str, key: str) -> str:
     try:
         info = HfApi().dataset_info("/".join(name.removeprefix("hf:").split("/")[:2]))
     except Exception as error:  # offline, unknown, private: whatever the client raises
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise UserError(key, source, f"a data set that the hub has ({reason})") from None
+        raise UserError(key, source, f"a data set that the hub has ({reason_of(error, 120)})") from None
     return str(info.sha)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.errors import reason_of
 from cqwen_dist.data.cells import BadLine, shortened
 from cqwen_dist.data.records import Block, Row, given, needed_columns
 
@@ -45,8 +46,7 @@ def _table_rows(name: str, first: int, batch: pyarrow.RecordBatch) -> Iterator[R
 
 
 def _broken_table(error: Exception) -> BadLine:
-    reason = " ".join(str(error).split())[:100]
-    return BadLine("broken Parquet", f"no readable table ({reason})", "a Parquet file")
+    return BadLine("broken Parquet", f"no readable table ({reason_of(error, 100)})", "a Parquet file")
 
 
 def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
@@ -69,8 +69,7 @@ def of_datasets(source: str, config: DataConfig, key: str) -> Iterator[Row]:
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise UserError(key, source, f"what `datasets` can load ({reason})") from None
+        raise UserError(key, source, f"what `datasets` can load ({reason_of(error)})") from None
 
 
 def _opened(source: str, name: str, split: str, key: str) -> Any:

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from cqwen_dist.batch import pad_rows
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_with_number
+from cqwen_dist.config.errors import reason_of
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
 from cqwen_dist.data.encoder import NumberEncoder
 from cqwen_dist.data.numbers import find_numbers
@@ -109,8 +110,8 @@ class NumericalAwareTokenizer:
             loader = PreTrainedTokenizerFast if _is_ours(folder) else AutoTokenizer
             tokenizer = loader.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
         except Exception as error:  # the Rust side raises bare `Exception` for a broken tokenizer.json
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError("model.tokenizer", name, f"a tokenizer's folder or hub name ({reason[:200]})") from None
+            allowed = f"a tokenizer's folder or hub name ({reason_of(error, 200)})"
+            raise UserError("model.tokenizer", name, allowed) from None
         saved = folder / POLICY_FILE
         if saved.is_file():
             row, its = read_policy(saved)
@@ -220,8 +221,7 @@ def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return int(data["num_token_id"]), NumberPolicy(**data["policy"])
     except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split()[:20])
-        raise UserError(POLICY_FILE, reason, "the file as save_pretrained wrote it", str(path)) from None
+        raise UserError(POLICY_FILE, reason_of(error), "the file as save_pretrained wrote it", str(path)) from None
 
 
 def without_prefix(backend: Tokenizer) -> Tokenizer:
