@@ -24,7 +24,7 @@ from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, Literal
 from cqwen_dist.data.diabetes import diabetes_texts
-from cqwen_dist.data.records import Block, Row, Text, given, needed_columns, too_long
+from cqwen_dist.data.records import Block, Row, Text, needed_columns, too_long
 from cqwen_dist.data.tables import of_datasets, of_parquet
 from cqwen_dist.delimited import delimiter_of, read_cells
 
@@ -60,16 +60,16 @@ def _bundled(source: str, key: str) -> Block:
     if name not in _BUNDLED:
         raise UserError(key, source, " or ".join(f"bundled:{known}" for known in _BUNDLED))
     places = ((f"{source}:{number}", text) for number, text in enumerate(_BUNDLED[name](), 1))
-    return partial(given, [(where, Text(text, where)) for where, text in places])
+    return partial(list, [(where, Text(text, where)) for where, text in places])
 
 
 def _of_file(path: Path, config: DataConfig) -> Iterator[Block]:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    ending = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] == ".gz" else (suffixes or [""])[-1]
+    name = path.name.lower()
+    ending = Path(name.removesuffix(".gz")).suffix
     if ending == ".parquet":
         yield from of_parquet(path, config, _ROWS)
         return
-    with gzip.open(path, "rb") if suffixes[-1:] == [".gz"] else path.open("rb") as file:
+    with gzip.open(path, "rb") if name.endswith(".gz") else path.open("rb") as file:
         lines = _Lines(file, path, config)
         if ending in (".csv", ".tsv"):
             yield from _of_rows(_of_csv(lines, ending == ".tsv"))
@@ -93,10 +93,10 @@ def _of_rows(rows: Iterator[Row]) -> Iterator[Block]:
             row = row[0], BadLine("broken JSON", Said("values nested too deep"), "a few levels")
         held.append(row)
         if len(held) == _ROWS or size >= BLOCK:
-            yield partial(given, held)
+            yield partial(list, held)
             held, size = [], 0
     if held:
-        yield partial(given, held)
+        yield partial(list, held)
 
 
 def _size(value: object) -> int:
@@ -171,7 +171,7 @@ def _of_lines(lines: _Lines, parsed: ParsedLine) -> Iterator[Block]:
             yield partial(_line_rows, parsed, str(lines.path), first, b"".join(held))
             held, size = [], 0
         if isinstance(line, BadLine):
-            yield partial(given, [(lines.where, line)])
+            yield partial(list, [(lines.where, line)])
 
 
 def _line_rows(parsed: ParsedLine, name: str, first: int, data: bytes) -> Iterator[Row]:

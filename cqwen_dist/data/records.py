@@ -66,16 +66,11 @@ class ReadReport:
 
 # A place, with its record, the reason why it has none, or a text that is ready.
 Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
-# Gives rows, in any process: a module's function with its arguments.
+# Gives rows, in any process: a module's function with its arguments; `partial(list, rows)` for rows that are read.
 Block = Callable[[], Iterable[Row]]
 # A text, the characters that are learnt, and where the located fields are.
 _Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]]]
 _OTHERS = "*"  # in a template: all fields that the config does not name, a line each
-
-
-def given(rows: list[Row]) -> list[Row]:
-    """The block of rows that were read already is `partial(given, rows)`."""
-    return rows
 
 
 def _named_fields(config: DataConfig) -> list[str]:

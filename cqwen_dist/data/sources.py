@@ -26,7 +26,7 @@ from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.records import Block, Extractor, ReadReport, Text, given
+from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
 
 __all__ = ["ReadReport", "Text", "mixed", "read_split", "read_texts", "read_train"]
 
@@ -74,7 +74,7 @@ def train_blocks(config: DataConfig, report: ReadReport, chat: Chat) -> Iterator
         return
     for chunk in chunks(read_train(config, report, chat)):
         report.read -= len(chunk)  # `read_block` counts them again
-        yield partial(given, [(text.where, text) for text in chunk])
+        yield partial(list, [(text.where, text) for text in chunk])
 
 
 def read_train(config: DataConfig, report: ReadReport, chat: Chat | None = None) -> Iterator[Text]:

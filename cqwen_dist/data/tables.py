@@ -12,7 +12,7 @@ import pyarrow
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.errors import reason_of
 from cqwen_dist.data.cells import BadLine, shortened
-from cqwen_dist.data.records import Block, Row, given, needed_columns
+from cqwen_dist.data.records import Block, Row, needed_columns
 
 _SINGLE = ("float", "float32", "halffloat", "float16")  # the names of Arrow and of `datasets`
 
@@ -29,9 +29,9 @@ def of_parquet(path: Path, config: DataConfig, rows: int) -> Iterator[Block]:
                 yield partial(_table_rows, str(path), number, batch)
                 number += batch.num_rows
     except BadLine as bad:
-        yield partial(given, [(str(path), bad)])
+        yield partial(list, [(str(path), bad)])
     except pyarrow.ArrowException as error:
-        yield partial(given, [(f"{path}:{number}", _broken_table(error))])
+        yield partial(list, [(f"{path}:{number}", _broken_table(error))])
 
 
 def _table_rows(name: str, first: int, batch: pyarrow.RecordBatch) -> Iterator[Row]:
