@@ -18,20 +18,9 @@ if TYPE_CHECKING:
         TrainConfig,
         refuse_ranks,
     )
-    from cqwen_dist.config.training import (
-        GROUPS,
-        HEADS,
-        JUDGED,
-        ConstraintConfig,
-        LoraConfig,
-        LossConfig,
-        Ramp,
-        Stage,
-        Until,
-        rises,
-    )
+    from cqwen_dist.config.training import JUDGED, ConstraintConfig, LoraConfig, LossConfig, Ramp, Stage, Until, rises
 
-__all__ = ["GROUPS", "HEADS", "JUDGED", "TRAIN_TOKENIZER", "Config", "ConstraintConfig", "DataConfig"]
+__all__ = ["JUDGED", "TRAIN_TOKENIZER", "Config", "ConstraintConfig", "DataConfig"]
 __all__ += ["FeatureCacheConfig", "LoraConfig", "LossConfig", "ModelConfig", "NumberPolicy", "ParallelConfig"]
 __all__ += ["PretrainConfig", "Ramp", "RunConfig", "Stage", "TrainConfig", "Until", "UserError", "changed_keys"]
 __all__ += ["given_config", "json_schema", "load_config", "refuse_ranks", "rises", "source_files"]

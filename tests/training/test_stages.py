@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from cqwen_dist.config import GROUPS, HEADS, Config, DataConfig, ModelConfig, Stage, UserError
+from cqwen_dist.config import Config, DataConfig, ModelConfig, Stage, UserError
+from cqwen_dist.config.training import GROUPS, HEADS
 from cqwen_dist.training.stages import DEFAULT_SCALES_LR, Schedule, StagePlan
 
 
