@@ -107,7 +107,7 @@ def launch(
 
 
 def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
-    """Of `cqwen launch`. code: the launcher's; stopped: it was asked to stop; before, after: the status of the run."""
+    """The code of `cqwen launch`. code: the launcher's; stopped: on request; before, after: the run's status."""
     if code:
         return code if code == 2 else 1
     if after == before:  # the ranks ended before they wrote a status

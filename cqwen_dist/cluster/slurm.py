@@ -61,7 +61,7 @@ class Resources:
 
     @property
     def ranks(self) -> int:
-        """Of one node."""
+        """The ranks of one node."""
         return self.ranks_per_node or self.gpus_per_node or 1
 
 
@@ -102,7 +102,7 @@ class Job:
         return self.script.with_name(CONFIG)
 
     def directives(self) -> list[str]:
-        """Its #SBATCH lines, each option quoted as sbatch reads it."""
+        """The job's #SBATCH lines, each option quoted as sbatch reads it."""
         r = self.resources
         options = {
             "job-name": self.name,

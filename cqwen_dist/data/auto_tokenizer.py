@@ -23,8 +23,8 @@ KEPT = ("chat_template", "clean_up_tokenization_spaces", "model_max_length", "na
 class CausalQwenTokenizer(PreTrainedTokenizerFast):
     """What `AutoTokenizer.from_pretrained` gives for an exported folder once `cqwen_dist.auto` has been imported.
 
-    A tokenizer of transformers, but for what numbers need: calling it also gives numeric_values, padding keeps them,
-    and decoding takes them. `encode` gives ids alone, as transformers' do. Its tokenizer.json does not know <NUM>:
+    A tokenizer of transformers that also carries numbers: calling it gives numeric_values, padding keeps them, and
+    decoding takes them. `encode` gives ids alone, as transformers' do. Its tokenizer.json does not know <NUM>:
     without this package the same folder gives the plain tokenizer, which reads numerals as words.
 
     Args: num_token_id, policy, vocab_size: of `NumericalAwareTokenizer`; read_numbers: False: numerals are read as
@@ -128,7 +128,7 @@ class CausalQwenTokenizer(PreTrainedTokenizerFast):
         return int(super()._add_tokens(new_tokens, special_tokens))
 
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
-        """None: models are trained on texts without them."""
+        """0, as models are trained on texts without special tokens."""
         return 0
 
     # ---- reading ----

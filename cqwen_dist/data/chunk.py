@@ -52,7 +52,7 @@ class _Row(NamedTuple):
     unlearnt: list[int]  # start, end, start, end, ...
 
     def ids(self) -> bytes:
-        """As int32, without the end token."""
+        """The ids as bytes of int32, without the end token."""
         return b"".join([reading.ids for reading in self.readings])
 
     def overflows(self) -> list[str]:

@@ -89,7 +89,7 @@ def text_batches(
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it. Raises TypeError or ValueError."""
+    """A value as JSON can hold it. Raises TypeError or ValueError."""
     if isinstance(value, str) or value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

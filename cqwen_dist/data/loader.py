@@ -29,7 +29,7 @@ _GROUPED = 50  # steps whose samples are sorted by length together
 
 
 def share(count: int, rank: int, world: int) -> range:
-    """Rank's contiguous share of `count` things; shares differ by one at most, rank 0's is a largest."""
+    """Rank's contiguous share of `count` things; shares differ by one at most, and none is larger than rank 0's."""
     size, more = divmod(count, world)
     start = rank * size + min(rank, more)
     return range(start, start + size + (rank < more))

@@ -60,7 +60,7 @@ def _records(source: str, **keys: Any) -> Iterator[Any]:
 
 
 def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
-    """By the names and kinds of the fields that all records have."""
+    """The recipe of records, by the names and kinds of the fields that all of them have."""
     shared = [name for name in records[0] if all(name in record for record in records)]
 
     def all_are(kind: Callable[[Any], bool]) -> list[str]:
@@ -83,7 +83,7 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]] | None:
-    """A prompt and its answer, by the names of their fields."""
+    """The recipe of prompts with answers, by the names of their fields."""
     if {"instruction", "output"} <= shared:
         return "instructions (Alpaca)", RECIPES["alpaca" if with_input else "instructions"]
     pairs = (pair for pair in QUESTION_AND_ANSWER if shared.issuperset(pair))
@@ -91,7 +91,7 @@ def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]
 
 
 def _of_target(records: list[Any], target: str, source: str) -> tuple[str, dict[str, Any]]:
-    """A table's rows as `column: cell` lines, the target last."""
+    """The recipe of a table: rows become `column: cell` lines, the target last."""
     columns = list(records[0])
     if target not in columns:
         raise UserError("--target", target, f"a column of {source}: {', '.join(columns)}")

@@ -1,7 +1,7 @@
 """Tokenised texts as Arrow record batches, in memory or mapped from a file: one row a text.
 
-Numbers are kept once a <NUM>, not once a token: about 5 bytes a token in all. The file is Arrow's stream format, so
-`datasets.Dataset.from_file` opens it too.
+A row has one number for each <NUM>, not for each token: about 5 bytes a token in all. The file is in Arrow's stream
+format, so `datasets.Dataset.from_file` opens it too.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class ContentDigest:
         self._parts = [hashlib.sha256() for _ in range(7)]
 
     def update(self, batch: pa.RecordBatch) -> None:
-        """The next batch."""
+        """Adds the next batch."""
         view = _view_of(batch)
         counts = [np.diff(lists.at).astype(np.int64) for lists in (view.ids, view.numbers, view.unlearnt)]
         arrays = [*(lists.values for lists in view[:4]), *counts]
@@ -171,7 +171,7 @@ class ContentDigest:
                 self._parts[-1].update(np.diff(lists.at).data)
 
     def hexdigest(self) -> str:
-        """Of all so far."""
+        """The digest of all batches so far."""
         return hashlib.sha256(b"".join(part.digest() for part in self._parts)).hexdigest()
 
 

@@ -227,7 +227,7 @@ def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
 def without_prefix(backend: Tokenizer) -> Tokenizer:
     """The same tokenizer, or a copy that puts no space before a text, nor takes one away, as SentencePiece's do.
 
-    Texts are read in pieces, and such a space before each would be read, and written, as if it stood there.
+    Texts are read in pieces: such a space would be read, and written, before each of them.
     """
     before = [
         json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part is not None

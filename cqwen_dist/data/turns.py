@@ -21,8 +21,8 @@ _SHAREGPT = {
 def messages_of(found: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> list[dict[str, Any]]:
     """A chat's messages as chat templates want them. Raises `BadLine`.
 
-    keys: what messages call role, content and tool_calls; without: these names, or ShareGPT's from and value. roles:
-    what roles mean. A key whose value is null is as one that is not there (a table has every key in every message).
+    keys: the messages' names of role, content and tool_calls; default: these, or ShareGPT's from and value. roles: the
+    meaning of roles. A key whose value is null counts as missing: a table has every key in every message.
     """
     if not isinstance(found, (list, tuple)) or not found:
         raise BadLine("no chat", found, "a list of messages, [{role, content}, ...]")

@@ -136,7 +136,7 @@ def _add(values: Values, name: str, step: float, value: Any) -> None:
 
 
 def _curve(x: list[float], y: list[float]) -> Curve:
-    """At most POINTS points."""
+    """A metric's curve, thinned to at most POINTS points."""
     if len(x) <= POINTS:
         return Curve(x, [_short(v) for v in y])
     edges = [round(i * len(x) / POINTS) for i in range(POINTS + 1)]
