@@ -31,10 +31,10 @@ demo: base ## wine prices from text and numbers on a real base: a table, a pictu
 	$(BIN)/cqwen fit launch/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 4
 
 test: setup lint ## lint, types and the test suite, on two processes
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: setup lint ## with the slow tests (not those that need a GPU or SLURM's daemons)
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not gpu and not cluster'
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not cluster'
 
 # Instructions that every x86-64 has, and products that round by their shape: what only one CPU's rounding holds up, falls.
 OTHER_PATH := MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41

@@ -36,6 +36,9 @@ from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 
+# What a ridge on z behind a wide part must gain, in standard errors: 60 pairs of ridge and shrinkage are tried, and what
+# is left of a fold knows the other folds' numbers. On 85 wines and fewer, R2 fell from 0.48 to 0.12 where one was enough.
+SURE = 3.0
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
@@ -250,12 +253,19 @@ class _Start:
             raw = torch.cat([values, values.new_tensor([one.value for one in further])])
             told = target.forward(raw).double()
             read = None if wide is None else fit_wide(before, told, config.wide, config.random_features, tell)
-            g = torch.zeros_like(targets) if read is None else read.left_out[: len(values)].to(targets)
-            found = robust_ridge(x, targets - g, folds)
-            error = (target.inverse(found.left_out + g) - values).abs().median()
+            if read is None:
+                g, tables, own_folds, shift = torch.zeros_like(targets), {}, folds, 0.0
+            else:
+                # One cross-fit for both regressions, and the median of what the first leaves of all its numbers
+                left = told - read.left_out.to(told)
+                g, tables = read.left_out[: len(values)].to(targets), read.tables
+                own_folds = folds.new_tensor([text.fold for text in before[: len(values)]])
+                shift = float(left.median() - left[: len(values)].median())
+            found = robust_ridge(x, targets - g, own_folds, 0.0 if read is None else SURE)
+            error = (target.inverse(found.left_out + shift + g) - values).abs().median()
             of_median = (values - values.quantile(0.5)).abs().median()
-            tables = {} if read is None else read.tables
-            return tables, found.coefficients.cpu(), found.intercept, found.scale, float(error), float(of_median)
+            intercept = found.intercept + shift
+            return tables, found.coefficients.cpu(), intercept, found.scale, float(error), float(of_median)
 
         tables, coefficients, intercept, scale, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():

@@ -58,14 +58,14 @@ def ridge_by_leave_one_out(x: Tensor, y: Tensor, intercept: bool = True) -> tupl
     return parts.coefficients(along, best), 1 - least / spread
 
 
-def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit:
+def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None, sure: float = 0.0) -> RobustFit:
     """A ridge regression of y [n] on x [n,p] for Cauchy residuals: outliers hardly change it.
 
     Targets t are distances from the median, in units of half the interquartile range. They are clamped to `LIMIT` and
     weighted by 1/(1 + t^2). The ridge and a further shrinkage to the median are chosen by the Cauchy loss on folds left
-    out, among those whose median error is at most that of predicting the median. If none has a smaller loss, the
-    median is the answer, with coefficients 0. folds [n] int64 in [0, FOLDS): dependent points, such as numbers of one
-    text, share a fold (default: consecutive eighths).
+    out, among those whose median error is at most that of predicting the median. If the best of these does not have a
+    loss smaller by `sure` standard errors, the median is the answer, with coefficients 0. folds [n] int64 in
+    [0, FOLDS): dependent points, such as numbers of one text, share a fold (default: consecutive eighths).
     """
     n, p = x.shape
     zeros = torch.zeros(p, dtype=torch.float64, device=x.device)
@@ -94,11 +94,13 @@ def robust_ridge(x: Tensor, y: Tensor, folds: Tensor | None = None) -> RobustFit
     # The best shrinkage and ridge, fitted to all points
     shares = torch.tensor(SHARES, dtype=torch.float64, device=x.device)
     residuals = t - shares[:, None, None] * held_out  # [shares, ridges, n]
-    losses, errors = residuals.square().log1p().mean(-1), residuals.abs().median(-1).values
+    each, errors = residuals.square().log1p(), residuals.abs().median(-1).values
+    losses = each.mean(-1)
     losses[errors > t.abs().median()] = math.inf
-    if not float(losses.min()) < float(t.square().log1p().mean()):
-        return at_median
     share, ridge = divmod(int(losses.argmin()), len(RIDGES))
+    gain = t.square().log1p() - each[share, ridge]
+    if not float(losses.min()) < math.inf or not float(gain.mean()) > sure * float(gain.std()) / math.sqrt(n):
+        return at_median
     left_out, factor = SHARES[share] * held_out[ridge], SHARES[share] * unit
     ((coefficients, intercept),) = _weighted(x, clamped, weights, RIDGES[ridge : ridge + 1])
     scale = _scale(t - left_out) * unit

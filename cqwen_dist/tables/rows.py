@@ -20,7 +20,7 @@ from cqwen_dist.generate.table import NUMBER_COLUMNS
 from cqwen_dist.generate.table import read_table as read_csv
 
 LEAST_ROWS = 20
-MOST_VALID = 400
+ENOUGH_VALID, MOST_VALID = 200, 400
 Row = dict[str, str]
 
 
@@ -126,7 +126,8 @@ def split(rows: int, seed: int, test_fraction: float, test: Sequence[int] | None
     else:
         held = np.array(sorted(set(test)))
         rest = order[~np.isin(order, held)]
-    valid = min(max(round(len(rest) / 3), 4), MOST_VALID)  # the wide part is fitted to them as well
+    # A third; of few rows more, for intervals to be worth something: the wide part is fitted to these rows as well
+    valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held))
 
 

@@ -15,6 +15,7 @@ from cqwen_dist.config import load_config
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_two_starts_side_by_side(tmp_path: Path) -> None:
     """C and gamma_0 are what the points say, and a second call finds both done."""
     config = write_config(tmp_path, stages=[{"name": "heads", "train": ["heads"], "steps": 1}])
