@@ -36,8 +36,9 @@ from cqwen_dist.parallel.groups import ALONE, Groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 
-# What a ridge on z behind a wide part must gain, in standard errors: 60 pairs of ridge and shrinkage are tried, and what
-# is left of a fold knows the other folds' numbers. On 85 wines and fewer, R2 fell from 0.48 to 0.12 where one was enough.
+# What a ridge on z behind a wide part must gain, in standard errors: 60 pairs of ridge and shrinkage are tried, and
+# what is left of a fold knows the other folds' numbers. On 85 wines and fewer, one was not enough: R2 fell from 0.48
+# to 0.12.
 SURE = 3.0
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
