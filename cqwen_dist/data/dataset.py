@@ -239,6 +239,4 @@ def count(report: DataReport, store: TokenStore, texts: np.ndarray | None, overf
     report.targets = sum(map(len, store.parts("targets", texts)))
     report.overflows = int(store.column("overflows")[own].sum(dtype=np.int64))
     report.left = int(store.column("left")[own].sum(dtype=np.int64))
-    rows = np.array([row for row, _ in overflows], np.int64)
-    mine = np.ones(len(rows), bool) if texts is None else np.isin(rows, texts)
-    report.first_overflow = next((overflows[i][1] for i in np.flatnonzero(mine)), "")
+    report.first_overflow = next((place for row, place in overflows if texts is None or row in texts), "")
