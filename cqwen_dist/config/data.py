@@ -51,9 +51,8 @@ def source_files(source: str, key: str) -> list[str]:
     Raises `UserError` for a source that is neither bundled, nor of the hub, nor a folder, file or pattern with files.
     """
     path = Path(source).expanduser()
-    if source.startswith(("bundled:", "hf:")) or path.is_file():
-        return [source]
-    if Path(source.partition("#")[0]).expanduser().is_dir():
+    folder = Path(source.partition("#")[0]).expanduser()
+    if source.startswith(("bundled:", "hf:")) or path.is_file() or folder.is_dir():
         return [source]
     is_pattern = any(sign in source for sign in "*?[")
     found = sorted(file for file in glob(str(path), recursive=True) if Path(file).is_file()) if is_pattern else []
