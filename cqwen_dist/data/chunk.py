@@ -174,30 +174,24 @@ def _nested(rows: Sequence[Sequence[float]], dtype: Any) -> pa.ListArray:
 Done = tuple[Chunk, ReadReport]
 
 
-class BlockWork(NamedTuple):
-    """Reads a block and tokenises its texts; pickled once for each worker process."""
-
-    extract: Extractor
-    recipe: Recipe
-
-    def __call__(self, block: Block) -> Done:
-        """Raises: UserError for a bad line unless they are to be skipped."""
-        report = ReadReport()
-        return encode_chunk(list(read_block(block, self.extract, report)), self.recipe), report
+def encode_block(block: Block, extract: Extractor, recipe: Recipe) -> Done:
+    """Read a block and tokenise its texts. Raises: as `read_block` and `encode_chunk`."""
+    report = ReadReport()
+    return encode_chunk(list(read_block(block, extract, report)), recipe), report
 
 
-def worked(blocks: Iterator[Block], work: BlockWork, workers: int) -> Iterator[Done]:
-    """The result of each block, in order; several workers are kept busy with two blocks each.
+def encode_blocks(blocks: Iterator[Block], extract: Extractor, recipe: Recipe, workers: int) -> Iterator[Done]:
+    """`encode_block` of each block, in order; several workers are kept busy with two blocks each.
 
-    Raises: what reading and tokenising raise, at the block's turn; UserError for a worker that was killed.
+    Raises: what `encode_block` raises, at the block's turn; UserError for a worker that was killed.
     """
     first = list(islice(blocks, _WORTH)) if workers > 1 else []
     blocks = chain(first, blocks)
     if len(first) < _WORTH:
-        yield from (work(block) for block in blocks)
+        yield from (encode_block(block, extract, recipe) for block in blocks)
         return
     waiting: deque[Future[Done]] = deque()
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(work,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(extract, recipe)) as pool:
         try:
             for block in blocks:
                 waiting.append(pool.submit(_work, block))
@@ -213,13 +207,13 @@ def worked(blocks: Iterator[Block], work: BlockWork, workers: int) -> Iterator[D
                 future.cancel()
 
 
-_worker: list[BlockWork] = []
+_of_worker: list[tuple[Extractor, Recipe]] = []  # sent once to each worker process
 
 
-def _start(work: BlockWork) -> None:
+def _start(extract: Extractor, recipe: Recipe) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker.append(work)
+    _of_worker.append((extract, recipe))
 
 
 def _work(block: Block) -> Done:
-    return _worker[0](block)
+    return encode_block(block, *_of_worker[0])

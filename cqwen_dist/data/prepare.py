@@ -32,7 +32,7 @@ from cqwen_dist.config import DataConfig, UserError, source_files
 from cqwen_dist.config.errors import reason_of, writing
 from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.chunk import BlockWork, worked
+from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
 from cqwen_dist.data.records import Block, Extractor, ReadReport
 from cqwen_dist.data.sources import as_list, held_out, read_texts, train_blocks
@@ -176,10 +176,10 @@ class _Build:
         """A part, tokenised, to its file; returns what overflows. Raises: UserError where no text is usable."""
         config, report = self.config, self.reports.setdefault(name, DataReport())
         tokeniser, content = Tokeniser(self.tokenizer, config), ContentDigest()
-        work = BlockWork(Extractor(config, self.chat), tokeniser.recipe)
+        extract, workers = Extractor(config, self.chat), config.workers or len(os.sched_getaffinity(0))
         seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-            for chunk, read in worked(part, work, config.workers or len(os.sched_getaffinity(0))):
+            for chunk, read in encode_blocks(part, extract, tokeniser.recipe, workers):
                 self.reading.add(read)
                 new = None if seen is None else seen.new_ones(chunk.batch)
                 self.reading.duplicates += 0 if new is None else int((~new).sum())

@@ -18,7 +18,7 @@ from cqwen_dist.data import blocks as cutting
 from cqwen_dist.data.blocks import Row, blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.chunk import BlockWork, worked
+from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.dataset import Tokeniser
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.prepare import prepare, read_manifest
@@ -150,10 +150,9 @@ def _killed() -> Iterator[Row]:
 def test_a_killed_worker_is_one_line(tokenizer: NumericalAwareTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cqwen_dist.data.chunk._WORTH", 1)
     config = DataConfig(train="a")
-    tokeniser = Tokeniser(tokenizer, config)
-    work = BlockWork(Extractor(config, Chat()), tokeniser.recipe)
+    recipe = Tokeniser(tokenizer, config).recipe
     with pytest.raises(UserError, match=r"data\.workers: found no living process: one was killed"):
-        list(worked(iter([_killed]), work, 2))
+        list(encode_blocks(iter([_killed]), Extractor(config, Chat()), recipe, 2))
 
 
 def test_rows_of_any_size_make_blocks_of_a_bounded_one() -> None:
