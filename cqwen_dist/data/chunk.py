@@ -165,7 +165,7 @@ def _lists(values: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
 
 
 def _nested(rows: Sequence[Sequence[float]], dtype: Any) -> pa.ListArray:
-    """A list a row."""
+    """A column with a list for each row."""
     return _lists(np.fromiter(chain.from_iterable(rows), dtype), offsets_of([len(row) for row in rows]))
 
 
