@@ -26,7 +26,7 @@ class StopFlag:
     """Whether this rank was told to stop."""
 
     def __init__(self) -> None:
-        self.reason: str | None = None  # the signal's name
+        self.reason: str | None = None  # the signal's name, or what else asked for it
         self._interrupt = False
 
     @contextmanager
@@ -49,11 +49,15 @@ class StopFlag:
             if self.reason is not None:  # `cqwen launch` repeats the signal until its ranks have ended
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
+    def ask(self, reason: str) -> None:
+        """Tell this rank to stop, unless it was told to before."""
+        self.reason = self.reason or reason
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGINT and self.reason == name:
             raise KeyboardInterrupt
-        self.reason = self.reason or name
+        self.ask(name)
         if self._interrupt:
             self._interrupt = False
             raise Stopped(name)

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.identity import base_digest
+from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
+from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -27,7 +29,8 @@ from cqwen_dist.model.abduction import abduction_named
 from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.losses import gate_named
+from cqwen_dist.model.losses import LossOptions, gate_named
+from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
@@ -39,8 +42,8 @@ from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.run_evaluation import Evaluations, read_watched
 from cqwen_dist.training.features.cache import FeatureCache
+from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.replicas import Replicas
-from cqwen_dist.training.session import checkpoint_to_resume, run_saver
 from cqwen_dist.training.stage_loaders import StageLoaders
 from cqwen_dist.training.stages import Schedule, StagePlan
 from cqwen_dist.training.step import Stepper
@@ -48,6 +51,10 @@ from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 from cqwen_dist.training.zero.settings import deepspeed_config
+
+# Keys of the section `model` that the model takes as they are: of its start, of its shape.
+_START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}
+_SHAPE_KEYS = {"abduction", "causal_size", "wide", "random_features", "scale_activation"}
 
 
 class Base(NamedTuple):
@@ -178,48 +185,42 @@ def build_training(
         vocab_start=start,
         rows=stop - start,
         w_num_scale=config.w_num_scale,
-        b_noise_init=config.model.b_noise_init,
         num_row_init=config.num_row_init,
         numerals=words.numerals,
-        num_bias_init=config.model.num_bias_init,
-        reg_gain=config.model.reg_gain,
-        abduction=config.model.abduction,
-        causal_size=config.model.causal_size,
         number_dims=config.number_dims,
-        wide=config.model.wide,
-        random_features=config.model.random_features,
         line_ends=words.line_ends,
-        scale_activation=config.model.scale_activation,
         scalar_threshold=config.train.thresholds == "scalar",
         target=target,
         number_types=config.data.types,
         more_values=config.data.more_values or None,
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
+        **config.model.model_dump(include=_START_KEYS | _SHAPE_KEYS),
     )
-    _set_up_layers(model, config)
-    engine = Engine(model, config, runtime, groups)
-    constraint = Constraint(model, config.loss.constraint, engine.forward)
-    stepper = Stepper(
-        engine,
-        constraint,
-        config.loss,
-        seed=config.train.seed,
-        gemm_dtype=dtype_of(config.train.precision),
-        gate=gate_named(config.loss.gate),
-        used_rows=words.used_rows if config.loss.negatives == "used" else None,
-        slope_limit=config.slope_limit,
-        word_counts=words.counts,
-    )
-    schedule = Schedule(config.stages, steps_per_epoch)
-    replicas = Replicas(engine, groups, config.train.check_ranks_every)
-    return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
-
-
-def _set_up_layers(model: CausalQwenModel, config: Config) -> None:
     if config.model.gradient_checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     if config.model.compile_layers:
         compile_layers(model.transformer)
+    engine = Engine(model, config, runtime, groups)
+    constraint = Constraint(model, config.loss.constraint, engine.forward)
+    stepper = Stepper(engine, constraint, config.loss, _loss_options(config, model, words), config.train.seed)
+    replicas = Replicas(engine, groups, config.train.check_ranks_every)
+    schedule = Schedule(config.stages, steps_per_epoch)
+    return Training(config, runtime, groups, model, engine, constraint, stepper, replicas, schedule, words)
+
+
+def _loss_options(config: Config, model: CausalQwenModel, words: Words) -> LossOptions:
+    loss, action = config.loss, model.action
+    weights = class_weights(loss, words.counts, action.vocab_start, action.rows, model.config.vocab_size)
+    weights = None if weights is None else weights.to(action.cls_weight.device)
+    return LossOptions(
+        num_token_id=words.num_token_id,
+        alpha=loss.alpha,
+        gate=gate_named(loss.gate),
+        gate_grad=loss.gate_grad,
+        gemm_dtype=dtype_of(config.train.precision),
+        used_rows=words.used_rows if loss.negatives == "used" else None,
+        ovr=OvrOptions(weights, loss.vocab_reduction, loss.impl, slope_limit=config.slope_limit),
+    )
 
 
 def build_run(config: Config, runtime: Runtime) -> Run:
@@ -230,7 +231,10 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)
     progress = Progress(0, 0, silent=not runtime.is_main)
-    resume_from = from_main_rank(lambda: checkpoint_to_resume(config, progress.say))  # so is a damaged checkpoint
+    from_main_rank(lambda: finish_renames(folder))
+    resume_from, note = from_main_rank(lambda: choose_checkpoint(folder, config.run.resume))  # refuses a damaged one
+    if note:
+        progress.say(f"note: {note}")
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
     base, tokenizer = _load_base(config, runtime, world)
@@ -268,8 +272,27 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         inputs=inputs,
         cache=FeatureCache(config, runtime, training.engine, training.forward, inputs, progress),
         evaluations=_evaluations(training, datasets.eval, tokenizer, statistics, progress),
-        saver=run_saver(config, groups, runtime, progress.say),
+        saver=_saver(config, groups, runtime, progress),
         progress=progress,
+    )
+
+
+def _saver(config: Config, groups: Groups, runtime: Runtime, progress: Progress) -> Saver:
+    train = config.train
+    return Saver(
+        Path(config.run.dir),
+        groups,
+        Retention(
+            newest=train.keep_checkpoints,
+            best=train.keep_best,
+            every=train.keep_every,
+            metric=train.best_metric,
+            higher=rises(train.best_metric),
+        ),
+        background=train.background_save,
+        timeout_s=runtime.timeout_s,
+        on_failure=runtime.stop.ask,  # a failed save stops the run at its next step
+        say=progress.say,
     )
 
 
@@ -290,8 +313,8 @@ def _evaluations(
             EvalLoader(dataset, rank=runtime.rank, world=groups.world_size, micro_batch_size=size),
             groups,
             baseline_value=statistics.median if statistics.count else None,
-            used_rows=training.stepper.used_rows,
-            gemm_dtype=training.stepper.gemm_dtype,
+            used_rows=training.stepper.options.used_rows,
+            gemm_dtype=training.stepper.options.gemm_dtype,
             word_counts=word_counts,
             numerals=words.numerals,
             progress=progress.part,

@@ -108,7 +108,7 @@ class Callbacks:
     def ask(self, reason: str) -> None:
         """Stop the run, as a signal does."""
         self.asked = self.asked or reason
-        self._stop.reason = self._stop.reason or reason
+        self._stop.ask(reason)
 
     def agreed(self) -> str | None:
         """The reason if a callback, and no signal, stopped the run; else None. Collective over the world.

@@ -63,8 +63,9 @@ class Constraint:
         self.features_moved = False  # whether embedding or lora has ever trained
         self._adapted = False  # whether the run began with trained adapters
         self._abduction = _frozen_copy(model)
-        self._embedding: tuple[Tensor, Tensor] | None = None
-        self.unit: Tensor | float | None = None
+        self._w_num = torch.ones(model.config.hidden_size, device=self.device)
+        self._num_row = torch.ones_like(self._w_num)
+        self._spread = torch.ones(model.config.causal_hidden_size, device=self.device)
         self.multiplier = torch.tensor(config.beta, device=self.device)
         self._answer = torch.tensor(_ANSWER[0], device=self.device)
 
@@ -79,34 +80,31 @@ class Constraint:
         dimension in which nothing varies (a number dimension) is measured in its own scale.
         """
         self._abduction = _frozen_copy(self.model)
-        self._embedding = self._own(features["embedding.w_num"]), self._own(features["embedding.num_row"])
+        self._w_num.copy_(features["embedding.w_num"])
+        self._num_row.copy_(features["embedding.num_row"])
         self._adapted = any(bool(value.any()) for name, value in features.items() if is_lora_b(name))
         size = self.model.config.causal_hidden_size
-        locs, scales = [torch.zeros(0, size, device=self.device)], [torch.zeros(0, size, device=self.device)]
+        laws = [torch.zeros(2, 0, size, device=self.device)]
         for batch in batches:
             u = self._abduction(self._features(batch.to(self.device), batch.kept.to(self.device)))
-            locs.append(u.loc)
-            scales.append(u.scale)
-        loc, scale = torch.cat(locs).double(), torch.cat(scales).double()
+            laws.append(torch.stack([u.loc, u.scale]))
+        loc, scale = torch.cat(laws, 1).double()
         count = torch.full((size,), len(loc), dtype=torch.float64, device=self.device)
-        total = sum_over(torch.stack([loc.sum(0), scale.sum(0), count]))
-        mean, mean_scale = total[0] / total[2].clamp(min=1), total[1] / total[2].clamp(min=1)
-        variance = sum_over((loc - mean).square().sum(0)) / total[2].clamp(min=1)
-        self.spread = (variance + mean_scale.square()).sqrt().float().to(self.device)
-        self._set_unit()
+        *sums, tokens = sum_over(torch.stack([loc.sum(0), scale.sum(0), count]))
+        mean, mean_scale = torch.stack(sums) / tokens.clamp(min=1)
+        variance = sum_over((loc - mean).square().sum(0)) / tokens.clamp(min=1)
+        self._spread.copy_((variance + mean_scale.square()).sqrt())
 
-    def _set_unit(self) -> None:
-        named = self.config.unit
-        self.unit = self.spread if named == "spread" else None if named == "scale" else float(named)
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors that are the start, by their names in its file."""
+        abduction = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
+        return {**abduction, "w_num": self._w_num, "num_row": self._num_row, "spread": self._spread}
 
     def save(self, path: Path) -> None:
         """Write the start; one rank calls it."""
-        assert self._embedding is not None
-        tensors = {f"abduction.{name}": value for name, value in self._abduction.state_dict().items()}
-        tensors |= {"w_num": self._embedding[0], "num_row": self._embedding[1], "spread": self.spread}
-        tensors["adapted"] = torch.tensor(self._adapted)
+        tensors = {**self._tensors(), "adapted": torch.tensor(self._adapted)}
         with written_whole(path) as partial:
-            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, partial)
+            save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, partial)
             let_read(partial)
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
@@ -117,26 +115,18 @@ class Constraint:
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             allowed = "the file that the run's start left there (or loss.constraint.mode=off in a new run)"
             raise UserError("loss.constraint", str(path), f"{allowed}: {error}") from None
-        self._abduction = _frozen_copy(self.model)  # with its scale floor, which is no tensor
-        own, config = self._abduction.state_dict(), self.model.config
-        shapes = {f"abduction.{name}": value.shape for name, value in own.items()}
-        shapes |= {name: torch.Size([config.hidden_size]) for name in ("w_num", "num_row")}
-        shapes["spread"] = torch.Size([config.causal_hidden_size])
-        refuse_strange(tensors, shapes, path, key="loss.constraint")
-        self._abduction.load_state_dict({name: tensors[f"abduction.{name}"] for name in own})
-        self._embedding = self._own(tensors["w_num"]), self._own(tensors["num_row"])
-        self.spread = self._own(tensors["spread"])
+        self._abduction = _frozen_copy(self.model)  # its scale floor is no tensor
+        own = self._tensors()
+        refuse_strange(tensors, {name: value.shape for name, value in own.items()}, path, key="loss.constraint")
+        for name, value in own.items():
+            value.copy_(tensors[name])
         self._adapted = bool(adapted)
-        self._set_unit()
         self.multiplier.fill_(state["multiplier"])
         self._answer.fill_(state["answer"])
 
     def state_dict(self) -> dict[str, float]:
         """What changes in training, for a checkpoint."""
         return {"multiplier": float(self.multiplier), "answer": float(self._answer)}
-
-    def _own(self, value: Tensor) -> Tensor:
-        return value.detach().clone().to(self.device)
 
     # ------------------------------------------------------------------------------------- the measure
 
@@ -154,25 +144,27 @@ class Constraint:
     @torch.no_grad()
     def start_features(self, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] as it was at the start. Collective where the engine's forward is."""
-        assert self._embedding is not None
-        with adapters_disabled(self.model.transformer), self.model.features.embedding.using(*self._embedding):
+        embedding = self.model.features.embedding.using(self._w_num, self._num_row)
+        with adapters_disabled(self.model.transformer), embedding:
             return self._features(batch, keep)
 
     def term(self, u: Cauchy, z_start: Tensor, weight: float) -> ConstraintTerm:
         """u [N,C] now, z_start [N,H]; weight: what the engine divides by, over the global number of tokens."""
         held = self.config.mode in ("hinge", "dual")
+        named = self.config.unit
+        unit = self._spread if named == "spread" else None if named == "scale" else float(named)
         with torch.no_grad():
             before = self._abduction(z_start)
         with torch.set_grad_enabled(held):
-            kl = u.kl(before, self.unit).mean(-1)
+            kl = u.kl(before, unit).mean(-1)
             excess = (kl - self.config.eps).clamp(min=0.0)
             if self.config.mode == "hinge":
                 penalty = self.config.beta * excess.sum()
             else:
                 penalty = self.multiplier * self._answer * kl.sum() if held else torch.zeros((), device=self.device)
         with torch.no_grad():
-            unit = u.scale.sqrt() * before.scale.sqrt() if self.unit is None else self.unit
-            drift = ((u.loc - before.loc).abs() / unit).mean(-1).sum()
+            width = u.scale.sqrt() * before.scale.sqrt() if unit is None else unit
+            drift = ((u.loc - before.loc).abs() / width).mean(-1).sum()
             sums = torch.stack([kl.sum(), drift, (excess > 0).sum().float(), penalty.detach()])
         return ConstraintTerm(weight * penalty, sums.detach())
 

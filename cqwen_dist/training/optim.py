@@ -8,8 +8,6 @@ own numbers' loss, each token weighted by world / global count. The gradient of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,28 +52,23 @@ class HeadOptimizer:
     def reduce_gradients(self) -> Tensor:
         """Make every gradient the global one; returns their squared norm, [] fp32, equal on all ranks. Collective."""
         trained = [m for m in self.members if m.parameter.requires_grad]
-        replicated = [m.parameter for m in trained if m.spread == "replicated"]
-        rows = [m.parameter for m in trained if m.spread == "rows"]
-        for parameter in (*replicated, *rows):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self.groups.world_size > 1:
-            self._sum_over_ranks(replicated, rows)
-        self._noise = next((_grad(m.parameter).abs().amax() for m in trained if m.group == "noise"), None)
+        replicated = [_gradient(m.parameter) for m in trained if not m.has_rows]
+        rows = [_gradient(m.parameter) for m in trained if m.has_rows]
+
+        # The module's convention: one all-reduce for what is replicated, one for each parameter with rows
+        world = self.groups.world_size
+        if world > 1:
+            if replicated:
+                flat = sum_over(torch.cat([g.flatten() for g in replicated]), self.groups.world).div_(world)
+                for gradient, part in zip(replicated, flat.split([g.numel() for g in replicated]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+            for gradient in rows:
+                sum_over(gradient, self.groups.replica).div_(world)
+
+        self._noise = next((_gradient(m.parameter).abs().amax() for m in trained if m.group == "noise"), None)
         device = self.members[0].parameter.device
         norm_sq = torch.stack([_norm_sq(replicated, device), _norm_sq(rows, device)])
         return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
-
-    def _sum_over_ranks(self, replicated: list[torch.nn.Parameter], rows: list[torch.nn.Parameter]) -> None:
-        """The module's convention, in place: one all-reduce for replicated parameters, one for each with rows."""
-        world = self.groups.world_size
-        if replicated:
-            flat = torch.cat([_grad(p).flatten() for p in replicated])
-            sum_over(flat, self.groups.world).div_(world)
-            for p, part in zip(replicated, flat.split([p.numel() for p in replicated]), strict=True):
-                _grad(p).copy_(part.view_as(p))
-        for p in rows:
-            sum_over(_grad(p), self.groups.replica).div_(world)
 
     def take_metrics(self) -> dict[str, Tensor]:
         """{"train/b_noise_grad": []} of the last step, over all ranks; {} if b_noise is frozen."""
@@ -107,24 +100,27 @@ class HeadOptimizer:
         for member in self.members:
             if member.name in steps:
                 step = torch.tensor(float(steps[member.name]), device=member.parameter.device)
-                state: dict[str, Any] = {"step": step}
-                for key in MOMENTS:
-                    state[key] = tensors[f"{member.name}.{key}"].to(member.parameter).clone()
-                self.adamw.state[member.parameter] = state
+                moments = {key: tensors[f"{member.name}.{key}"].to(member.parameter).clone() for key in MOMENTS}
+                self.adamw.state[member.parameter] = {"step": step, **moments}
 
 
-def _grad(parameter: torch.nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
+def _gradient(parameter: torch.nn.Parameter) -> Tensor:
+    """Its gradient; zeros where the loss does not depend on it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
-def _norm_sq(parameters: list[torch.nn.Parameter], device: torch.device) -> Tensor:
-    """The squared norm of all their gradients, [] fp32.
+def _norm_sq(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """The squared norm of them all, [] fp32.
 
     In blocks on a CPU: torch's own norm of 1e8 fp32 numbers is 1.5 % off, and squaring all at once makes a copy.
     """
     total = torch.zeros((), device=device)
-    for p in parameters:
-        for block in [_grad(p)] if p.is_cuda else _grad(p).flatten().split(NORM_BLOCK):
-            total += torch.linalg.vector_norm(block).square() if p.is_cuda else block.square().sum()
+    for gradient in gradients:
+        if gradient.is_cuda:
+            total += torch.linalg.vector_norm(gradient).square()
+        else:
+            for block in gradient.flatten().split(NORM_BLOCK):
+                total += block.square().sum()
     return total

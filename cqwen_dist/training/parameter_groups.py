@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor, nn
 
 from cqwen_dist.model.lora import is_lora, is_lora_b, is_magnitude
 
-# (group, whether it is one of {b_scale, b_noise, C}) by a parameter's name in `CausalQwenModel`.
-_HEADS = {
-    "abduction.loc_net.weight": ("abduction", False),
-    "abduction.loc_net.bias": ("abduction", False),
-    "abduction.scale_net.weight": ("abduction", False),
-    "abduction.scale_net.bias": ("abduction", True),
-    "action.cls_weight": ("classifier", False),
-    "action.cls_bias": ("classifier", False),
-    "action.b_noise": ("noise", True),
-    "action.reg_weight": ("regression", False),
-    "action.reg_bias": ("regression", False),
-    "action.threshold": ("thresholds", True),
+# The group of each parameter of `Action`; all of another part of the heads are in the group of its name.
+_ACTION = {
+    "cls_weight": "classifier",
+    "cls_bias": "classifier",
+    "b_noise": "noise",
+    "reg_weight": "regression",
+    "reg_bias": "regression",
+    "threshold": "thresholds",
 }
 
 
@@ -31,14 +26,22 @@ class Member:
     name: str
     parameter: nn.Parameter
     group: str
-    is_scale: bool = False  # one of {b_scale, b_noise, C}
-    spread: Literal["replicated", "rows"] = "replicated"
     kind: str = ""  # with its own optimizer settings within the group: LoRA's `B`, DoRA's `magnitude`
 
     @property
     def slot(self) -> str:
         """Group and kind. Members of a slot share the learning rate, the weight decay and Adam's step."""
         return f"{self.group}.{self.kind}" if self.kind else self.group
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it is one of {b_scale, b_noise, C}."""
+        return self.name in ("abduction.scale_net.bias", "action.b_noise", "action.threshold")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a rank has a part of its rows; other parameters of the heads are replicated."""
+        return has_rows(self.name, self.parameter)
 
     @property
     def decays(self) -> bool:
@@ -57,24 +60,24 @@ def feature_members(features: nn.Module, separate_b: bool = False) -> list[Membe
             members.append(Member(name, parameter, "embedding"))
         elif is_lora(name):
             kind = "magnitude" if is_magnitude(name) else "B" if separate_b and is_lora_b(name) else ""
-            members.append(Member(name, parameter, "lora", kind=kind))
+            members.append(Member(name, parameter, "lora", kind))
     return members
 
 
 def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> list[Member]:
-    """The trainable parameters of abduction and action. b_cls and C are redundant for P: by default only C trains. The
-    wide part is fitted at the start and never trains."""
+    """The trainable parameters of abduction and action.
+
+    b_cls and C are redundant for P: by default only C trains. The wide part is fitted at the start and never trains.
+    """
+    fixed = {"action.cls_bias": not train_class_bias, "action.threshold": thresholds == "fixed"}
     members = []
     for name, parameter in heads.named_parameters():
-        group, is_scale = _HEADS.get(name) or (name.split(".")[0], False)  # another abduction has more layers
-        if group == "wide" or (name == "action.cls_bias" and not train_class_bias):
-            continue
-        if name == "action.threshold" and thresholds == "fixed":
-            continue
-        members.append(Member(name, parameter, group, is_scale, "rows" if has_rows(name, parameter) else "replicated"))
+        part, _, own_name = name.partition(".")
+        if part != "wide" and not fixed.get(name):
+            members.append(Member(name, parameter, _ACTION[own_name] if part == "action" else part))
     return members
 
 
-def has_rows(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of the heads has a row for each word."""
-    return name in ("action.cls_weight", "action.cls_bias") or (name == "action.threshold" and parameter.ndim == 1)
+def has_rows(name: str, tensor: Tensor) -> bool:
+    """Whether a parameter of the heads, or a moment of it, has a row for each word. A scalar C has none."""
+    return name.startswith(("action.cls_", "action.threshold")) and tensor.ndim > 0

@@ -24,43 +24,53 @@ _SPREAD = 0x3C6EF372FE94F82A  # even: an index times it, plus 1, is odd
 
 
 class RanksDiffer(RuntimeError):
-    """Copies differ after a step. hashes: [world, tensors] int64. again: also after a replay from a checkpoint."""
+    """Copies differ after a step. again: also after the steps were taken again from a checkpoint."""
 
-    def __init__(self, text: str, step: int, hashes: Tensor) -> None:
+    def __init__(self, text: str, step: int, again: bool) -> None:
         super().__init__(text)
-        self.step, self.hashes = step, hashes
-        self.again = False
+        self.step, self.again = step, again
 
 
 class Replicas:
-    """Compares the copies that ranks hold. `check` is collective over the world."""
+    """Compares the copies that ranks hold. The same on every rank."""
 
     def __init__(self, engine: Engine, groups: Groups, every: int) -> None:
         """every: steps between two comparisons; 0: never."""
         self.engine, self.groups = engine, groups
         self.every = every if groups.world_size > 1 else 0
         self.good = 0  # the last step after which all were equal
+        self._suspect: tuple[int, Tensor] | None = None  # the step where they differed, and its hashes
 
-    def check(self, step: int, due: bool = False) -> Tensor | None:
-        """Compare after every n-th step and where `due`; returns the hashes [world, tensors] on the CPU, or None.
+    def check(self, step: int, due: bool = False) -> str:
+        """Compare after every n-th step and where `due`. Collective over the world.
 
-        Raises `RanksDiffer` on every rank alike.
+        Raises `RanksDiffer` on every rank alike. A step at which the copies differed may be taken again: if they are
+        equal then, this returns a text that names the machine at fault, else "".
         """
-        if not self.every or not (due or step % self.every == 0):
-            return None
+        again = self._suspect is not None and step == self._suspect[0]
+        if not self.every or not (due or again or step % self.every == 0):
+            return ""
         copies = list(self._copies())
-        hashes = gather_rows(torch.stack([bit_hash(value) for _, value, _ in copies])).cpu()
+        hashes = gather_rows(torch.stack([bit_hash(value) for _, value, _ in copies])).cpu()  # [world, tensors]
         for (name, _, kinds), values in zip(copies, hashes.T.tolist(), strict=True):
             if odd := _odd(values, kinds):
-                raise RanksDiffer(f"{name} is not equal on rank {odd}, and was after step {self.good}", step, hashes)
+                text = f"{name} is not equal on rank {odd}, and was after step {self.good}"
+                error = RanksDiffer(text, step, again=self._suspect is not None)
+                self._suspect = step, hashes
+                raise error
         self.good = step
-        return hashes
+        if self._suspect is None or not again:
+            return ""
+        faulty = (hashes != self._suspect[1]).any(1).nonzero().flatten().tolist()
+        self._suspect = None
+        machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
+        return f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}"
 
     def _copies(self) -> Iterator[tuple[str, Tensor, int]]:
         """(name, tensor, kinds): ranks that are equal modulo `kinds` hold copies of each other."""
         heads = self.engine.heads
         for member in heads.members:
-            kinds = self.groups.vocab_size if member.spread == "rows" else 1
+            kinds = self.groups.vocab_size if member.has_rows else 1
             yield member.name, member.parameter, kinds
             for key, value in heads.adamw.state.get(member.parameter, {}).items():
                 yield f"{member.name}.{key}", value, 1 if key == "step" else kinds

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
-from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
-from cqwen_dist.checkpoint.retention import Retention
-from cqwen_dist.checkpoint.saving import Saver
-from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
-from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
 from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
 from cqwen_dist.training.replicas import RanksDiffer
-from cqwen_dist.training.stages import refuse_unknown_metric
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import NonFiniteStep
 
@@ -60,47 +55,6 @@ def open_session(
             if shown is error:
                 raise
             raise shown from None
-
-
-def checkpoint_to_resume(config: Config, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to resume from, by `run.resume`; None for a new run. Call it on rank 0 only."""
-    folder = Path(config.run.dir)
-    finish_renames(folder)
-    checkpoint, note = choose_checkpoint(folder, config.run.resume)
-    if note:
-        say(f"note: {note}")
-    return checkpoint
-
-
-def check_best_metric(config: Config, metrics: Mapping[str, Any]) -> None:
-    """Raises `UserError` where train.best_metric is used and is no metric of evaluation."""
-    if config.train.keep_best and metrics:
-        refuse_unknown_metric("train.best_metric", config.train.best_metric, metrics)
-
-
-def run_saver(config: Config, groups: Groups, runtime: Runtime, say: Callable[[str], None]) -> Saver:
-    """The saver of the run's checkpoints; a failed save stops the run at its next step. Collective over the world."""
-
-    def fail(reason: str) -> None:
-        runtime.stop.reason = runtime.stop.reason or reason
-
-    train = config.train
-    retention = Retention(
-        newest=train.keep_checkpoints,
-        best=train.keep_best,
-        every=train.keep_every,
-        metric=train.best_metric,
-        higher=rises(train.best_metric),
-    )
-    return Saver(
-        Path(config.run.dir),
-        groups,
-        retention,
-        background=train.background_save,
-        timeout_s=runtime.timeout_s,
-        on_failure=fail,
-        say=say,
-    )
 
 
 def _end(folder: Path, runtime: Runtime, error: Exception) -> None:

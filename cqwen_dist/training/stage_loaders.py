@@ -19,31 +19,24 @@ class StageLoaders:
     """One loader per stage; stages share the texts in memory."""
 
     def __init__(self, dataset: TextDataset, config: Config, rank: int, world: int) -> None:
-        by_length = {config.data.sequence_length: dataset}
-        self._loaders: list[Loader] = []
-        for stage in config.stages:
-            length = stage.sequence_length or config.data.sequence_length
-            if length not in by_length:
-                by_length[length] = dataset.with_length(length)
-            size, micro = config.batch_sizes(stage)
-            self._loaders.append(
-                Loader(
-                    by_length[length],
-                    rank=rank,
-                    world=world,
-                    global_batch_size=size,
-                    micro_batch_size=micro,
-                    seed=config.train.seed,
-                    prefetch=config.data.prefetch,
-                )
+        usual = config.data.sequence_length
+        lengths = [stage.sequence_length or usual for stage in config.stages]
+        texts = {length: dataset if length == usual else dataset.with_length(length) for length in set(lengths)}
+        self._loaders = [
+            Loader(
+                texts[length],
+                rank=rank,
+                world=world,
+                global_batch_size=size,
+                micro_batch_size=micro,
+                seed=config.train.seed,
+                prefetch=config.data.prefetch,
             )
+            for length, (size, micro) in zip(lengths, map(config.batch_sizes, config.stages), strict=True)
+        ]
+        self.steps_per_epoch = [loader.steps_per_epoch for loader in self._loaders]  # by stage
         self._index = 0
         self._batches: Generator[list[Batch], None, None] | None = None
-
-    @property
-    def steps_per_epoch(self) -> list[int]:
-        """By stage."""
-        return [loader.steps_per_epoch for loader in self._loaders]
 
     @property
     def current(self) -> Loader:
@@ -52,12 +45,11 @@ class StageLoaders:
 
     def enter(self, plan: StagePlan) -> Iterator[list[Batch]]:
         """The batches of a stage, from where the stage before stopped, or from a new epoch."""
-        before = self.current
+        before, now = self.current, self._loaders[plan.index]
         self._index = plan.index
-        now = self.current
         if now is not before:
             alike = before.dataset is now.dataset and before.global_batch_size == now.global_batch_size
-            now.load_state_dict(before.state_dict() if alike else _next_epoch(before.epoch, before.step))
+            now.load_state_dict(before.state_dict() if alike else _next_epoch(before.state_dict()))
         self.close()
         self._batches = iter(now)
         return self._batches
@@ -73,10 +65,10 @@ class StageLoaders:
 
     def load_state_dict(self, state: dict[str, int], other_texts: bool = False) -> None:
         """Restore what `state_dict` returned. other_texts: the data has been exchanged, so a new epoch begins."""
-        self._index, epoch, step = state["stage"], state["epoch"], state["step"]
-        self.current.load_state_dict(_next_epoch(epoch, step) if other_texts else {"epoch": epoch, "step": step})
+        self._index = state["stage"]
+        self.current.load_state_dict(_next_epoch(state) if other_texts else state)
 
 
-def _next_epoch(epoch: int, step: int) -> dict[str, int]:
-    """The start of the first epoch that has not begun at a position."""
-    return {"epoch": epoch + (step > 0), "step": 0}
+def _next_epoch(state: dict[str, int]) -> dict[str, int]:
+    """The start of the first epoch that has not begun at this position."""
+    return {"epoch": state["epoch"] + (state["step"] > 0), "step": 0}

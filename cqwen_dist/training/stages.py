@@ -1,18 +1,18 @@
 """A stage is data: which groups train, for how many steps, at what learning rates and what lambda.
 
-The schedule gives the stage of any step, each group's learning rate, and lambda. It ends a stage with `until` when
-evaluation stops improving. Its decisions are saved in checkpoints, so a resumed run decides the same. It does not know
-the optimizer.
+The schedule gives the stage of any step. It ends a stage with `until` when evaluation stops improving. Its decisions
+are saved in checkpoints, so a resumed run decides the same. It does not know the optimizer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from cqwen_dist.config import JUDGED, Ramp, Stage, UserError
+from cqwen_dist.config import JUDGED, Config, Ramp, Stage, UserError
 
 # {b_scale, b_noise, C} have a rate of their own: training moves b_scale by 10 units, which is 1e5 Adam steps at 1e-4
 # and a thousand at 1e-2.
@@ -71,16 +71,20 @@ class StagePlan:
         return weight.start + (weight.end - weight.start) * way
 
 
-def refuse_unknown_metric(key: str, metric: str, metrics: Mapping[str, Any]) -> None:
-    """Raises `UserError` for a key that names a metric which is not among an evaluation's."""
-    if metric not in metrics:
-        known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
-        raise UserError(key, metric, f"a metric of an evaluation: {known}")
+def refuse_unknown_metrics(config: Config, metrics: Mapping[str, Any]) -> None:
+    """Raises `UserError` by key where the config names a metric that is not among an evaluation's."""
+    named = {f"stages.{i}.until.metric": s.until.metric for i, s in enumerate(config.stages) if s.until is not None}
+    if config.train.keep_best and metrics:
+        named["train.best_metric"] = config.train.best_metric
+    for key, metric in named.items():
+        if metric not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith(JUDGED)))
+            raise UserError(key, metric, f"a metric of an evaluation: {known}")
 
 
 def _asked(stage: Stage) -> list[Any]:
     """A stage's length as the config gives it."""
-    return [stage.steps, stage.epochs, None if stage.until is None else stage.until.model_dump(mode="json")]
+    return [stage.steps, stage.epochs, stage.until and stage.until.model_dump(mode="json")]
 
 
 class Schedule:
@@ -88,28 +92,25 @@ class Schedule:
 
     def __init__(self, stages: list[Stage], steps_per_epoch: int | Sequence[int]) -> None:
         """steps_per_epoch: of all stages, or of each (it depends on batch size and sequence length)."""
-        self.plans: list[StagePlan] = []
+        per_epoch = [steps_per_epoch] * len(stages) if isinstance(steps_per_epoch, int) else steps_per_epoch
+        self._stages = stages
+        self._steps = [
+            stage.until.max_steps if stage.until else stage.steps or max(1, round((stage.epochs or 0.0) * an_epoch))
+            for stage, an_epoch in zip(stages, per_epoch, strict=True)
+        ]
         self._best: float | None = None  # metric of the current stage
         self._waited = 0  # evaluations since the best
-        start = 0
-        for index, stage in enumerate(stages):
-            an_epoch = steps_per_epoch if isinstance(steps_per_epoch, int) else steps_per_epoch[index]
-            steps = stage.steps or max(1, round((stage.epochs or 0.0) * an_epoch))
-            if stage.until is not None:
-                steps = stage.until.max_steps
-            self.plans.append(StagePlan(stage, index, start, start + steps))
-            start += steps
+
+    @property
+    def plans(self) -> list[StagePlan]:
+        """The stages as they are planned now."""
+        stages = zip(self._stages, self._steps, accumulate(self._steps), strict=True)
+        return [StagePlan(stage, i, stop - steps, stop) for i, (stage, steps, stop) in enumerate(stages)]
 
     @property
     def total_steps(self) -> int:
         """Of the whole run; decreases when a stage with `until` ends early."""
-        return self.plans[-1].stop
-
-    def check_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Raises `UserError` by key where a stage's `until` names no metric of evaluation."""
-        for plan in self.plans:
-            if plan.stage.until is not None:
-                refuse_unknown_metric(f"stages.{plan.index}.until.metric", plan.stage.until.metric, metrics)
+        return sum(self._steps)
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Note an evaluation after `step` steps; True if it ends the stage of the last step.
@@ -129,21 +130,13 @@ class Schedule:
         if self._waited < until.patience and step < plan.stop:
             return False
         self._best, self._waited = None, 0
-        self._end(plan.index, step)
+        self._steps[plan.index] = step - plan.start  # later stages move forward
         return True
-
-    def _end(self, index: int, step: int) -> None:
-        """End the stage at this step; later stages move forward."""
-        early = self.plans[index].stop - step
-        self.plans[index] = replace(self.plans[index], stop=step)
-        for later in range(index + 1, len(self.plans)):
-            plan = self.plans[later]
-            self.plans[later] = replace(plan, start=plan.start - early, stop=plan.stop - early)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: each stage's end and its length in the config, the best metric, evaluations since."""
-        stops, asked = [plan.stop for plan in self.plans], [_asked(plan.stage) for plan in self.plans]
-        return {"stops": stops, "asked": asked, "best": self._best, "waited": self._waited}
+        asked = [_asked(stage) for stage in self._stages]
+        return {"stops": [*accumulate(self._steps)], "asked": asked, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int = 0) -> None:
         """Restore what `state_dict` returned at a step. A stage that is over stays so, whatever an epoch's length now.
@@ -151,18 +144,19 @@ class Schedule:
         A stage whose length in the config has changed is not over (`run.folder` allows that for the current one only).
         """
         asked = state.get("asked", [])
-        for index, stop in enumerate(state["stops"][: len(self.plans)]):
-            plan = self.plans[index]
+        for index, stop in enumerate(state["stops"][: len(self._stages)]):
+            plan = self.plans[index]  # those before it have ended where they did
             same = index >= len(asked) or asked[index] == _asked(plan.stage)
             if same and (plan.stage.until is not None or stop <= step):
-                self._end(index, stop)
+                self._steps[index] = stop - plan.start
             elif plan.start <= step and plan.stop < step:  # shorter now than the steps taken
-                self._end(index, step)
+                self._steps[index] = step - plan.start
         self._best, self._waited = state["best"], state["waited"]
 
     def at(self, step: int) -> StagePlan:
         """The stage that a step belongs to; the last one for a finished run."""
-        return next((plan for plan in self.plans if step < plan.stop), self.plans[-1])
+        plans = self.plans
+        return next((plan for plan in plans if step < plan.stop), plans[-1])
 
     def features_trained_by(self, plan: StagePlan) -> bool:
         """Whether embedding or lora trains in this stage or has in an earlier one."""

@@ -30,7 +30,7 @@ from cqwen_dist.run.environment import write_environment
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
 from cqwen_dist.targets import TargetTransform
 from cqwen_dist.training.assembly import Run
-from cqwen_dist.training.session import check_best_metric
+from cqwen_dist.training.stages import refuse_unknown_metrics
 from cqwen_dist.training.state import Place, head_tensors, load_heads, restore, row_range
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
@@ -69,7 +69,7 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
     if not run.runtime.is_main:
         return None
     config, loss = run.config, run.config.loss
-    words = run.stepper.used_rows or run.model.config.vocab_size
+    words = run.stepper.options.used_rows or run.model.config.vocab_size
     alarms = Alarms(
         None if loss.class_weights is not None else words,
         factor=words if loss.vocab_reduction == "mean" else 1.0,
@@ -121,8 +121,7 @@ def _make_start(run: Run) -> Place:
 
     # The first evaluation; its metrics must include those that the config names
     metrics = run.evaluations(0, "")
-    run.schedule.check_metrics(metrics)
-    check_best_metric(config, metrics)
+    refuse_unknown_metrics(config, metrics)
 
     # The start that KL is measured against
     if config.loss.constraint.mode != "off":
@@ -157,7 +156,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
         groups=run.groups,
         features=run.forward,
         b_noise_init=run.config.model.b_noise_init,
-        used_rows=run.stepper.used_rows,
+        used_rows=run.stepper.options.used_rows,
         fit_batches=run.calibration_batches(LEVEL_TOKENS, run.config.model.start_numbers),
         wide_batches=run.held_out_batches() if run.config.model.wide_from_eval else (),
         level=run.config.model.level_logits,
@@ -215,8 +214,8 @@ class WarmStart:
             self._check_shape(engine.model.config, config)
         known = engine.feature_shapes()
         refuse_strange(self.features, known, self.source, key=WARM, dtype=None, all_of_them=False)
-        parameters, moments, steps = engine.feature_state()
-        engine.load_feature_state({**parameters, **self.features}, moments, steps)
+        begun = engine.feature_state()
+        engine.load_feature_state(begun._replace(parameters={**begun.parameters, **self.features}))
         if self.heads:
             shapes = {name: tensor.shape for name, tensor in head_tensors(engine).items() if tensor.numel()}
             refuse_strange(self.heads, shapes, self.source, key=WARM)

@@ -20,6 +20,7 @@ from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
 from cqwen_dist.training.optim import MOMENTS
 from cqwen_dist.training.parameter_groups import has_rows
 from cqwen_dist.training.zero.engine import Engine
+from cqwen_dist.training.zero.zero_state import FeatureState
 
 
 @dataclass
@@ -44,18 +45,9 @@ class Place:
 
 def save(run: Run, place: Place) -> None:
     """Save a checkpoint of all that trains and of where the run is. Collective over the world."""
-    progress = {
-        **place.to_dict(),
-        "schedule": run.schedule.state_dict(),
-        "constraint": run.constraint.state_dict(),
-        "norms": run.engine.usual.seen,
-        "inputs": run.inputs,
-        **run.evaluations.state_dict(),
-        "figures": {**place.figures, **run.evaluations.factors()},
-    }
     evaluated = place.figures if place.evaluated else {}
     about = About(place.step, place.stage, evaluated, run.config.model_dump(mode="json"), run.config.base_folder)
-    run.saver.save(lambda: _collect(run.engine, progress), about)
+    run.saver.save(lambda: _collect(run, place), about)
 
 
 def restore(run: Run, folder: Path) -> Place:
@@ -64,7 +56,7 @@ def restore(run: Run, folder: Path) -> Place:
     state = found.state
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
     _restore(run.engine, found, folder)
-    place = Place(**{key: state[key] for key in Place().to_dict() if key in state})
+    place = Place(**{key: state[key] for key in vars(Place()) if key in state})
     place.exchanged = exchanged
     factors = place.figures.pop(CALIBRATION, None)
     run.schedule.load_state_dict(state["schedule"], place.step)
@@ -81,49 +73,60 @@ def row_range(model: CausalQwenModel) -> tuple[int, int]:
     return model.action.vocab_start, model.action.vocab_start + model.action.rows
 
 
-def _collect(engine: Engine, progress: dict[str, Any]) -> TrainState:
-    """All that trains, ready to be saved. progress: where the run is (step, stage, ...). Collective."""
-    parameters, moments, feature_steps = engine.feature_state()
-    head_moments, head_steps = engine.heads.moments()
-    tensors = head_tensors(engine)
-    rows = {name for name, tensor in tensors.items() if has_rows(name, tensor)}
+def _collect(run: Run, place: Place) -> TrainState:
+    """All that trains and where the run is, ready to be saved. Collective."""
+    engine = run.engine
+    features = engine.feature_state()
+    moments, steps = engine.heads.moments()
+    heads, rows = _split(head_tensors(engine))
+    head_moments, row_moments = _split(moments)
     return TrainState(
-        features=parameters,
-        feature_moments=moments,
-        heads={name: t for name, t in tensors.items() if name not in rows},
-        head_moments={name: t for name, t in head_moments.items() if name.rpartition(".")[0] not in rows},
-        rows={name: t for name, t in tensors.items() if name in rows},
-        row_moments={name: t for name, t in head_moments.items() if name.rpartition(".")[0] in rows},
+        features=features.parameters,
+        feature_moments=features.moments,
+        heads=heads,
+        head_moments=head_moments,
+        rows=rows,
+        row_moments=row_moments,
         row_range=row_range(engine.model),
         state={
-            **progress,
-            "feature_steps": feature_steps,
-            "head_steps": head_steps,
+            **place.to_dict(),
+            "schedule": run.schedule.state_dict(),
+            "constraint": run.constraint.state_dict(),
+            "norms": engine.usual.seen,
+            "inputs": run.inputs,
+            **run.evaluations.state_dict(),
+            "figures": {**place.figures, **run.evaluations.factors()},
+            "feature_steps": features.steps,
+            "head_steps": steps,
             "noise_unit": engine.heads.noise_unit,
             "model": engine.model.config.to_dict(),
         },
     )
 
 
-def _restore(engine: Engine, state: TrainState, source: Path) -> None:
-    """Put what `_collect` returned, on any ranks, back into the engine. source: where it was read, for errors."""
-    tensors, features = head_tensors(engine), engine.feature_shapes()
-    if state.state["model"]["lora"] is None:  # a stage that trains adapters was appended since: they begin now
-        parameters, moments, _ = engine.feature_state()
-        state.features = {**{name: value for name, value in parameters.items() if is_lora(name)}, **state.features}
-        state.feature_moments = {**{name: m for name, m in moments.items() if is_lora(name)}, **state.feature_moments}
-    heads = {name: tensor.shape for name, tensor in tensors.items() if tensor.numel()}  # a rank may have no rows
-    stepped = {name: shape for name, shape in heads.items() if name in state.state["head_steps"]}
-    for found, wanted in (
-        ({**state.heads, **state.rows}, heads),
-        ({**state.head_moments, **state.row_moments}, _moments_of(stepped)),
-        (state.features, features),
-        (state.feature_moments, _moments_of(features)),
-    ):
-        refuse_strange(found, wanted, source)
-    load_heads(engine, {**state.heads, **state.rows}, state.state)
-    engine.heads.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
-    engine.load_feature_state(state.features, state.feature_moments, state.state["feature_steps"])
+def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(replicated, with rows): parameters of the heads, or moments of them."""
+    rows = {name: tensor for name, tensor in tensors.items() if has_rows(name, tensor)}
+    return {name: tensor for name, tensor in tensors.items() if name not in rows}, rows
+
+
+def _restore(engine: Engine, found: TrainState, source: Path) -> None:
+    """Put a checkpoint's tensors, saved on any ranks, back into the engine. source: where it was read, for errors."""
+    state, shapes = found.state, engine.feature_shapes()
+    features = FeatureState(found.features, found.feature_moments, state["feature_steps"])
+    heads, moments = {**found.heads, **found.rows}, {**found.head_moments, **found.row_moments}
+    if state["model"]["lora"] is None:  # a stage that trains adapters was appended since: they begin now
+        for saved, present in zip(features[:2], engine.feature_state()[:2], strict=True):
+            saved.update({name: value for name, value in present.items() if is_lora(name)})
+    head_shapes = {name: t.shape for name, t in head_tensors(engine).items() if t.numel()}  # a rank may have no rows
+    stepped = {name: shape for name, shape in head_shapes.items() if name in state["head_steps"]}
+    refuse_strange(heads, head_shapes, source)
+    refuse_strange(moments, _moments_of(stepped), source)
+    refuse_strange(features.parameters, shapes, source)
+    refuse_strange(features.moments, _moments_of(shapes), source)
+    load_heads(engine, heads, state)
+    engine.heads.load_moments(moments, state["head_steps"])
+    engine.load_feature_state(features)
 
 
 @torch.no_grad()

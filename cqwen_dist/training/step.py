@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,12 +12,10 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import LossConfig
 from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.loss import OvrOptions
-from cqwen_dist.ops.regression import Gate, counts_text
+from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import best_word
-from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.number_labels import number_labels
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
@@ -45,19 +42,11 @@ class Stepper:
     engine: Engine
     constraint: Constraint
     loss: LossConfig
-    _: KW_ONLY
+    options: LossOptions
     seed: int  # of dropout
-    gemm_dtype: torch.dtype  # of the word head's products
-    gate: Gate  # of `loss.gate`
-    used_rows: int | None  # the loss leaves out words from here on
-    slope_limit: float
-    word_counts: InitVar[np.ndarray]  # [V]: occurrences in the training data
 
-    def __post_init__(self, word_counts: np.ndarray) -> None:
+    def __post_init__(self) -> None:
         self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.runtime.device
-        action, vocab_size = self.model.action, self.model.config.vocab_size
-        weights = class_weights(self.loss, word_counts, action.vocab_start, action.rows, vocab_size)
-        self.class_weights = None if weights is None else weights.to(self.device)
 
     def __call__(
         self, micro_batches: list[Batch], plan: StagePlan, step: int, cached: list[Tensor] | None = None
@@ -82,6 +71,7 @@ class Stepper:
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
             batch_on_device, keep = batch.to(self.device), keep.to(self.device)
+            labels = batch_on_device.labels.flatten()[keep]
             second = measures_kl and self.constraint.second_pass
             z_start = self.constraint.start_features(batch_on_device, keep) if second else None
             z = self.engine.forward(batch_on_device, keep) if cached is None else self._fitting(cached[i], keep)
@@ -93,16 +83,17 @@ class Stepper:
                 term = self.constraint.term(u, z.detach() if z_start is None else z_start, weight)
                 loss, kl_sums = loss + term.loss, kl_sums + term.sums
             self.engine.backward(loss, last)
-            num_label = (batch_on_device.labels.flatten()[keep] == self.model.config.num_token_id).float()
+            num_label = (labels == self.model.config.num_token_id).float()
             p_num = (terms.p_num * num_label).sum()
             sums += torch.stack([terms.cls_sum, terms.reg_sum, terms.prob_sum.sum(), p_num, num_label.sum()])
             if counts_hits:
-                right += self._accuracy(u, batch_on_device.labels.flatten()[keep])
+                right += self._accuracy(u, labels)
 
         # The step, and the metrics' only all-reduce
         norm = self.engine.step()
         sums, kl_sums, (hits, seen) = sum_over(torch.cat([sums, kl_sums, right])).split([5, 4, 2])
-        metrics = self._metrics(sums, norm, counts, plan, step)
+        metrics = self._metrics(sums, norm, counts, reg_weight)
+        metrics |= {"train/lr": plan.stage.lr * plan.factor(step), "train/reg_weight": reg_weight}
         if measures_kl:
             metrics |= self.constraint.after_step(kl_sums, counts.all_labels)
             if "train/constraint_loss" in metrics:
@@ -111,9 +102,8 @@ class Stepper:
             metrics["train/accuracy"] = hits / seen.clamp(min=1)
         return metrics, counts.tokens
 
-    def _metrics(self, sums: Tensor, norm: Tensor, counts: StepCounts, plan: StagePlan, step: int) -> dict[str, Any]:
+    def _metrics(self, sums: Tensor, norm: Tensor, counts: StepCounts, reg_weight: float) -> dict[str, Any]:
         """From sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> where it is the label, count of these."""
-        reg_weight = plan.reg_weight(step, self.loss.reg_weight)
         cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)
         reg_mean = reg_sum / max(counts.numbers, 1)
@@ -125,13 +115,11 @@ class Stepper:
             "train/p_num_mean": p_num / num_labels.clamp(min=1),
             "train/grad_norm": norm,
             "train/clipped": float(self.engine.clipped),
-            "train/lr": plan.stage.lr * plan.factor(step),
-            "train/reg_weight": reg_weight,
         }
 
     def _loss(self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, i: int, reg_weight: float) -> LossTerms:
         """The fused loss of micro-batch i, weighted so that the ranks' average is the global mean."""
-        loss, world = self.loss, self.groups.world_size
+        world = self.groups.world_size
         at, words = batch.partial.unbind(1)
         values, weights, types = number_labels(batch, keep, self.model.config, self.loss.value_weights)
         return fused_loss(
@@ -146,15 +134,7 @@ class Stepper:
                 partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
                 partial_counts=counts.partial[i],
             ),
-            LossOptions(
-                num_token_id=self.model.config.num_token_id,
-                alpha=loss.alpha,
-                gate=self.gate,
-                gate_grad=loss.gate_grad,
-                gemm_dtype=self.gemm_dtype,
-                used_rows=self.used_rows,
-                ovr=OvrOptions(self.class_weights, loss.vocab_reduction, loss.impl, slope_limit=self.slope_limit),
-            ),
+            self.options,
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),
             group=self.groups.vocab,
@@ -163,12 +143,10 @@ class Stepper:
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
         """Counts over all ranks and micro-batches, from the batches on the CPU: one small all-gather per step."""
-        every = counts_text(self.gate)
-        attended = self.loss.cls_denominator == "attention"
         kept = [keep.numel() for keep in keeps]
-        words = sum(int(b.attention_mask.sum()) for b in micro_batches) if attended else sum(kept)
-        numbers = sum(kept) if every else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         tokens = sum(int(b.attention_mask.sum()) for b in micro_batches)
+        words = tokens if self.loss.cls_denominator == "attention" else sum(kept)
+        numbers = sum(kept) if counts_text(self.options.gate) else sum(int(b.numeric_mask.sum()) for b in micro_batches)
         table = self._gather([words, numbers, tokens], [*kept, *(len(b.partial) for b in micro_batches)])
         first = self.engine.runtime.rank - self.groups.vocab_rank  # vocabulary groups are consecutive ranks
         by_micro_batch = table[first : first + self.groups.vocab_size, 4:].T.tolist()
@@ -197,7 +175,7 @@ class Stepper:
     def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
         """[right, seen]: counts of argmax P over a micro-batch's tokens. U [N,C], labels [N]."""
         u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
-        ids = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")[1]
+        ids = best_word(self.model, u_prime, self.groups, self.options.gemm_dtype, "ovr")[1]
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:

@@ -77,7 +77,6 @@ class Trainer:
         self.place = Place()
         self.saved_step = 0
         self.log: MetricsLog | None = None  # of rank 0
-        self._suspect: RanksDiffer | None = None  # why steps are being taken again
         self.refusals = Refusals(config.train.max_refused_steps)
         self.clock = Clock(of_model(run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
 
@@ -133,15 +132,15 @@ class Trainer:
             if self.log is not None:
                 self.log.push(due)
             self._after_step(step, due)
-        entered: StagePlan | None = None
+        entered = -1  # the stage's index
         while step < run.schedule.total_steps:
             plan = run.schedule.at(step)
             self._move_to(step)
             if plan.index > run.config.last_stage:
                 break  # the next command goes on from here
-            if plan is not entered:
+            if plan.index != entered:
                 batches = self._enter_stage(plan, step)
-                entered = plan
+                entered = plan.index
             record = self._take_step(plan, step, batches)
             step += 1
             self._after_step(step, record)
@@ -220,20 +219,9 @@ class Trainer:
             self.callbacks.tell("on_stage_end", step, self.place.stage)
 
     def _check_ranks(self, step: int, due: bool) -> None:
-        """Compare the ranks' copies where due; raises `RanksDiffer`.
-
-        At the step where they differed before, now taken again: the copies that differed from these were at fault.
-        """
-        suspect = self._suspect
-        again = suspect is not None and step == suspect.step
-        hashes = self.run.replicas.check(step, due or again)
-        if suspect is None or not again or hashes is None:
-            return
-        self._suspect = None
-        faulty = (hashes != suspect.hashes).any(1).nonzero().flatten().tolist()
-        machine = f"the machine of rank {', '.join(map(str, faulty))}" if len(faulty) < len(hashes) else "some machine"
-        text = f"step {step} was taken again and all ranks agree: it was a passing fault of {machine}"
-        self._alarm(Alarm(step, "ranks-differ", text))
+        """Compare the ranks' copies where due; raises `RanksDiffer`."""
+        if passing_fault := self.run.replicas.check(step, due):
+            self._alarm(Alarm(step, "ranks-differ", passing_fault))
 
     def _go_back(self, found: RanksDiffer) -> None:
         """Copies differ: go back to the last checkpoint, once, to learn whether it happens again.
@@ -244,10 +232,8 @@ class Trainer:
         run.loaders.close()
         run.saver.wait()
         folder = from_main_rank(lambda: latest_checkpoint(run.folder))
-        found.again = self._suspect is not None
         if folder is None or found.again:
             raise found
-        self._suspect = found
         if self.log is not None:
             self.log.close()
         self.place = restore(run, folder)
@@ -291,7 +277,7 @@ class Trainer:
         if self.log is not None:
             self.log.flush()
         if self.place.step > self.saved_step:
-            self.run.replicas.check(self.place.step, due=True)
+            self._check_ranks(self.place.step, due=True)
             self._save()
         self.run.saver.wait()
         self.status.write(checkpoint=self.run.saver.newest)

@@ -30,7 +30,7 @@ FEATURES = Case(WORLD, 3, 2, "fp32", 1, "heads+lora")
 
 def everything(engine: Engine) -> list[Tensor]:
     """Parameters as this rank holds them: the heads, its pieces of the features."""
-    own = [m.parameter for m in engine.heads.members] + [flat for _, flat in zero_state.flat_masters(engine.engine)]
+    own = [m.parameter for m in engine.heads.members] + [flat for *_, flat in zero_state.masters(engine.engine)]
     return [tensor.detach().clone() for tensor in own]
 
 

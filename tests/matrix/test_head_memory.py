@@ -53,10 +53,10 @@ def one_step(vocab: int, hidden: int, tokens: int) -> dict[str, Any]:
         number_weight=0.0,
         group=groups.vocab,
     ).loss.backward()
-    gradients = sum(m.parameter.grad.nbytes for m in optimizer.members if m.spread == "rows")
+    gradients = sum(m.parameter.grad.nbytes for m in optimizer.members if m.has_rows)
     optimizer.reduce_gradients()
     optimizer.step(torch.ones(()))
-    rows = [m.parameter for m in optimizer.members if m.spread == "rows"]
+    rows = [m.parameter for m in optimizer.members if m.has_rows]
     moments = sum(optimizer.adamw.state[p][key].nbytes for p in rows for key in ("exp_avg", "exp_avg_sq"))
     weights = sum(p.nbytes for p in rows) + action.cls_bias.nbytes
     return {"weights": weights, "gradients": gradients, "moments": moments, "peak_mib": resident_mib("VmHWM") - before}

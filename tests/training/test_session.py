@@ -15,7 +15,8 @@ from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
 from cqwen_dist.training import session
 from cqwen_dist.training.replicas import RanksDiffer
-from cqwen_dist.training.session import cause_of, check_best_metric, open_session
+from cqwen_dist.training.session import cause_of, open_session
+from cqwen_dist.training.stages import refuse_unknown_metrics
 from cqwen_dist.training.state import Place
 
 FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0.0}
@@ -23,11 +24,11 @@ FIGURES = {"eval/cls_loss_mean": 1.0, "eval/accuracy": 0.5, "dist/U_loc_mean": 0
 
 def test_the_best_go_by_a_figure_that_there_is(tmp_path: Path) -> None:
     path = write_config(tmp_path)
-    check_best_metric(load_config(path), FIGURES)
-    check_best_metric(load_config(path, ["train.best_metric=eval/x"]), {})  # no evaluation, no best
-    check_best_metric(load_config(path, ["train.best_metric=eval/x", "train.keep_best=0"]), FIGURES)
+    refuse_unknown_metrics(load_config(path), FIGURES)
+    refuse_unknown_metrics(load_config(path, ["train.best_metric=eval/x"]), {})  # no evaluation, no best
+    refuse_unknown_metrics(load_config(path, ["train.best_metric=eval/x", "train.keep_best=0"]), FIGURES)
     with pytest.raises(UserError, match=r"train\.best_metric: found 'eval/x', allowed: .*: eval/accuracy, eval/cls"):
-        check_best_metric(load_config(path, ["train.best_metric=eval/x"]), FIGURES)
+        refuse_unknown_metrics(load_config(path, ["train.best_metric=eval/x"]), FIGURES)
 
 
 def test_a_command_that_failed_before_it_learnt_anything_binds_nobody(tmp_path: Path) -> None:
@@ -79,12 +80,6 @@ def test_a_finished_run_keeps_its_status_and_other_ranks_write_none(tmp_path: Pa
     assert read_status(tmp_path) == before
 
 
-def differing(again: bool) -> RanksDiffer:
-    error = RanksDiffer("x is not equal", 3, torch.zeros(2, 1, dtype=torch.int64))
-    error.again = again
-    return error
-
-
 ENDS = [  # the error, its cause, whether another try may go on
     (UserError("stages.0.lr", -1, "more"), "input", False),
     (OSError(errno.ENOSPC, "No space left on device", "/full/x"), "a disk that takes no more", False),
@@ -97,8 +92,8 @@ ENDS = [  # the error, its cause, whether another try may go on
     (RuntimeError("CUDA error: device-side assert triggered"), "the program", False),
     (torch.OutOfMemoryError("CUDA out of memory"), "memory", False),
     (MemoryError(), "memory", False),
-    (differing(False), "ranks that differ", True),
-    (differing(True), "ranks that differ again", False),
+    (RanksDiffer("x is not equal", 3, again=False), "ranks that differ", True),
+    (RanksDiffer("x is not equal", 3, again=True), "ranks that differ again", False),
     (ZeroDivisionError("division by zero"), "the program", False),
     (FileNotFoundError(errno.ENOENT, "No such file", "/a"), "the program", False),
 ]

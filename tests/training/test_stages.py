@@ -6,7 +6,7 @@ import pytest
 
 from cqwen_dist.config import Config, DataConfig, ModelConfig, Stage, UserError
 from cqwen_dist.config.training import GROUPS, HEADS
-from cqwen_dist.training.stages import DEFAULT_SCALES_LR, Schedule, StagePlan
+from cqwen_dist.training.stages import DEFAULT_SCALES_LR, Schedule, StagePlan, refuse_unknown_metrics
 
 
 def plan_of(steps: int = 11, start: int = 5, **options: object) -> StagePlan:
@@ -176,8 +176,12 @@ def test_what_it_saw_and_decided_goes_on_in_another_process() -> None:
 
 
 def test_a_figure_that_evaluation_does_not_give_is_refused_by_key() -> None:
+    watched = [plan.stage.model_dump(exclude_none=True) for plan in until(metric="eval/recal").plans]
+    config = Config.model_validate(
+        {"model": {"name_or_path": "unused"}, "data": {"train": "unused"}, "stages": watched}
+    )
     with pytest.raises(UserError, match=r"stages\.1\.until\.metric: found 'eval/recal'.*eval/recall"):
-        until(metric="eval/recal").check_metrics({"eval/recall": 1.0, "dist/x": 0.0})
+        refuse_unknown_metrics(config, {"eval/recall": 1.0, "dist/x": 0.0})
 
 
 def test_epochs_are_of_the_stage_s_own_steps() -> None:

@@ -74,7 +74,6 @@ class Engine:
 
     def __init__(self, model: CausalQwenModel, config: Config, runtime: Runtime, groups: Groups) -> None:
         self.config, self.runtime, self.groups = config, runtime, groups
-        self.bf16 = config.train.precision == "bf16"
         self.model = model.to(runtime.device)
         model.features.requires_grad_(False)
         heads = nn.ModuleDict(model.heads)
@@ -99,13 +98,13 @@ class Engine:
     def _start_deepspeed(self) -> Any:
         parameter_groups = []
         for slot in self.slots:
-            members = [m for m in self.feature_members if m.slot == slot]
-            for m in members:
-                m.parameter.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
-                if self.bf16:  # it casts a whole model itself, but a partitioned one must have one dtype
-                    m.parameter.data = m.parameter.data.bfloat16()
+            parameters = [m.parameter for m in self.feature_members if m.slot == slot]
+            for p in parameters:
+                p.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
+                if self.config.train.precision == "bf16":
+                    p.data = p.data.bfloat16()  # DeepSpeed casts a whole model itself, but no partitioned one
             decay = self.config.train.weight_decay if slot in ("lora", "lora.B") else 0.0
-            parameter_groups.append({"params": [m.parameter for m in members], "lr": 0.0, "weight_decay": decay})
+            parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
         skip_frozen_groups(optimizer)
@@ -198,13 +197,13 @@ class Engine:
             self.heads.adamw.zero_grad(set_to_none=True)
             if self.features_train:
                 zero_state.discard_gradients(self.engine)
-            self._finite.fill_(True)
             raise
+        finally:
+            self._finite.fill_(True)
         assert self._norm is not None
         limit = self.usual.limit()
         self.heads.step((1.0 / (self._norm / limit + 1e-6)).clamp(max=1.0))  # as DeepSpeed's own
         self.usual.add(self._norm_read)
-        self._finite.fill_(True)
         self.clipped = self._norm_read > limit
         return self._norm
 
@@ -226,20 +225,14 @@ class Engine:
 
     # ------------------------------------------------------------------------------------ checkpoint
 
-    def feature_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-        """(parameters, moments, Adam steps by slot) of the features: whole tensors, fp32, on the CPU. Collective."""
-        parameters, moments = zero_state.read_state(self.engine, self.names)
-        slots = list(self.slots)
-        return parameters, moments, {slots[i]: n for i, n in zero_state.read_steps(self.engine).items()}
+    def feature_state(self) -> zero_state.FeatureState:
+        """Parameters, moments and Adam steps of the features, whole. Collective over the world."""
+        return zero_state.read_state(self.engine, self.names, list(self.slots))
 
     def feature_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the parameters that `feature_state` returns, by name."""
         return {m.name: zero_state.whole_shape(m.parameter) for m in self.feature_members}
 
-    def load_feature_state(
-        self, parameters: dict[str, Tensor], moments: dict[str, Tensor], steps: dict[str, int]
-    ) -> None:
+    def load_feature_state(self, state: zero_state.FeatureState) -> None:
         """Restore what `feature_state` returned."""
-        zero_state.write_state(self.engine, self.names, parameters, moments)
-        slots = list(self.slots)
-        zero_state.write_steps(self.engine, {slots.index(name): n for name, n in steps.items()})
+        zero_state.write_state(self.engine, self.names, list(self.slots), state)

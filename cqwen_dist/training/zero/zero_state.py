@@ -7,9 +7,8 @@ pieces are read here from the flat optimizer state. They are small: adapters, w_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +17,54 @@ from cqwen_dist.parallel.collectives import sum_over
 from cqwen_dist.training.optim import MOMENTS
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The part of a parameter on this rank: its numbers [start, start+numel), at `offset` of the flat master."""
+class FeatureState(NamedTuple):
+    """What the engine trains, in whole tensors, fp32, on the CPU."""
+
+    parameters: dict[str, Tensor]
+    moments: dict[str, Tensor]  # `<name>.exp_avg`, ...
+    steps: dict[str, int]  # Adam's, by slot
+
+
+class _Piece(NamedTuple):
+    """This rank's part of a parameter: its place in the flat master, and in the flattened parameter."""
 
     flat: Tensor
-    offset: int
-    start: int
-    numel: int
+    in_flat: slice
+    in_parameter: slice
 
 
-def flat_masters(engine: Any) -> list[tuple[int, Tensor]]:
-    """(parameter group index, this rank's flat fp32 master) of every flat tensor of the engine's optimizer."""
+def masters(engine: Any) -> list[tuple[int, list[Any], Tensor]]:
+    """(parameter group index, its parameters, this rank's flat fp32 master) of every flat tensor of the optimizer."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
-        to_group = optimizer.sub_group_to_group_id
-        return [(to_group[i], flat) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
-    return list(enumerate(optimizer.single_partition_of_fp32_groups))
+        group_of, parameters = optimizer.sub_group_to_group_id, optimizer.fp16_groups
+        return [(group_of[i], parameters[i], flat) for i, flat in enumerate(optimizer.fp32_partitioned_groups_flat)]
+    parameters = optimizer.bit16_groups
+    return [(i, parameters[i], flat) for i, flat in enumerate(optimizer.single_partition_of_fp32_groups)]
+
+
+def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, _Piece | None]]:
+    """Every trainable parameter with this rank's piece of it (None: other ranks hold it)."""
+    for _, parameters, flat in masters(engine):
+        offset = 0
+        for p in parameters:
+            if hasattr(p, "ds_tensor"):  # ZeRO-3: every rank has an equal share, the last one padded
+                size = p.partition_numel()
+                start = engine.global_rank * size
+                numel = max(0, min(size, p.ds_numel - start))
+                piece = _piece(flat, offset, start, numel) if numel else None
+                offset += size
+            else:
+                mapping = p._hp_mapping
+                piece = None
+                if mapping is not None:
+                    own, part = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
+                    piece = _piece(flat, own.start, part.start, part.numel)
+            yield p, piece
+
+
+def _piece(flat: Tensor, offset: int, start: int, numel: int) -> _Piece:
+    return _Piece(flat, slice(offset, offset + numel), slice(start, start + numel))
 
 
 def discard_gradients(engine: Any) -> None:
@@ -53,30 +83,6 @@ def discard_gradients(engine: Any) -> None:
         gradients.update(dict.fromkeys(gradients))
 
 
-def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, _Piece | None]]:
-    """Every trainable parameter with this rank's piece of it (None: other ranks hold it)."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        rank = engine.global_rank
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            offset = 0
-            for p in group:
-                size = p.partition_numel()
-                start = rank * size
-                numel = max(0, min(size, p.ds_numel - start))
-                yield p, _Piece(flat, offset, start, numel) if numel else None
-                offset += size
-        return
-    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
-        for p in group:
-            mapping = p._hp_mapping
-            if mapping is None:
-                yield p, None
-                continue
-            whole, piece = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
-            yield p, _Piece(flat, whole.start, piece.start, piece.numel)
-
-
 def whole_shape(p: nn.Parameter) -> torch.Size:
     """The parameter's shape, also where ZeRO-3 has partitioned it."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
@@ -92,70 +98,54 @@ def _state(engine: Any, flat: Tensor) -> dict[str, Any]:
     return state
 
 
-def reset_moments(engine: Any, group_indices: set[int]) -> None:
-    """Zero moments and Adam step of parameter groups that begin to train."""
-    for index, flat in flat_masters(engine):
-        if index in group_indices:
-            state = _state(engine, flat)
-            state["step"] = torch.zeros_like(state["step"])
-            for key in MOMENTS:
-                state[key].zero_()
+def reset_moments(engine: Any, groups: set[int]) -> None:
+    """Zero moments and Adam's step of these parameter groups, which begin to train."""
+    for group, _, flat in masters(engine):
+        if group in groups:
+            for value in _state(engine, flat).values():
+                value.zero_()
 
 
-def read_state(engine: Any, names: dict[nn.Parameter, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(parameters, moments) whole, fp32, on the CPU; moments as `<name>.exp_avg`. Collective over the world."""
-    parameters: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
+def read_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str]) -> FeatureState:
+    """The whole state. slots: of each parameter group. Collective over the world."""
+    steps = {slots[group]: int(_state(engine, flat)["step"]) for group, _, flat in masters(engine)}
+    state = FeatureState({}, {}, steps)
     pieces = list(_pieces(engine))
-    shapes = [whole_shape(p) for p, _ in pieces]
+    sizes = [whole_shape(p).numel() for p, _ in pieces]
     for key in (None, *MOMENTS):
         # Every rank puts its pieces into zeros; the sum over ranks is whole
-        buffer = torch.zeros(sum(shape.numel() for shape in shapes), device=engine.device)
-        wholes = [
-            part.view(shape) for part, shape in zip(buffer.split([s.numel() for s in shapes]), shapes, strict=True)
-        ]
-        for (_, piece), whole in zip(pieces, wholes, strict=True):
+        buffer = torch.zeros(sum(sizes), device=engine.device)
+        for (_, piece), whole in zip(pieces, buffer.split(sizes), strict=True):
             if piece is not None:
                 source = piece.flat if key is None else _state(engine, piece.flat)[key]
-                values = source.detach().narrow(0, piece.offset, piece.numel)
-                whole.view(-1)[piece.start : piece.start + piece.numel] = values.to(buffer)
+                whole[piece.in_parameter] = source.detach()[piece.in_flat].to(buffer)
         sum_over(buffer)
-        for (p, _), whole in zip(pieces, wholes, strict=True):
+        for (p, _), whole in zip(pieces, buffer.cpu().split(sizes), strict=True):
+            value = whole.view(whole_shape(p)).clone()
             if key is None:
-                parameters[names[p]] = whole.cpu().clone()
+                state.parameters[names[p]] = value
             else:
-                moments[f"{names[p]}.{key}"] = whole.cpu().clone()
-    return parameters, moments
+                state.moments[f"{names[p]}.{key}"] = value
+    return state
 
 
 @torch.no_grad()
-def write_state(
-    engine: Any, names: dict[nn.Parameter, str], parameters: dict[str, Tensor], moments: dict[str, Tensor]
-) -> None:
-    """Put whole tensors back into this rank's pieces and into the parameters themselves."""
+def write_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str], state: FeatureState) -> None:
+    """Put what `read_state` returned back into this rank's pieces and into the parameters themselves."""
     for p, piece in _pieces(engine):
         name = names[p]
-        value = parameters[name]
+        value = state.parameters[name]
         partitioned = hasattr(p, "ds_tensor")
         if not partitioned:
             p.copy_(value.to(p))
         if piece is None:
             continue
-        part = slice(piece.start, piece.start + piece.numel)
         if partitioned:
-            p.ds_tensor[: piece.numel] = value.flatten()[part].to(p.ds_tensor)  # type: ignore[attr-defined]
-        state = _state(engine, piece.flat)
-        for flat, whole in ((piece.flat, value), *((state[key], moments[f"{name}.{key}"]) for key in MOMENTS)):
-            flat.narrow(0, piece.offset, piece.numel).copy_(whole.flatten()[part])
-
-
-def read_steps(engine: Any) -> dict[int, int]:
-    """Adam's step by parameter group index."""
-    return {index: int(_state(engine, flat)["step"]) for index, flat in flat_masters(engine)}
-
-
-def write_steps(engine: Any, steps: dict[int, int]) -> None:
-    """Set Adam's step by parameter group index, each in a tensor of its own: a shared one would step twice."""
-    for index, flat in flat_masters(engine):
-        if index in steps:
-            _state(engine, flat)["step"] = torch.tensor(float(steps[index]))
+            own = value.flatten()[piece.in_parameter]
+            p.ds_tensor[: len(own)] = own.to(p.ds_tensor)  # type: ignore[attr-defined]
+        adam = _state(engine, piece.flat)
+        for flat, whole in ((piece.flat, value), *((adam[key], state.moments[f"{name}.{key}"]) for key in MOMENTS)):
+            flat[piece.in_flat].copy_(whole.flatten()[piece.in_parameter])
+    for group, _, flat in masters(engine):
+        if slots[group] in state.steps:  # a tensor each: a shared one would step twice
+            _state(engine, flat)["step"] = torch.tensor(float(state.steps[slots[group]]))
