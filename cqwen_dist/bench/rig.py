@@ -28,7 +28,6 @@ from cqwen_dist.training.assembly import Base, Training, Words, build_training
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
-from cqwen_dist.training.zero.settings import deepspeed_config
 
 NUMBER_SHARE = 0.125  # of the tokens are <NUM>, as in GSM8K
 DOCUMENTS = 4  # texts in a packed sequence
@@ -108,8 +107,7 @@ def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Bas
             if runtime.is_main:
                 AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
             barrier()
-            partition = deepspeed_config(config, runtime.world_size, 1)
-            base, head, _ = load_partitioned_base(str(folder), dtype, partition, runtime)
+            base, head, _ = load_partitioned_base(str(folder), config, runtime)
             return Base(base, head[:])
     with runtime.device:  # draws the weights of a large model where they are used
         return Base(AutoModelForCausalLM.from_config(settings, dtype=dtype))

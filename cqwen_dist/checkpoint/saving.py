@@ -123,7 +123,7 @@ class Saver:
     @torch.no_grad()
     def _copied(self, state: TrainState) -> TrainState:
         """The tensors that this rank writes, copied to the host (pinned if they come from a GPU)."""
-        parts: dict[str, Any] = {"state": json.loads(json.dumps(state.state))}
+        parts: dict[str, Any] = {"state": json.loads(json.dumps(state.state, default=float))}
         for part in ("features", "feature_moments", "heads", "head_moments", "rows", "row_moments"):
             mine = self._groups.replica_rank == 0 if part.startswith("row") else self._side.rank() == 0
             tensors: Tensors = getattr(state, part) if mine else {}

@@ -50,7 +50,6 @@ from cqwen_dist.training.step import Stepper
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
-from cqwen_dist.training.zero.settings import deepspeed_config
 
 # Keys of the section `model` that the model takes as they are: of its start, of its shape.
 _START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}
@@ -237,7 +236,7 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         progress.say(f"note: {note}")
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
-    base, tokenizer = _load_base(config, runtime, world)
+    base, tokenizer = _load_base(config, runtime)
     context = base.model.config.max_position_embeddings
     for key, length in config.sequence_lengths().items():
         if length > context:
@@ -333,15 +332,14 @@ def _evaluations(
     )
 
 
-def _load_base(config: Config, runtime: Runtime, world: int) -> tuple[Base, NumericalAwareTokenizer]:
+def _load_base(config: Config, runtime: Runtime) -> tuple[Base, NumericalAwareTokenizer]:
     """The run's base model, partitioned under ZeRO-3, and its tokenizer, read once the base has been downloaded."""
-    name, dtype, code = config.base_folder, dtype_of(config.train.precision), config.model.trust_remote_code
+    name, dtype, model = config.base_folder, dtype_of(config.train.precision), config.model
     tokenizer = cache(lambda: load_tokenizer(config))
 
     def rows_for(rows: int) -> int:
         return tokenizer().rows_for(rows)
 
     if config.parallel.zero_stage == 3:
-        settings = deepspeed_config(config, world, 1)
-        return Base(*load_partitioned_base(name, dtype, settings, runtime, code, rows_for=rows_for)), tokenizer()
-    return Base(load_base(name, dtype, code, config.model.quantize, runtime.device, rows_for=rows_for)), tokenizer()
+        return Base(*load_partitioned_base(name, config, runtime, rows_for)), tokenizer()
+    return Base(load_base(name, dtype, model.trust_remote_code, model.quantize, runtime.device, rows_for)), tokenizer()

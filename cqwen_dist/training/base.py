@@ -20,8 +20,6 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
 from cqwen_dist.run.files import let_read
 
-CPU = torch.device("cpu")
-
 
 def load_tokenizer(config: Config) -> NumericalAwareTokenizer:
     """The run's tokenizer. Raises `UserError`."""
@@ -30,10 +28,10 @@ def load_tokenizer(config: Config) -> NumericalAwareTokenizer:
     )
 
 
-def build_run_base(config: Config, say: Callable[[str], None], device: torch.device = CPU) -> None:
-    """Build (and pretrain) the base of a config with `architecture`, unless the run's folder has it already.
+def build_run_base(config: Config, say: Callable[[str], None], device: torch.device) -> None:
+    """Build (and pretrain) the base of a config with `architecture`, unless the run's folder has it.
 
-    In one process, atomically: the folder appears whole. Deterministic on a CPU. Raises `UserError`.
+    Call it in one process. The folder appears as a whole. Deterministic on a CPU. Raises `UserError`.
     """
     architecture = config.model.architecture
     folder = Path(config.base_folder)
@@ -59,9 +57,8 @@ def build_run_base(config: Config, say: Callable[[str], None], device: torch.dev
     if tokenizer.rows_for(vocab_size) > vocab_size:
         raise UserError("model.architecture.vocab_size", vocab_size, f"{tokenizer.num_token_id + 1} or more, for <NUM>")
     if config.model.pretrain is not None:
-        _pretrain(
-            base.to(device), tokenise(texts, tokenizer, config.data), config.model.pretrain, config.train.seed, say
-        )
+        dataset = tokenise(texts, tokenizer, config.data)
+        _pretrain(base.to(device), dataset, config.model.pretrain, config.train.seed, say)
         base.cpu()
     base.config.eos_token_id = base.generation_config.eos_token_id = tokenizer.eos_token_id  # where generation ends
     base.save_pretrained(partial)

@@ -1,4 +1,4 @@
-"""What a user's own code sees of a run: callbacks during training, through which it can stop it, and the result."""
+"""Callbacks: a user's own code during training, which may stop the run; and the result of a call of `train`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Moment:
     def stop(self, reason: str) -> None:
         """End the run in order: all ranks agree before the next step, a checkpoint is saved, `train` returns.
 
-        Its result has the status "paused" and this reason; the same call goes on from there.
+        The result has the status "paused" and this reason. The same call of `train` resumes the run.
         """
         self._callbacks.ask(reason)
 
@@ -40,33 +40,29 @@ class Callback:
         """A stage begins or is resumed."""
 
     def on_step(self, at: Moment, metrics: Mapping[str, Any]) -> None:
-        """A step's metrics, as in metrics.jsonl, once they are on the host. By then the next step has begun, unless
-        this one was evaluated or saved. A call never waits for the device."""
+        """A step's metrics, as in metrics.jsonl, once they are on the host. The next step has begun by then, unless
+        this step was evaluated or saved. The call does not wait for the device."""
 
     def on_evaluation(self, at: Moment, metrics: Mapping[str, float]) -> None:
         """The held-out metrics, after `on_step` of the same step; at step 0 those before training."""
 
     def on_checkpoint(self, at: Moment, checkpoint: Path) -> None:
-        """A checkpoint is complete on the disk. As it is written in the background, `at` may be some steps later."""
+        """A checkpoint is complete on the disk. It is written in the background, so `at` may be some steps later."""
 
     def on_stage_end(self, at: Moment) -> None:
-        """A stage is over: its last evaluation is made, its checkpoint begun."""
+        """A stage has ended: its last evaluation is done, its checkpoint is being written."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended; the same on every rank except for `rank`.
-
-    status: "done", or "paused": stopped by a callback or run.stop_after, and the same call goes on. metrics: of the
-    last evaluation. checkpoint: the newest, if any. reason: a callback's.
-    """
+    """How a call of `train` ended; the same on every rank except for `rank`."""
 
     folder: Path
-    status: str
+    status: str  # "done", or "paused": stopped by a callback or run.stop_after, and the same call resumes it
     step: int
-    metrics: dict[str, float]
-    checkpoint: Path | None
-    reason: str | None
+    metrics: dict[str, float]  # of the last evaluation
+    checkpoint: Path | None  # the newest
+    reason: str | None  # of the callback that stopped the run
     rank: int
 
 
@@ -82,7 +78,7 @@ class Callbacks:
         self._callbacks, self._folder, self._stop, self._schedule = callbacks, folder, stop, schedule
         self.asked: str | None = None  # the reason of the callback that asked to stop
         self._failure: tuple[str, Exception] | None = None
-        self._seen = 0  # checkpoints that callbacks know of
+        self._checkpoints = 0  # how many callbacks know of
 
     def tell(self, event: str, step: int, stage: str, *found: Any) -> None:
         """Call this method of each callback. An exception is kept, and stops the run."""
@@ -101,9 +97,9 @@ class Callbacks:
 
     def checkpoints(self, step: int, stage: str, folder: Path, whole: Sequence[str]) -> None:
         """Call `on_checkpoint` for those that are new in `whole`."""
-        for name in whole[self._seen :]:
+        for name in whole[self._checkpoints :]:
             self.tell("on_checkpoint", step, stage, folder / name)
-        self._seen = len(whole)
+        self._checkpoints = len(whole)
 
     def ask(self, reason: str) -> None:
         """Stop the run, as a signal does."""
@@ -115,10 +111,9 @@ class Callbacks:
 
         Raises `CallbackError` on every rank where one failed.
         """
-        failure = self._failure and self._failure[0]
-        everyone = gather_objects((failure, self.asked, self._stop.reason))
-        for failed, _, _ in everyone:
-            if failed is not None:
-                raise CallbackError(failed) from (self._failure and self._failure[1])
-        asked = next((reason for _, reason, _ in everyone if reason is not None), None)
-        return asked if all(stop in (None, asked) for _, _, stop in everyone) else None
+        text, error = self._failure or (None, None)
+        failures, reasons, stops = zip(*gather_objects((text, self.asked, self._stop.reason)), strict=True)
+        if failed := next(filter(None, failures), None):
+            raise CallbackError(failed) from error
+        asked = next((reason for reason in reasons if reason is not None), None)
+        return asked if all(stop in (None, asked) for stop in stops) else None

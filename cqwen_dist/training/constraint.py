@@ -5,15 +5,14 @@
     KL of a token  = the mean over the C dimensions of the closed form of two Cauchys (`ops.cauchy.Cauchy.kl`)
 
 Cost: until a feature group has trained, z is the start's z, and the start's U takes two products [N,H]x[H,C]; the loss
-takes six [N,C]x[C,V]. After that the start's features need a second forward pass of the backbone without gradient: at
-every step for `hinge` and `dual`, at every `every`-th for `monitor`. A copy of the abduction, 2 H C numbers, is kept.
+takes six [N,C]x[C,V]. After that the start's features take a second forward pass of the backbone without gradient.
 
 `hinge` adds beta times each token's excess over eps, which decomposes over ranks and micro-batches. `dual` adds
-weight * KL with weight = multiplier * (KL / eps)^4. The power is nearly 0 far below eps, and near eps it reacts at the
-next step; an integral alone reacts too late, as KL is 0 at the start and rises within some steps. After each step the
-multiplier's logarithm moves by rate times the relative distance of the global mean from its aim, faster up than down.
-The power takes the KL of the step before, so the term is linear in the tokens and decomposes as `hinge` does. Both
-factors are tensors, and no step waits for them.
+weight * KL with weight = multiplier * (KL / eps)^4. The power is nearly 0 far below eps and reacts at the next step
+near eps; an integral alone reacts too late, as KL is 0 at the start and rises within some steps. The power takes the KL
+of the step before, so the term is linear in the tokens and decomposes as `hinge` does. After each step the multiplier's
+logarithm moves by rate times the relative distance of the global mean from its aim, faster up than down. Both factors
+are tensors, and no step waits for them.
 """
 
 from __future__ import annotations
@@ -69,14 +68,12 @@ class Constraint:
         self.multiplier = torch.tensor(config.beta, device=self.device)
         self._answer = torch.tensor(_ANSWER[0], device=self.device)
 
-    # --------------------------------------------------------------------------------------- the start
-
     @torch.no_grad()
     def begin(self, features: dict[str, Tensor], batches: Iterable[Batch]) -> None:
         """Take the present model as the start. Collective over the world.
 
-        features: the engine's parameters by name, whole. batches: this rank's share of some texts, for the spread of
-        U's location: its standard deviation over tokens, with U's scale at the start added in quadrature. So a
+        features: the engine's parameters by name, whole. batches: this rank's share of some texts. They give the
+        spread of U's location: its standard deviation over tokens, with the mean scale added in quadrature, so that a
         dimension in which nothing varies (a number dimension) is measured in its own scale.
         """
         self._abduction = _frozen_copy(self.model)
@@ -128,13 +125,9 @@ class Constraint:
         """What changes in training, for a checkpoint."""
         return {"multiplier": float(self.multiplier), "answer": float(self._answer)}
 
-    # ------------------------------------------------------------------------------------- the measure
-
     def due(self, step: int) -> bool:
         """Whether KL is measured at this step."""
-        if self.config.mode == "monitor":
-            return step % self.config.every == 0
-        return self.config.mode != "off"
+        return step % self.config.every == 0 if self.config.mode == "monitor" else self.config.mode != "off"
 
     @property
     def second_pass(self) -> bool:

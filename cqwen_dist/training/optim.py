@@ -83,8 +83,6 @@ class HeadOptimizer:
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 
-    # ------------------------------------------------------------------------------------ checkpoint
-
     def moments(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Moments `<name>.exp_avg`, ... and Adam's step by name, of every member that has them."""
         tensors, steps = {}, {}

@@ -1,9 +1,8 @@
 """Finds silent corruption: hashes of what must be equal on all ranks are compared every few steps and before a save.
 
 Copies of a parameter get equal gradients and take equal steps, so they stay equal to the bit, unless a bit flips in one
-rank's memory or a rank left out a collective. The loss hardly shows that. Compared are the heads, their moments and
-step counts, and the adapters; rows of the vocabulary within their replica group. What ZeRO partitions has no second
-copy. The frozen base is not compared.
+rank's memory or a rank left out a collective. The loss hardly shows that. The heads, their moments and step counts, and
+the adapters are compared; rows of the vocabulary within their replica group. What ZeRO partitions has no second copy.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Replicas:
         hashes = gather_rows(torch.stack([bit_hash(value) for _, value, _ in copies])).cpu()  # [world, tensors]
         for (name, _, kinds), values in zip(copies, hashes.T.tolist(), strict=True):
             if odd := _odd(values, kinds):
-                text = f"{name} is not equal on rank {odd}, and was after step {self.good}"
+                text = f"{name} is not equal on rank {odd}, and was equal after step {self.good}"
                 error = RanksDiffer(text, step, again=self._suspect is not None)
                 self._suspect = step, hashes
                 raise error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,9 @@ from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
 from cqwen_dist.targets import TargetTransform
 from cqwen_dist.training.assembly import Run
 from cqwen_dist.training.stages import refuse_unknown_metrics
-from cqwen_dist.training.state import Place, head_tensors, load_heads, restore, row_range
+from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range
 from cqwen_dist.training.telemetry.alarms import Alarm, Alarms
 from cqwen_dist.training.telemetry.metrics import MetricsLog
-from cqwen_dist.training.zero.engine import Engine
 
 CALIBRATION_TOKENS = 512  # of all ranks together
 WARM = "model.warm_start"
@@ -103,14 +102,12 @@ def _make_start(run: Run) -> Place:
         start["base_accuracy"] = run.evaluations.base_accuracy
 
     # The heads: from a warm start, calibrated, or the seeds' constants
-    warm = read_warm_start(config, row_range(run.model))
-    if warm is not None:
-        known = {name: run.inputs[name] for name in ("tokenizer", "base")}
-        refuse_exchanged(warm.state.get("inputs", {}), known, config.run.accept, warm.source)
-        warm.apply(run.engine, config)
-        start["warm_start"] = str(warm.source)
-        say(f"begins with the weights of {warm.source}")
-    if warm is None or not warm.heads:
+    has_heads = False
+    if config.model.warm_start is not None:
+        source, has_heads = _load_warm_start(run, config.model.warm_start)
+        start["warm_start"] = str(source)
+        say(f"begins with the weights of {source}")
+    if not has_heads:
         if config.start == "calibrated":
             start["calibration"] = _calibrate(run)
         else:
@@ -199,57 +196,52 @@ def _notes(config: Config, vocab_size: int) -> list[str]:
     return [f"note: {note}" for note in notes]
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """Weights by name: adapters, w_num and <NUM>'s row; of a checkpoint also the heads and state.json's content."""
+def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
+    """Load the weights that `model.warm_start` names; returns where they were and whether the heads are among them.
 
-    source: Path
-    features: dict[str, Tensor]
-    heads: dict[str, Tensor] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-
-    def apply(self, engine: Engine, config: Config) -> None:
-        """Load it into a new model. Collective. Raises `UserError` by key where it does not fit."""
-        if self.state:
-            self._check_shape(engine.model.config, config)
-        known = engine.feature_shapes()
-        refuse_strange(self.features, known, self.source, key=WARM, dtype=None, all_of_them=False)
-        begun = engine.feature_state()
-        engine.load_feature_state(begun._replace(parameters={**begun.parameters, **self.features}))
-        if self.heads:
-            shapes = {name: tensor.shape for name, tensor in head_tensors(engine).items() if tensor.numel()}
-            refuse_strange(self.heads, shapes, self.source, key=WARM)
-            load_heads(engine, self.heads, self.state)
-
-    def _check_shape(self, ours: Any, config: Config) -> None:
-        saved = self.state["model"]
-        for name, key in _SHAPE.items():
-            if getattr(ours, name) != saved.get(name):
-                raise UserError(key, getattr(ours, name), f"{saved.get(name)!r}, as in {self.source}")
-        unit = TargetTransform(**saved["target"]).name
-        if unit != config.target_transform:
-            raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {self.source}")
-        if ours.lora is not None and saved["lora"] is not None:
-            for name, value in saved["lora"].items():
-                if name not in ("dropout", "lr_ratio") and ours.lora.get(name) != value:  # these two are of training
-                    raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{value!r}, as in {self.source}")
-
-
-def read_warm_start(config: Config, row_range: tuple[int, int]) -> WarmStart | None:
-    """The weights that `model.warm_start` names (this rank's rows), or None. Raises `UserError`, also for a pickle."""
-    if config.model.warm_start is None:
-        return None
-    path = Path(config.model.warm_start).expanduser()
+    Collective. Raises `UserError` by key where they do not fit, and for a pickle.
+    """
+    config, engine, path = run.config, run.engine, Path(given).expanduser()
     if not path.is_dir() and path.name != LATEST:
         raise UserError(WARM, str(path), "the folder of a run, of a checkpoint, or of an adapter that PEFT saved")
+
+    # Adapters alone, or a checkpoint's adapters, w_num, <NUM>'s row and heads (this rank's rows)
+    heads: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
     if (path / adapter.CONFIG).is_file():
         adapter.refuse_lora_changes(path, config.model.lora)
-        found = WarmStart(path, adapter.read_adapter(path))
+        features = adapter.read_adapter(path)
     else:
-        _, folder = resolve_checkpoint(path)
-        saved = load_checkpoint(folder, row_range, moments=False)
-        found = WarmStart(folder, saved.features, {**saved.heads, **saved.rows}, saved.state)
-    if adapter.to_peft(found.features) and not config.trains("lora"):
+        _, path = resolve_checkpoint(path)
+        saved = load_checkpoint(path, row_range(run.model), moments=False)
+        features, heads, state = saved.features, {**saved.heads, **saved.rows}, saved.state
+
+    # What does not fit is refused before anything is loaded
+    if adapter.to_peft(features) and not config.trains("lora"):
         allowed = "weights without adapters, as no stage trains lora (`cqwen export --merge` folds them into a base)"
-        raise UserError(WARM, Said(f"adapters in {found.source}"), allowed)
-    return found
+        raise UserError(WARM, Said(f"adapters in {path}"), allowed)
+    inputs = {name: run.inputs[name] for name in ("tokenizer", "base")}
+    refuse_exchanged(state.get("inputs", {}), inputs, config.run.accept, path)
+    if state:
+        _refuse_shape(config, run.model.config, state["model"], path)
+    refuse_strange(features, engine.feature_shapes(), path, key=WARM, dtype=None, all_of_them=False)
+    if heads:
+        refuse_strange(heads, head_shapes(engine), path, key=WARM)
+        load_heads(engine, heads, state)
+    begun = engine.feature_state()
+    engine.load_feature_state(begun._replace(parameters={**begun.parameters, **features}))
+    return path, bool(heads)
+
+
+def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path) -> None:
+    """Raises `UserError` by key where a model of another shape was saved."""
+    for name, key in _SHAPE.items():
+        if getattr(ours, name) != saved.get(name):
+            raise UserError(key, getattr(ours, name), f"{saved.get(name)!r}, as in {source}")
+    unit = TargetTransform(**saved["target"]).name
+    if unit != config.target_transform:
+        raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {source}")
+    if ours.lora is not None and saved["lora"] is not None:
+        for name, value in saved["lora"].items():
+            if name not in ("dropout", "lr_ratio") and ours.lora.get(name) != value:  # these two are of training
+                raise UserError(f"model.lora.{name}", ours.lora.get(name), f"{value!r}, as in {source}")

@@ -31,16 +31,9 @@ class Place:
     stage: str = ""
     loader: dict[str, int] = field(default_factory=dict)  # where the next step's samples come from
     figures: dict[str, Any] = field(default_factory=dict)  # metrics of the last evaluation
-    due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short
+    due: dict[str, Any] | None = None  # the record of `step`, where its evaluation was cut short; may hold tensors
     evaluated: bool = False  # whether the metrics are of `step`
     exchanged: list[str] = field(default_factory=list)  # inputs that were exchanged since (`run.accept`)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For state.json."""
-        due = None
-        if self.due is not None:
-            due = {key: float(value) if isinstance(value, Tensor) else value for key, value in self.due.items()}
-        return {**vars(self), "due": due}
 
 
 def save(run: Run, place: Place) -> None:
@@ -89,7 +82,7 @@ def _collect(run: Run, place: Place) -> TrainState:
         row_moments=row_moments,
         row_range=row_range(engine.model),
         state={
-            **place.to_dict(),
+            **vars(place),
             "schedule": run.schedule.state_dict(),
             "constraint": run.constraint.state_dict(),
             "norms": engine.usual.seen,
@@ -118,9 +111,8 @@ def _restore(engine: Engine, found: TrainState, source: Path) -> None:
     if state["model"]["lora"] is None:  # a stage that trains adapters was appended since: they begin now
         for saved, present in zip(features[:2], engine.feature_state()[:2], strict=True):
             saved.update({name: value for name, value in present.items() if is_lora(name)})
-    head_shapes = {name: t.shape for name, t in head_tensors(engine).items() if t.numel()}  # a rank may have no rows
-    stepped = {name: shape for name, shape in head_shapes.items() if name in state["head_steps"]}
-    refuse_strange(heads, head_shapes, source)
+    stepped = {name: shape for name, shape in head_shapes(engine).items() if name in state["head_steps"]}
+    refuse_strange(heads, head_shapes(engine), source)
     refuse_strange(moments, _moments_of(stepped), source)
     refuse_strange(features.parameters, shapes, source)
     refuse_strange(features.moments, _moments_of(shapes), source)
@@ -148,3 +140,8 @@ def head_tensors(engine: Engine) -> dict[str, Tensor]:
     """Every parameter of the heads by name, frozen ones too (a calibrated C may be fixed)."""
     parts = engine.model.heads.items()
     return {f"{part}.{name}": p for part, module in parts for name, p in module.named_parameters()}
+
+
+def head_shapes(engine: Engine) -> dict[str, torch.Size]:
+    """Shapes of the heads' parameters on this rank by name; a rank may have no rows."""
+    return {name: tensor.shape for name, tensor in head_tensors(engine).items() if tensor.numel()}

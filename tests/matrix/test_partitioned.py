@@ -35,7 +35,6 @@ from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.run.status import write_status
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.partitioned_base import WeightFiles, load_partitioned_base
-from cqwen_dist.training.zero.settings import deepspeed_config
 
 BOTH = "heads+lora"
 
@@ -44,8 +43,7 @@ def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runt
     """The oracle's model out of files; of each parameter of the base: (numbers held, numbers partitioned, whole)."""
     config, runtime = config_of(case), runtime_of(case)
     torch.manual_seed(1)  # as tiny_model does
-    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-    base, head, _ = load_partitioned_base(folder, dtype, deepspeed_config(config, case.world, 1), runtime)
+    base, head, _ = load_partitioned_base(folder, config, runtime)
     sizes = [(p.numel(), p.ds_tensor.numel(), p.ds_numel) for p in base.parameters()]
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = CausalQwenModel.from_base_model(
@@ -137,8 +135,7 @@ def test_a_tied_head_is_the_token_table_and_rows_are_cut_from_the_file(tmp_path:
 def wide_parts(folder: str) -> list[Any]:
     """The partitioned base's token table, gathered, its head whole and in part, and so the file's table."""
     case = Case(2, 1, 3, "fp32", 1, BOTH)
-    settings = deepspeed_config(config_of(case), 2, 1)
-    base, head, rows = load_partitioned_base(folder, torch.float32, settings, runtime_of(case), rows_for=lambda _: 128)
+    base, head, rows = load_partitioned_base(folder, config_of(case), runtime_of(case), rows_for=lambda _: 128)
     table = base.model.embed_tokens.weight
     with deepspeed.zero.GatheredParameters(table):
         whole = table.detach().clone()
@@ -163,7 +160,7 @@ def refusals(folders: list[str]) -> list[str]:
     case, found = Case(1, 1, 3, "fp32", 1, BOTH), []
     for folder in folders:
         with pytest.raises(UserError) as refusal:
-            load_partitioned_base(folder, torch.float32, deepspeed_config(config_of(case), 1, 1), runtime_of(case))
+            load_partitioned_base(folder, config_of(case), runtime_of(case))
         found.append(refusal.value.key)
     return found
 

@@ -176,10 +176,10 @@ def test_what_it_saw_and_decided_goes_on_in_another_process() -> None:
 
 
 def test_a_figure_that_evaluation_does_not_give_is_refused_by_key() -> None:
-    watched = [plan.stage.model_dump(exclude_none=True) for plan in until(metric="eval/recal").plans]
-    config = Config.model_validate(
-        {"model": {"name_or_path": "unused"}, "data": {"train": "unused"}, "stages": watched}
-    )
+    heads, watched = ({"name": name, "train": ["heads"]} for name in "hw")
+    chosen = [{**heads, "steps": 3}, {**watched, "until": {"max_steps": 100, "metric": "eval/recal"}}]
+    data = {"train": "unused", "eval_fraction": 0.1}
+    config = Config.model_validate({"model": {"name_or_path": "unused"}, "data": data, "stages": chosen})
     with pytest.raises(UserError, match=r"stages\.1\.until\.metric: found 'eval/recal'.*eval/recall"):
         refuse_unknown_metrics(config, {"eval/recall": 1.0, "dist/x": 0.0})
 

@@ -3,7 +3,6 @@
     DeepSpeed engine      frozen backbone, LoRA, w_num, <NUM>'s row    ZeRO 1-3, fp32 or bf16
     HeadOptimizer         abduction, action                            fp32, rows over the vocabulary group
 
-The engine returns z of the label positions, the heads compute the loss, `engine.backward` differentiates through both.
 A new stage needs no new engine: parameters of frozen groups need no gradient and have lr 0. While no feature group
 trains, z is computed without a graph and DeepSpeed takes no step.
 """
@@ -132,8 +131,6 @@ class Engine:
             self._norm = self._finite_norm((norm.square() + self._head_norm_sq).sqrt())
         return self._norm / self.usual.limit()
 
-    # ---------------------------------------------------------------------------------------- stages
-
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
         """Set which groups train. Those in `newly_trained` begin with zero moments and clear the usual norm."""
         if newly_trained:
@@ -151,8 +148,6 @@ class Engine:
         for member, group in zip(self.slots.values(), self.engine.optimizer.param_groups, strict=True):
             group["lr"] = plan.lr(member.group, False, step) * (self.lr_ratio_b if member.kind == "B" else 1.0)
             group["frozen"] = member.group not in plan.stage.groups
-
-    # -------------------------------------------------------------------------------------- one step
 
     def forward(self, batch: Batch, keep: Tensor) -> Tensor:
         """z [N,H] of the label positions `keep` [N]; with a graph while a feature group trains and gradients are on."""
@@ -181,7 +176,7 @@ class Engine:
 
         Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
         `CollectiveError` where a rank is lost. The heads step last, as they need no other rank for it. (If a rank is
-        lost inside DeepSpeed's own step, the others are half updated; they end without a checkpoint of that step.)
+        lost inside DeepSpeed's own step, the others are half updated and end without a checkpoint of that step.)
         """
         self._norm = None
         self._head_norm_sq = self.heads.reduce_gradients()
@@ -222,8 +217,6 @@ class Engine:
             )
         self._norm_read = number
         return norm
-
-    # ------------------------------------------------------------------------------------ checkpoint
 
     def feature_state(self) -> zero_state.FeatureState:
         """Parameters, moments and Adam steps of the features, whole. Collective over the world."""

@@ -19,12 +19,15 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.bases import check_model_type
 from cqwen_dist.model.backbone import base_folder_of, base_refusal, mean_row, record_added_rows
+from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import main_rank_first, naming
 from cqwen_dist.parallel.runtime import Runtime
+from cqwen_dist.training.zero.settings import deepspeed_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -46,24 +49,20 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        single = folder / "model.safetensors"
+        index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
         if index.is_file():
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self._files = {name: folder / file for name, file in named.items()}
+            self._files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         elif single.is_file():
             with safe_open(single, framework="pt") as file:
-                self._files = {name: single for name in file.keys()}  # noqa: SIM118 (a handle, not a dict)
+                self._files = dict.fromkeys(file.keys(), single.name)
         else:
-            raise UserError(
-                "model.name_or_path", str(folder), "a folder with model.safetensors, or its index and parts"
-            )
+            raise UserError("model.name_or_path", str(folder), f"a folder with {single.name}, or its index and parts")
 
     def slice_of(self, name: str) -> Any:
         """A tensor that is read by slicing: `[:]`, `[a:b]`. Raises `UserError` where it is missing."""
         if name not in self._files:
             raise UserError("model.name_or_path", f"no {name} in {self.folder}", "all weights of the architecture")
-        with safe_open(self._files[name], framework="pt") as file:
+        with safe_open(self.folder / self._files[name], framework="pt") as file:
             return file.get_slice(name)
 
     def head(self) -> Any:
@@ -72,9 +71,9 @@ class WeightFiles:
 
 
 class WithMeanRows:
-    """A file's matrix [V,H] with further rows, each the mean of the file's; slicing it reads it.
+    """A file's matrix [V,H] with added rows, each the mean of the file's rows; slicing it reads the file.
 
-    dtype: in which the mean is taken (default: the file's).
+    dtype: of the mean (default: the file's).
     """
 
     def __init__(self, own: Any, rows: int, dtype: torch.dtype | None = None) -> None:
@@ -95,33 +94,30 @@ class WithMeanRows:
 
 
 def load_partitioned_base(
-    name_or_path: str,
-    dtype: torch.dtype,
-    deepspeed_config: dict[str, Any],
-    runtime: Runtime,
-    trust_remote_code: bool = False,
-    rows_for: Callable[[int], int] | None = None,
+    name_or_path: str, config: Config, runtime: Runtime, rows_for: Callable[[int], int] | None = None
 ) -> tuple[PreTrainedModel, Any, Any]:
     """(base, its output head and its token table as slices of the file). Collective over the world. Raises `UserError`.
 
-    deepspeed_config: of the engine that will hold the base, stage 3. rows_for: as of `load_base`.
+    config: of the run, with ZeRO stage 3. rows_for: as of `load_base`.
     """
+    dtype, code = dtype_of(config.train.precision), config.model.trust_remote_code
+    settings = deepspeed_config(config, runtime.world_size, 1)
     main_rank_first(lambda: base_folder_of(name_or_path))  # one rank downloads it for all
     folder = base_folder_of(name_or_path)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        shape = AutoConfig.from_pretrained(folder, trust_remote_code=code)
     except (OSError, ValueError) as error:
         raise base_refusal(name_or_path, error) from None
-    check_model_type(config.model_type, "model_type", name_or_path)
-    rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
+    check_model_type(shape.model_type, "model_type", name_or_path)
+    rows = shape.vocab_size if rows_for is None else rows_for(shape.vocab_size)
     files = WeightFiles(folder)
     head, table = files.head(), files.slice_of(EMBEDDING)
-    if rows > config.vocab_size:
+    if rows > shape.vocab_size:
         head, table = WithMeanRows(head, rows), WithMeanRows(table, rows, dtype)
-        record_added_rows(config, rows)
+        record_added_rows(shape, rows)
     join_deepspeed()
     with init_empty_weights(include_buffers=False):
-        base = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        base = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=code)
     base.lm_head = None
     for name, module in base.model.named_modules(prefix="model"):
         own = dict(module.named_parameters(recurse=False))
@@ -132,7 +128,7 @@ def load_partitioned_base(
                     value.copy_(_whole(files, f"{name}.{key}", parameter.shape, table))
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
             with naming("DeepSpeed's partitioning"):
-                deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config, dtype=dtype)
+                deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
     return base, head, table
 
 
