@@ -277,17 +277,11 @@ def build_run(config: Config, runtime: Runtime) -> Run:
 
 
 def _saver(config: Config, groups: Groups, runtime: Runtime, progress: Progress) -> Saver:
-    train = config.train
+    train, metric = config.train, config.train.best_metric
     return Saver(
         Path(config.run.dir),
         groups,
-        Retention(
-            newest=train.keep_checkpoints,
-            best=train.keep_best,
-            every=train.keep_every,
-            metric=train.best_metric,
-            higher=rises(train.best_metric),
-        ),
+        Retention(train.keep_checkpoints, train.keep_best, train.keep_every, metric, higher=rises(metric)),
         background=train.background_save,
         timeout_s=runtime.timeout_s,
         on_failure=runtime.stop.ask,  # a failed save stops the run at its next step

@@ -1,4 +1,4 @@
-"""Word frequency: weights of the word loss by it (seed S4 3.4.3), and the mean threshold of each band (S0 5.1)."""
+"""Word frequency: the weights of words in the loss (seed S4 3.4.3), the mean threshold of each band (S0 5.1)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ def class_weights(loss: LossConfig, counts: np.ndarray, start: int, rows: int, v
     """
     if loss.class_weights is None:
         return None
-    weights = torch.ones(vocab_size)
+    weights = np.ones(vocab_size)
     if loss.class_weights == "frequency":
         seen = counts > 0
         occurring = counts[seen].astype(np.float64)
         raw = occurring**-loss.class_weight_power
         raw *= occurring.sum() / (occurring * raw).sum()
-        limit = loss.class_weight_limit
-        weights[torch.from_numpy(seen)] = torch.from_numpy(raw.clip(1.0 / limit, limit)).float()
+        weights[seen] = raw.clip(1.0 / loss.class_weight_limit, loss.class_weight_limit)
     else:
         for word, weight in loss.class_weights.items():
             if word >= vocab_size:
                 raise UserError(f"loss.class_weights.{word}", weight, f"word ids below {vocab_size}")
             weights[word] = weight
-    return weights[start : start + rows]
+    return torch.from_numpy(weights[start : start + rows]).float()
 
 
 def band_of(counts: np.ndarray) -> np.ndarray:

@@ -32,10 +32,10 @@ from cqwen_dist.training.zero.partitioned_base import leave_deepspeed
 def train(
     config: Config, callbacks: Sequence[Callback] = (), write_inputs: Callable[[], None] = lambda: None
 ) -> TrainResult:
-    """Train or resume; a run that is done returns at once. One call on every rank.
+    """Train or resume; a run that is done returns at once. Every rank calls it.
 
-    write_inputs: as of `open_session`. Raises `UserError` on every rank alike where the input is wrong, and `Stopped`
-    where a signal stopped the run, which can be resumed.
+    write_inputs: as of `open_session`. Raises `UserError` on every rank where the input is wrong, and `Stopped` where a
+    signal stopped the run, which can be resumed.
     """
     with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
         try:
@@ -57,7 +57,7 @@ def train_on(
     callbacks: Sequence[Callback] = (),
     write_inputs: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """`train` in a process group that is up; returns the last evaluation's metrics."""
+    """`train` in an existing process group; returns the last evaluation's metrics."""
     with open_session(config, runtime, write_inputs) as status:
         with runtime.stop.interruptible():  # nothing is lost yet
             run = build_run(config, runtime)
@@ -84,7 +84,7 @@ class Trainer:
         """Start or resume, train to the end; returns the last evaluation's metrics."""
         run, stop = self.run, self.run.runtime.stop
         stop.agreed(run.runtime.device)
-        alone = run.groups.world_size == 1  # no rank waits for this one: a signal ends the start at once
+        alone = run.groups.world_size == 1  # a signal may end the start at once, as no other rank waits for this one
         with stop.interruptible() if alone else nullcontext():
             self.place = begin(run)
         self.saved_step = self.place.step
@@ -103,7 +103,7 @@ class Trainer:
             reason = self.callbacks.agreed()
             if reason is None:
                 raise
-        finally:  # a run that fails has logged every step that it took
+        finally:  # also a run that fails logs every step that it took
             run.loaders.close()
             run.saver.close()
             if self.log is not None:
@@ -117,7 +117,7 @@ class Trainer:
         return self.place.figures
 
     def _take_steps(self) -> None:
-        """`_loop`, again from the last checkpoint where the ranks' copies differ."""
+        """`_loop`; where the ranks' copies differ, again from the last checkpoint."""
         while True:
             try:
                 self._loop()
@@ -126,9 +126,9 @@ class Trainer:
                 self._go_back(found)
 
     def _loop(self) -> None:
-        """The loop: every step to the end, or to the last stage of this command."""
+        """Every step to the end, or to the end of this command's last stage."""
         run, step = self.run, self.place.step
-        if (due := self.place.due) is not None:  # the last command was stopped in this step's evaluation
+        if (due := self.place.due) is not None:  # the previous command was stopped in this step's evaluation
             if self.log is not None:
                 self.log.push(due)
             self._after_step(step, due)
@@ -137,7 +137,7 @@ class Trainer:
             plan = run.schedule.at(step)
             self._move_to(step)
             if plan.index > run.config.last_stage:
-                break  # the next command goes on from here
+                break  # the next command continues from here
             if plan.index != entered:
                 batches = self._enter_stage(plan, step)
                 entered = plan.index
@@ -154,7 +154,7 @@ class Trainer:
         run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
         batches = run.loaders.enter(plan)
         run.cache.enter(plan, step, run.loaders.current)
-        if not self.callbacks.asked:  # else the stop is agreed on before the next step
+        if not self.callbacks.asked:  # a callback has asked to stop: the stage does not begin
             self.callbacks.tell("on_stage_start", step, plan.stage.name)
         return batches
 
@@ -162,7 +162,7 @@ class Trainer:
         """One optimizer step, taken or refused; returns its record."""
         run, loader = self.run, self.run.loaders.current
         self.clock.data()
-        cached = run.cache.next()  # before the loader moves on
+        cached = run.cache.next()  # it reads the loader's position, which the next line changes
         micro_batches = self._next(batches)
         self.clock.work(micro_batches)
         run.engine.set_lr(plan, step)
@@ -184,7 +184,7 @@ class Trainer:
         return record
 
     def _next(self, batches: Iterator[list[Batch]]) -> list[Batch]:
-        """The next step's micro-batches. A signal ends the wait for them, and the other ranks learn of it."""
+        """The next step's micro-batches. A signal ends the wait for them, and this rank tells the others."""
         try:
             with self.run.runtime.stop.interruptible():
                 return next(batches)
@@ -193,7 +193,7 @@ class Trainer:
             raise
 
     def _after_step(self, step: int, record: dict[str, Any]) -> None:
-        """Compare the ranks, evaluate and save, each where it is due."""
+        """Compare the ranks' copies, evaluate and save, each where it is due."""
         run, train = self.run, self.run.config.train
         run.runtime.hang.alive()
         plan = run.schedule.at(step - 1)
@@ -224,10 +224,7 @@ class Trainer:
             self._alarm(Alarm(step, "ranks-differ", passing_fault))
 
     def _go_back(self, found: RanksDiffer) -> None:
-        """Copies differ: go back to the last checkpoint, once, to learn whether it happens again.
-
-        Raises `found` where it did, or where there is no checkpoint.
-        """
+        """Go back to the last checkpoint after copies differed. Raises `found` the second time, or without one."""
         run = self.run
         run.loaders.close()
         run.saver.wait()
@@ -251,7 +248,7 @@ class Trainer:
         metrics = evaluations(step, self.place.stage)
         if self.log is not None:
             self.log.add(metrics)
-            self.log.flush()  # costs no wait: the evaluation has waited for this step
+            self.log.flush()  # no extra wait: the evaluation has waited for this step
         if metrics:
             self.callbacks.tell("on_evaluation", step, self.place.stage, metrics)
         if shown := evaluations.shown(metrics):
@@ -263,7 +260,7 @@ class Trainer:
         self.callbacks.checkpoints(self.place.step, self.place.stage, self.run.folder / CHECKPOINTS, saver.whole)
 
     def _move_to(self, step: int, **fields: Any) -> None:
-        """Set where the run is. fields: others of `Place`; the metrics stay the last known unless given."""
+        """Set where the run is. fields: of `Place`; without `figures` the last metrics are kept."""
         stage = self.run.schedule.at(max(step - 1, 0)).stage.name
         self.place = Place(step, stage, self.run.loaders.state_dict(), **{"figures": self.place.figures, **fields})
 
@@ -272,7 +269,7 @@ class Trainer:
         self.saved_step = self.place.step
 
     def _save_on_stop(self) -> None:
-        self.run.saver.wait()  # raises what stopped the run where that was a save
+        self.run.saver.wait()  # if a failed save stopped the run, this raises its error
         self.run.progress.say("told to stop: saving")
         if self.log is not None:
             self.log.flush()
@@ -285,8 +282,8 @@ class Trainer:
     def _already_done(self) -> dict[str, Any]:
         run = self.run
         run.progress.say(f"already done: {run.schedule.total_steps} steps in {run.folder}")
-        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # killed before it wrote that
-            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops a line that a kill cut off
+        if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # it was killed before it wrote that
+            MetricsFile(run.folder / METRICS, self.place.step).close()  # drops a line that the kill cut off
             self._note_status()
             self.status.write(status="done")
         return self.place.figures
