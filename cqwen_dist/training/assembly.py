@@ -57,7 +57,7 @@ _SHAPE_KEYS = {"abduction", "causal_size", "wide", "random_features", "scale_act
 
 
 class Base(NamedTuple):
-    """A base model; its output head and token table apart where ZeRO-3 has partitioned the model."""
+    """A base model. head, table: its output head and token table, where ZeRO-3 has partitioned the model."""
 
     model: Any
     head: Any = None
@@ -68,7 +68,7 @@ class Words(NamedTuple):
     """The vocabulary, from the tokenizer and the data."""
 
     num_token_id: int
-    used_rows: int  # the tokenizer has no words from here on
+    used_rows: int  # the tokenizer has no words from this row on
     counts: np.ndarray  # [V]: occurrences in the training data
     numerals: Sequence[int] = ()  # the tokens that the base spells numerals with
     line_ends: Sequence[int] = ()  # the tokens that end a line
@@ -90,7 +90,7 @@ class Training:
     words: Words
 
     def enter_stage(self, plan: StagePlan, fresh: bool) -> None:
-        """Set which groups train. fresh: the stage begins here, so moments of newly trained groups are zeroed."""
+        """Set which groups train. fresh: the stage begins, so groups that did not train before get zero moments."""
         self.engine.enter_stage(plan, self.schedule.newly_trained(plan) if fresh else frozenset())
         self.constraint.features_moved = self.schedule.features_trained_by(plan)
 
@@ -105,7 +105,7 @@ class Training:
         self.runtime.stop.agreed(self.runtime.device)
 
     def forward_held_out(self, batch: Batch, keep: Tensor) -> Tensor:
-        """The same of texts that nothing was fitted to: a wide part reads them as in eval mode."""
+        """As `forward`, of texts that the wide part was not fitted to: it reads them as in eval mode."""
         if self.model.wide is None:
             return self.forward(batch, keep)
         self.model.wide.eval()
@@ -131,7 +131,7 @@ class Run(Training):
     progress: Progress
 
     def at(self, what: str, done: int, of: int) -> None:
-        """Show progress between two parts of the start. Raises `Stopped` as `check_stop` does."""
+        """Show the progress of the start. Raises `Stopped` as `check_stop` does."""
         self.check_stop()
         self.progress.part(what, done, of)
 

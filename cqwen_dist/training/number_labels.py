@@ -1,4 +1,4 @@
-"""The labels of a batch's numbers: one value each, several values, or one value of a type (seed S4 4.7)."""
+"""The labels of a batch's numbers: each has one value, several values, or one value of a type (seed S4 4.7)."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ class HeadOptimizer:
     def __init__(self, members: list[Member], groups: Groups, betas: tuple[float, float], weight_decay: float) -> None:
         self.members = members
         self.groups = groups
-        # b_scale passes a softplus, exponential where it is used; b_noise does not. A step of 1e-2 is 1 % of the scale
-        # for b_scale, and 700 times the calibrated scale for b_noise. So b_noise's rate is relative to this unit.
+        # A step of 1e-2 changes the scale by 1 % for b_scale, which passes a softplus (exponential where it is used),
+        # but is 700 times the calibrated scale for b_noise. So b_noise's rate is relative to this unit.
         self.noise_unit = 1.0
-        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient in this step, if it trains
+        self._noise: Tensor | None = None  # the largest entry of b_noise's gradient in the last step, if it trains
         self.adamw = torch.optim.AdamW(
             [{"params": [m.parameter], "lr": 0.0, "weight_decay": weight_decay if m.decays else 0.0} for m in members],
             betas=betas,
@@ -50,7 +50,7 @@ class HeadOptimizer:
             group["lr"] = plan.lr(member.group, member.is_scale, step, unit)
 
     def reduce_gradients(self) -> Tensor:
-        """Make every gradient the global one; returns their squared norm, [] fp32, equal on all ranks. Collective."""
+        """Reduce every gradient over the ranks; returns their squared norm, [] fp32, equal on all. Collective."""
         trained = [m for m in self.members if m.parameter.requires_grad]
         replicated = [_gradient(m.parameter) for m in trained if not m.has_rows]
         rows = [_gradient(m.parameter) for m in trained if m.has_rows]

@@ -29,9 +29,9 @@ def open_session(
 ) -> Iterator[RunStatus]:
     """Open and lock the run's folder for as long as the context lasts. Collective over the world.
 
-    write_inputs: called by rank 0 when the folder is known to be this run's, before anything is read. Where the body
-    raises, status.json says why: `preempted` for `Stopped`, else by the failure's cause. A disk's failure is raised as
-    `DiskError`.
+    write_inputs: rank 0 calls it when the folder is known to belong to this run, before anything is read. If the body
+    raises, status.json gets the reason: `preempted` for `Stopped`, else the failure's cause. A disk's failure is raised
+    as `DiskError`.
     """
     folder = Path(config.run.dir)
     with ExitStack() as held:
@@ -58,7 +58,7 @@ def open_session(
 
 
 def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
-    """Write the failure to status.json: `fatal` if it needs a fix first, `running` if another try may go on."""
+    """Write the failure to status.json: `fatal` if it needs a fix first, `running` if another try may succeed."""
     cause = cause_of(error)
     if cause.passing and not runtime.is_main:
         return
@@ -69,7 +69,7 @@ def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
 
 
 class Cause(NamedTuple):
-    """A class of failures. passing: the same command, perhaps on other nodes, may go on; else a fix is needed first."""
+    """A class of failures. passing: the same command may succeed, perhaps on other nodes; else a fix comes first."""
 
     name: str
     passing: bool

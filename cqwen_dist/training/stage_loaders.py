@@ -60,7 +60,7 @@ class StageLoaders:
             self._batches.close()
 
     def state_dict(self) -> dict[str, int]:
-        """The position of the current stage's next step."""
+        """The position of the current stage's next step in the data."""
         return {"stage": self._index, **self.current.state_dict()}
 
     def load_state_dict(self, state: dict[str, int], other_texts: bool = False) -> None:

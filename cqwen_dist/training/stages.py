@@ -14,8 +14,8 @@ from typing import Any
 
 from cqwen_dist.config import JUDGED, Config, Ramp, Stage, UserError
 
-# {b_scale, b_noise, C} have a rate of their own: training moves b_scale by 10 units, which is 1e5 Adam steps at 1e-4
-# and a thousand at 1e-2.
+# The rate of {b_scale, b_noise, C}: training moves b_scale by 10 units, which takes 1e5 Adam steps at 1e-4 and a
+# thousand at 1e-2.
 DEFAULT_SCALES_LR = 1e-2
 
 
@@ -88,7 +88,7 @@ def _asked(stage: Stage) -> list[Any]:
 
 
 class Schedule:
-    """All stages of a run, one after the other. A stage with `until` covers its max_steps until it is ended."""
+    """All stages of a run, in order. A stage with `until` is planned with its max_steps until it ends."""
 
     def __init__(self, stages: list[Stage], steps_per_epoch: int | Sequence[int]) -> None:
         """steps_per_epoch: of all stages, or of each (it depends on batch size and sequence length)."""
@@ -139,9 +139,9 @@ class Schedule:
         return {"stops": [*accumulate(self._steps)], "asked": asked, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int = 0) -> None:
-        """Restore what `state_dict` returned at a step. A stage that is over stays so, whatever an epoch's length now.
+        """Restore what `state_dict` returned at a step. A stage that has ended stays so if an epoch's length changes.
 
-        A stage whose length in the config has changed is not over (`run.folder` allows that for the current one only).
+        A stage whose length in the config has changed has not ended (`run.folder` allows it for the current one only).
         """
         asked = state.get("asked", [])
         for index, stop in enumerate(state["stops"][: len(self._stages)]):

@@ -1,8 +1,8 @@
 """Where a run begins: its latest checkpoint restored, or a new start (the base measured, the heads calibrated).
 
-A warm start (`model.warm_start`) takes the weights of another run or checkpoint, or adapters that PEFT saved. Only the
-weights: optimizers, stages and the data's order begin anew. Heads keep the units that they were trained in (the target
-transform's median and scale, b_noise's own rate) instead of the new data's, and are not calibrated.
+A warm start (`model.warm_start`) takes only the weights of another run or checkpoint, or adapters that PEFT saved.
+Optimizers, stages and the data's order begin anew. Its heads keep the units that they were trained in (the target
+transform's median and scale, b_noise's own rate) and are not calibrated.
 """
 
 from __future__ import annotations
@@ -55,16 +55,15 @@ _SHAPE = {
 
 
 def begin(run: Run) -> Place:
-    """Bring a newly built run to the place where it goes on. Collective over the world. Raises `UserError`."""
+    """Bring a newly built run to the place where it continues. Collective over the world. Raises `UserError`."""
     if run.resume_from is None:
         return _make_start(run)
-    place = restore(run, run.resume_from)
     run.progress.say(f"going on from {run.resume_from}")
-    return place
+    return restore(run, run.resume_from)
 
 
 def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog | None:
-    """The main rank's metrics log, with alarms. Drops metrics that were logged after the place. on_record: as its."""
+    """The main rank's metrics log, with alarms. Drops metrics that were logged after the place."""
     if not run.runtime.is_main:
         return None
     config, loss = run.config, run.config.loss

@@ -156,7 +156,7 @@ class Stepper:
         return StepCounts(words, numbers, tokens, by_micro_batch[:n], by_micro_batch[n:], all_labels)
 
     def give_up(self, micro_steps: int) -> None:
-        """For a rank that was stopped while it waited for data: tell the others in the exchange; raises `Stopped`."""
+        """Take part in the exchange without batches, to tell the other ranks to stop; raises `Stopped`."""
         self._gather([0, 0, 0], [0] * (2 * micro_steps))
 
     def _gather(self, sums: list[int], kept: list[int]) -> Tensor:
@@ -179,7 +179,7 @@ class Stepper:
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:
-        """Cached features on the device. Raises where their number is wrong: they would be of other samples."""
+        """Cached features on the device. Raises where their number is wrong: they belong to other samples."""
         if z.shape[0] != keep.numel():
             raise RuntimeError(f"the feature cache has {z.shape[0]} positions where the batch has {keep.numel()}")
         return z.to(self.device, non_blocking=True)

@@ -33,7 +33,7 @@ from cqwen_dist.training.zero.settings import deepspeed_config
 
 
 class NonFiniteStep(RuntimeError):
-    """The gradient norm over the world is not finite: every rank refused the step, no parameter was changed.
+    """The gradient norm is not finite: every rank refused the step, no parameter was changed.
 
     ranks: those whose features were not finite.
     """
@@ -73,10 +73,8 @@ class Engine:
 
     def __init__(self, model: CausalQwenModel, config: Config, runtime: Runtime, groups: Groups) -> None:
         self.config, self.runtime, self.groups = config, runtime, groups
-        self.model = model.to(runtime.device)
-        model.features.requires_grad_(False)
+        self.model = model.to(runtime.device).requires_grad_(False)
         heads = nn.ModuleDict(model.heads)
-        heads.requires_grad_(False)
         members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
         self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay)
         self.lr_ratio_b = config.model.lora.lr_ratio
@@ -92,17 +90,17 @@ class Engine:
         self._norm_read = math.nan  # the same on the host
         self.usual = UsualNorm(config.max_grad_norm)
         self.clipped = False
-        self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features of the step
+        self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features in this step
 
     def _start_deepspeed(self) -> Any:
         parameter_groups = []
-        for slot in self.slots:
+        for slot, member in self.slots.items():
             parameters = [m.parameter for m in self.feature_members if m.slot == slot]
             for p in parameters:
                 p.requires_grad_(True)  # DeepSpeed hooks what needs a gradient when it starts
                 if self.config.train.precision == "bf16":
                     p.data = p.data.bfloat16()  # DeepSpeed casts a whole model itself, but no partitioned one
-            decay = self.config.train.weight_decay if slot in ("lora", "lora.B") else 0.0
+            decay = self.config.train.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
         optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)

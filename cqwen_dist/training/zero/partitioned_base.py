@@ -1,8 +1,8 @@
-"""Loads a base model under ZeRO-3, module by module, so that no rank ever holds the whole model.
+"""Loads a base model under ZeRO-3, module by module, so that no rank holds the whole model.
 
-The architecture is built without weights. For one module at a time rank 0 reads the weights from the safetensors files,
-and DeepSpeed broadcasts and partitions them. A rank holds its share and at most one module. The output head is not
-built; its rows are read by range where they are needed.
+The architecture is built without weights. For one module at a time, rank 0 reads the weights from the safetensors
+files, and DeepSpeed broadcasts and partitions them. A rank holds its share and at most one module. The output head is
+not built; its rows are read by range where they are needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def join_deepspeed() -> None:
 
 
 def leave_deepspeed() -> None:
-    """Let DeepSpeed forget the process group, which ends with the run, so that the process may train again."""
+    """Make DeepSpeed forget the process group, which ends with the run, so that the process can train again."""
     deepspeed.utils.groups._WORLD_GROUP = None
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, derived from ours by a pure function; merges the user's additions, refuses conflicts."""
+"""DeepSpeed's configuration, derived from the run's config and the user's additions; conflicts are refused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.plan import Architecture
 
-# Our settings that the user may change: speed and logging, not results.
+# Settings of ours that the user may change: they concern speed and logging, not results.
 TUNABLE = {
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
     "steps_per_print",
     "wall_clock_breakdown",
 }
-# Settings that would contradict ours though we do not make them -> what sets them instead.
+# Settings that we do not make but that would contradict the config -> what sets them instead.
 ELSEWHERE = {
     "optimizer": "stages (AdamW with a schedule for each group)",
     "scheduler": "stages",
@@ -25,6 +25,7 @@ ELSEWHERE = {
     "zero_optimization.offload_optimizer": "parallel.offload",
     "zero_optimization.offload_param": "nothing: frozen parameters stay on the device",
 }
+# Settings of ours -> the keys that they follow from.
 FOLLOWS = {
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "train_batch_size": "train.micro_batch_size and the number of ranks",
