@@ -84,3 +84,28 @@ class Batch:
         mask = self.label_mask
         mask.view(-1)[self.partial[:, 0]] = True
         return mask
+
+    def number_labels(
+        self, keep: torch.Tensor, typed: bool, further: int, weights: Sequence[float] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The labels of numbers at positions `keep` [N]: one value each, several, or one of a type (seed S4 4.7).
+
+        typed: numbers have types. further: how many values a number may have besides the first. weights: of these R =
+        1 + further values (default: 1). Returns (values [N], or [N,R] with further ones, raw unit, float64; their
+        weights [N,R] or None; types [N] or None). A missing value has weight 0; a position without a number, type -1.
+        """
+        values = self.numeric_labels.flatten()[keep]
+        if typed:
+            types = self.numeric_mask.flatten()[keep].long() - 1
+            places, kind = self.typed.unbind(1)
+            types[torch.searchsorted(keep, places.contiguous())] = kind
+            return values, None, types
+        if not further:
+            return values, None, None
+        every = torch.zeros(len(keep), 1 + further, dtype=torch.float64, device=keep.device)
+        own_weights = torch.zeros(every.shape, device=keep.device)
+        factor = torch.tensor(weights or [1.0] * (1 + further), device=keep.device)
+        every[:, 0], own_weights[:, 0] = values, factor[0]
+        places, which = torch.searchsorted(keep, self.more[:, 0].long()), self.more[:, 1].long()
+        every[places, which], own_weights[places, which] = self.more[:, 2], factor[which]
+        return every, own_weights, None

@@ -58,8 +58,9 @@ def begin(run: Run) -> Place:
     """Bring a newly built run to the place where it continues. Collective over the world. Raises `UserError`."""
     if run.resume_from is None:
         return _make_start(run)
+    place = restore(run, run.resume_from)
     run.progress.say(f"going on from {run.resume_from}")
-    return restore(run, run.resume_from)
+    return place
 
 
 def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], None]) -> MetricsLog | None:

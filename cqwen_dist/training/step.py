@@ -16,7 +16,6 @@ from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import best_word
-from cqwen_dist.training.number_labels import number_labels
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
 
@@ -121,7 +120,9 @@ class Stepper:
         """The fused loss of micro-batch i, weighted so that the ranks' average is the global mean."""
         world = self.groups.world_size
         at, words = batch.partial.unbind(1)
-        values, weights, types = number_labels(batch, keep, self.model.config, self.loss.value_weights)
+        shape = self.model.config
+        further = len(shape.more_values or ())
+        values, weights, types = batch.number_labels(keep, bool(shape.number_types), further, self.loss.value_weights)
         return fused_loss(
             self.model.action,
             u,

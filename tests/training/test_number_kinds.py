@@ -17,7 +17,6 @@ from cqwen_dist.data.collate import collate
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.table import NUMBER_COLUMNS, number_columns
-from cqwen_dist.training.number_labels import number_labels
 
 KINDS = {
     "types": {
@@ -117,8 +116,8 @@ def test_what_a_table_says_of_its_numbers_is_what_is_learnt(tmp_path: Path, kind
     batch = collate([dataset[i] for i in range(len(dataset))], **ids)
     rows = list(csv.DictReader((tmp_path / "table.csv").open()))
     keep = batch.learnt
-    model_config = type("Shape", (), {"number_types": config.data.types, "more_values": config.data.more_values})
-    values, weights, types = number_labels(batch, keep, model_config, config.loss.value_weights)
+    typed, further = bool(config.data.types), len(config.data.more_values)
+    values, weights, types = batch.number_labels(keep, typed, further, config.loss.value_weights)
     is_number = batch.numeric_mask.flatten()[keep]
     if kind == "types":
         pairs = sorted(zip(values[is_number].tolist(), types[is_number].tolist(), strict=True))

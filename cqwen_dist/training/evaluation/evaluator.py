@@ -42,7 +42,6 @@ from cqwen_dist.parallel.vocab_parallel import (
 from cqwen_dist.training.evaluation.number_metrics import Numbers, number_metrics
 from cqwen_dist.training.evaluation.spread import Spread
 from cqwen_dist.training.frequency import BAND_NAMES, band_of, mean_thresholds
-from cqwen_dist.training.number_labels import number_labels
 
 PROBED = 48  # tokens whose U is compared from evaluation to evaluation
 
@@ -209,7 +208,8 @@ class Evaluator:
         lists["loc"].append(y.loc)
         lists["scale"].append(y.scale)
         lists["text"].append(texts + torch.div(keep[is_number], batch.labels.shape[1], rounding_mode="floor"))
-        values, weights, types = number_labels(batch, keep, self.model.config)
+        shape = self.model.config
+        values, weights, types = batch.number_labels(keep, bool(shape.number_types), len(shape.more_values or ()))
         if types is not None:
             sums["types"] += (types >= 0).sum()
             sums["types_right"] += ((self.model.action.number_type(u_prime) == types) & (types >= 0)).sum()
