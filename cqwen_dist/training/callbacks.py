@@ -9,6 +9,7 @@ from typing import Any
 
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.stop import StopFlag
+from cqwen_dist.run.files import CHECKPOINTS
 from cqwen_dist.training.stages import Schedule
 
 
@@ -95,11 +96,11 @@ class Callbacks:
         """Call `on_step` with a record of metrics.jsonl."""
         self.tell("on_step", int(record["step"]), str(record["stage"]), dict(record))
 
-    def checkpoints(self, step: int, stage: str, folder: Path, whole: Sequence[str]) -> None:
-        """Call `on_checkpoint` for those that are new in `whole`."""
-        for name in whole[self._checkpoints :]:
-            self.tell("on_checkpoint", step, stage, folder / name)
-        self._checkpoints = len(whole)
+    def checkpoints(self, step: int, stage: str, names: Sequence[str]) -> None:
+        """Call `on_checkpoint` for the new ones of these complete checkpoints."""
+        for name in names[self._checkpoints :]:
+            self.tell("on_checkpoint", step, stage, self._folder / CHECKPOINTS / name)
+        self._checkpoints = len(names)
 
     def ask(self, reason: str) -> None:
         """Stop the run, as a signal does."""

@@ -70,10 +70,9 @@ class HeadOptimizer:
         norm_sq = torch.stack([_norm_sq(replicated, device), _norm_sq(rows, device)])
         return norm_sq[0] + sum_over(norm_sq[1:], self.groups.vocab)[0]
 
-    def take_metrics(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Tensor]:
         """{"train/b_noise_grad": []} of the last step, over all ranks; {} if b_noise is frozen."""
-        taken, self._noise = self._noise, None
-        return {} if taken is None else {"train/b_noise_grad": taken}
+        return {} if self._noise is None else {"train/b_noise_grad": self._noise}
 
     def step(self, coefficient: Tensor) -> None:
         """Scale every gradient by the clip coefficient [] and step."""

@@ -47,8 +47,8 @@ class StagePlan:
     def lr(self, group: str, is_scale: bool, step: int, unit: float = 1.0) -> float:
         """Learning rate of a group at a step; 0 while it is frozen.
 
-        is_scale: one of {b_scale, b_noise, C}, whose rate is `scales` times the parameter's own unit, unless its
-        group is named itself (noise, thresholds).
+        is_scale: one of {b_scale, b_noise, C}. Its rate is `scales` times the parameter's own unit, unless `lr_groups`
+        names its group (noise, thresholds).
         """
         if group not in self.stage.groups:
             return 0.0

@@ -59,7 +59,7 @@ def begin(run: Run) -> Place:
     if run.resume_from is None:
         return _make_start(run)
     place = restore(run, run.resume_from)
-    run.progress.say(f"going on from {run.resume_from}")
+    run.progress.say(f"resumed from {run.resume_from}")
     return place
 
 
@@ -83,7 +83,9 @@ def open_log(run: Run, place: Place, on_record: Callable[[Mapping[str, Any]], No
     )
     if place.exchanged:
         names = ", ".join(KEYS[name] for name in place.exchanged)
-        log.alarm(Alarm(place.step, "exchanged-inputs", f"goes on with another {names}, as run.accept allows"))
+        log.alarm(
+            Alarm(place.step, "exchanged-inputs", f"the run continues with another {names}, as run.accept allows")
+        )
     return log
 
 
@@ -178,8 +180,8 @@ def _described(found: Calibration) -> list[str]:
         lines.append(f"<NUM> at the start: F1 {found.num_f1:.3f}, {mean}")
     if found.reg_mdae is not None:
         lines.append(
-            f"numbers at the start: median error {found.reg_mdae:.4g} where always the median has "
-            f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each told by the others)"
+            f"numbers at the start: median error {found.reg_mdae:.4g}, always predicting the median "
+            f"{found.reg_median_mdae:.4g} ({found.numbers:,} numbers, each predicted by a fit to the others)"
         )
     return lines
 

@@ -44,7 +44,7 @@ def save(run: Run, place: Place) -> None:
 
 
 def restore(run: Run, folder: Path) -> Place:
-    """Restore what `save` saved, on any ranks; returns where the run goes on. Raises `UserError`."""
+    """Restore what `save` saved, on any ranks; returns where the run continues. Raises `UserError`."""
     found = load_checkpoint(folder, row_range(run.model))
     state = found.state
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)

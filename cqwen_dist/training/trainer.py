@@ -91,8 +91,7 @@ class Trainer:
         if self.place.step >= run.schedule.total_steps:
             return self._already_done()
         self.log = open_log(run, self.place, self.callbacks.step)
-        self._note_status()
-        self.status.write(status="running")
+        self._write_status("running")
         reason = None
         try:
             if self.place.step == 0 and self.place.figures:
@@ -110,7 +109,7 @@ class Trainer:
                 self.log.close()
         run.saver.wait()
         run.cache.close()
-        self._tell_checkpoints()
+        self.callbacks.checkpoints(self.place.step, self.place.stage, run.saver.whole)
         self.callbacks.agreed()
         ended = "done" if self.place.step >= run.schedule.total_steps else "paused"
         self.status.write(status=ended, eta_s=0, checkpoint=run.saver.newest, reason=reason)
@@ -175,7 +174,7 @@ class Trainer:
             tokens = 0
         record = {"step": step + 1, "stage": plan.stage.name, **metrics}
         if self.log is not None:
-            record |= run.engine.heads.take_metrics() | run.saver.take()
+            record |= run.engine.heads.metrics() | run.saver.take()
             record |= self.clock.metrics(tokens, plan.stage.groups, cached is not None)
             before = self.log.push(record, loader.handed_out())
             at_end = step + 1 == plan.stop
@@ -214,7 +213,7 @@ class Trainer:
             if self.log is not None:
                 self.log.flush()  # before the checkpoint: a run that resumes from it does not log this step again
             self._save()
-        self._tell_checkpoints()
+        self.callbacks.checkpoints(step, self.place.stage, run.saver.whole)
         if at_end:
             self.callbacks.tell("on_stage_end", step, self.place.stage)
 
@@ -255,10 +254,6 @@ class Trainer:
             self.run.progress.say(f"  evaluation at step {step}: {shown}")
         return metrics
 
-    def _tell_checkpoints(self) -> None:
-        saver = self.run.saver
-        self.callbacks.checkpoints(self.place.step, self.place.stage, self.run.folder / CHECKPOINTS, saver.whole)
-
     def _move_to(self, step: int, **fields: Any) -> None:
         """Set where the run is. fields: of `Place`; without `figures` the last metrics are kept."""
         stage = self.run.schedule.at(max(step - 1, 0)).stage.name
@@ -284,10 +279,10 @@ class Trainer:
         run.progress.say(f"already done: {run.schedule.total_steps} steps in {run.folder}")
         if run.runtime.is_main and read_status(run.folder)["status"] != "done":  # it was killed before it wrote that
             MetricsFile(run.folder / METRICS, self.place.step).close()  # drops a line that the kill cut off
-            self._note_status()
-            self.status.write(status="done")
+            self._write_status("done")
         return self.place.figures
 
-    def _note_status(self) -> None:
+    def _write_status(self, status: str) -> None:
         schedule, step = self.run.schedule, self.place.step
         self.status.at(step, schedule.total_steps, schedule.at(step).stage.name)
+        self.status.write(status=status)
