@@ -14,6 +14,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from rich.console import Group
 from rich.table import Table
 
 from cqwen_dist.bench.memory import MemoryWatch
+from cqwen_dist.bench.timing import in_turn
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.prepare import prepare
@@ -79,12 +81,13 @@ def run(data: DataConfig, tokenizer: Any, rounds: int, repeat: int, workers: lis
 
 def _rows(contenders: dict[str, Callable[[], None]], rounds: int) -> list[dict[str, Any]]:
     """Medians of each contender, timed in turn, and medians of its ratios to the first one within a round."""
-    times: dict[str, list[Seconds]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, work in contenders.items():
-            before = _clock()
-            work()
-            times[name].append(Seconds(*(end - start for end, start in zip(_clock(), before, strict=True))))
+
+    def timed(work: Callable[[], None]) -> Seconds:
+        before = _clock()
+        work()
+        return Seconds(*(end - start for end, start in zip(_clock(), before, strict=True)))
+
+    times = in_turn({name: partial(timed, work) for name, work in contenders.items()}, rounds)
     first = next(iter(times.values()))
     rows = []
     for name, own in times.items():

@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from cqwen_dist.bench.timing import seconds_of
+from cqwen_dist.bench.timing import in_turn, seconds_of
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
 
@@ -56,13 +56,17 @@ def run(
             ids, do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0
         )
     }
+    even = model.model.action.b_noise.detach().clone()
+    uneven = even * torch.logspace(-2, 2, even.numel(), device=even.device)
     for mode in MODES:
-        contenders[mode] = _contender(model, mode, new_tokens)
-    contenders["standard, all scales"] = _contender(model, "standard", new_tokens, spread=True)
+        contenders[mode] = partial(_generate, model, mode, new_tokens, even)
+    contenders["standard, all scales"] = partial(_generate, model, "standard", new_tokens, uneven)
     results = []
     for batch in batches:
         ids = torch.randint(0, vocab - 2, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(device)
-        times = _in_turn(contenders, ids, rounds)
+        works = {name: partial(seconds_of, partial(work, ids), ids.device) for name, work in contenders.items()}
+        in_turn(works, 1)  # warms up
+        times = in_turn(works, rounds)
         for name, own in times.items():
             ratios = [a / b for a, b in zip(times["Hugging Face"], own, strict=True)]
             rate = batch * new_tokens / median(own)
@@ -70,17 +74,6 @@ def run(
             results.append({**row, "ratio_least": min(ratios), "ratio_most": max(ratios)})
     shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
     return {"shape": shape, "rounds": rounds, "threads": torch.get_num_threads(), "results": results}
-
-
-def _in_turn(contenders: dict[str, Callable[[Tensor], Any]], ids: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contender in each round, after one round of warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, contender in contenders.items():
-            seconds = seconds_of(partial(contender, ids), ids.device)
-            if turn:
-                times[name].append(seconds)
-    return times
 
 
 def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
@@ -97,21 +90,11 @@ def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
     return CausalQwenForCausalLM(model.config, model).to(base.device).eval()
 
 
-def _contender(
-    model: CausalQwenForCausalLM, mode: str, new_tokens: int, spread: bool = False
-) -> Callable[[Tensor], Any]:
-    noise = model.model.action.b_noise
-    uneven = noise.detach() * torch.logspace(-2, 2, noise.numel(), device=noise.device)
-
-    def go(ids: Tensor) -> None:
-        kept = noise.detach().clone()
-        with torch.no_grad():
-            noise.copy_(uneven if spread else kept)
-        model.generate(ids, mode=mode, do_sample=False, seed=0, max_new_tokens=new_tokens, eos_token_id=[])
-        with torch.no_grad():
-            noise.copy_(kept)
-
-    return go
+@torch.no_grad()
+def _generate(model: CausalQwenForCausalLM, mode: str, new_tokens: int, b_noise: Tensor, ids: Tensor) -> None:
+    """Generate with this b_noise [C]."""
+    model.model.action.b_noise.copy_(b_noise)
+    model.generate(ids, mode=mode, do_sample=False, seed=0, max_new_tokens=new_tokens, eos_token_id=[])
 
 
 def table(result: dict[str, Any]) -> Table:

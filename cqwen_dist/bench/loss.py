@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +26,14 @@ from rich.table import Table
 from torch import Tensor
 
 from cqwen_dist.bench.memory import peak_growth_bytes
-from cqwen_dist.bench.timing import device_name, seconds_of, spread
+from cqwen_dist.bench.timing import device_name, in_turn, seconds_of, spread
 from cqwen_dist.ops.ovr import linear_ovr
 from cqwen_dist.ops.ovr.one_pass import tile_shape
 
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
+ON_CUDA = ("liger", "cce")  # contenders that run nowhere else
 MIB = 1 << 20
-
-
-class NeedsCuda(RuntimeError):
-    """The contender runs on CUDA only."""
 
 
 class Problem(NamedTuple):
@@ -76,12 +74,12 @@ def run(
     problem = _problem(tokens, hidden, vocab, DTYPES[dtype], place)
     steps, skipped = _steps(problem, impl, only, plain_limit_gib)
     extra = {name: _extra_mib(step, problem, place) for name, step in steps.items()}  # also the warm-up
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            problem.clear()
-            seconds[name].append(seconds_of(step, place))
 
+    def timed(step: Callable[[], object]) -> float:
+        problem.clear()
+        return seconds_of(step, place)
+
+    seconds = in_turn({name: partial(timed, step) for name, step in steps.items()}, rounds)
     rows = []
     for name, times in seconds.items():
         ratios = [t / f for t, f in zip(times, seconds["floor"], strict=True)]
@@ -138,9 +136,12 @@ def _steps(
         if gib > plain_limit_gib:
             skipped[name] = f"about {gib:.1f} GiB of [N, V] tensors"
             continue
+        if name in ON_CUDA and not problem.weight.is_cuda:
+            skipped[name] = "needs CUDA"
+            continue
         try:
             steps[name] = makers[name](problem)
-        except (ImportError, NeedsCuda) as error:
+        except ImportError as error:
             skipped[name] = str(error)
     return steps, skipped
 
@@ -219,8 +220,6 @@ def _seed_formula(p: Problem) -> Tensor:
 def _liger(p: Problem) -> Callable[[], object]:
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
-    if not p.weight.is_cuda:
-        raise NeedsCuda("needs CUDA")
     loss = LigerFusedLinearCrossEntropyLoss()
     return lambda: loss(p.weight, p.loc_u, p.labels).backward()
 
@@ -228,8 +227,6 @@ def _liger(p: Problem) -> Callable[[], object]:
 def _cce(p: Problem) -> Callable[[], object]:
     from cut_cross_entropy import linear_cross_entropy
 
-    if not p.weight.is_cuda:
-        raise NeedsCuda("needs CUDA")
     return lambda: linear_cross_entropy(p.loc_u, p.weight, p.labels).backward()
 
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cqwen_dist.bench.rig import build_rig
 from cqwen_dist.config import Config
+from cqwen_dist.config.reading import given_config
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.plan import Architecture
@@ -144,7 +145,7 @@ def _batch(length: int, micro: int) -> dict[str, Any]:
 
 def config_of(case: Case) -> Config:
     """The case's config."""
-    document: dict[str, Any] = {
+    document = {
         "model": {"architecture": case.architecture},
         "data": {"train": "unused", "sequence_length": 256},
         "stages": [
@@ -153,13 +154,7 @@ def config_of(case: Case) -> Config:
         ],
         "train": {"micro_batch_size": 4, "global_batch_size": 4},
     }
-    for key, value in case.changes.items():
-        *path, last = key.split(".")
-        section = document
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return Config.model_validate(document)
+    return given_config(document, case.changes)
 
 
 def measure(case: Case, runtime: Runtime, groups: Groups | None = None) -> dict[str, Any]:

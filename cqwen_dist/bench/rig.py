@@ -7,10 +7,7 @@ the memory of a step.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,19 +100,14 @@ def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Bas
     """Random weights on the run's device; under ZeRO-3 partitioned, by way of files in a temporary folder."""
     settings, dtype = AutoConfig.for_model(**architecture), dtype_of(config.train.precision)
     if config.parallel.zero_stage == 3:
-        with _folder(runtime) as folder:
+        with tempfile.TemporaryDirectory() as own:
+            folder = gather_objects(own)[0]  # one for all ranks of a machine
             if runtime.is_main:
                 AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
             barrier()
-            base, head, _ = load_partitioned_base(str(folder), config, runtime)
-            return Base(base, head[:])
+            base, head, _ = load_partitioned_base(folder, config, runtime)
+            found = Base(base, head[:])
+            barrier()
+        return found
     with runtime.device:  # draws the weights of a large model where they are used
         return Base(AutoModelForCausalLM.from_config(settings, dtype=dtype))
-
-
-@contextmanager
-def _folder(runtime: Runtime) -> Iterator[Path]:
-    """One temporary folder for all ranks of a machine."""
-    with tempfile.TemporaryDirectory() as mine:
-        yield Path(gather_objects(mine)[0])
-        barrier()

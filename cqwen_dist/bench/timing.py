@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -16,6 +19,15 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     work()
     wait_for(device)
     return time.perf_counter() - began
+
+
+def in_turn(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each contender measures in each round. All are measured in a round before the next one begins."""
+    found: dict[str, list[T]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, measure in contenders.items():
+            found[name].append(measure())
+    return found
 
 
 def wait_for(device: torch.device) -> None:

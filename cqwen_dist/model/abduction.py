@@ -68,14 +68,12 @@ class AbductionNetwork(nn.Module):
     def forward(self, features: Tensor) -> Cauchy:
         """features [..., H or more] in any float dtype -> Cauchy(loc [..., C], scale [..., C]) in fp32."""
         hidden = self.loc_net.in_features
-        z, beside = self.bent(features[..., :hidden]), features[..., hidden:]
+        z, wide = self.bent(features[..., :hidden]), features[..., hidden:]
         loc = self._linear(z, self.loc_net)
         raw = self._linear(z, self.scale_net)
-        if beside.shape[-1]:
-            loc = loc + F.pad(
-                beside.float().sum(-1, keepdim=True).expand(*loc.shape[:-1], self.number_dims),
-                (loc.shape[-1] - self.number_dims, 0),
-            )
+        if wide.shape[-1]:
+            g = wide.float().sum(-1, keepdim=True).expand(*loc.shape[:-1], self.number_dims)
+            loc = loc + F.pad(g, (loc.shape[-1] - self.number_dims, 0))
         positive = F.softplus(raw) if self.scale_activation == "softplus" else raw.exp()
         return Cauchy(loc, positive + self.scale_floor)
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.bases import check_model_type, rows_with_number
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, reason_of
 
 
 class FeatureExtractionNetwork(nn.Module):
@@ -203,9 +203,7 @@ def build_base(architecture: dict[str, Any], seed: int) -> PreTrainedModel:
     """A randomly initialised fp32 base from `model.architecture`, a transformers config. Raises `UserError`."""
     check_model_type(architecture.get("model_type"), "model.architecture.model_type")
     kind = str(architecture["model_type"])
-    known = set(AutoConfig.for_model(kind).to_dict())
-    unknown = sorted(set(architecture) - known)
-    if unknown:
+    if unknown := sorted(set(architecture) - set(AutoConfig.for_model(kind).to_dict())):
         raise UserError(f"model.architecture.{unknown[0]}", "no such key", f"a key of transformers' {kind} config")
     try:
         config = AutoConfig.for_model(**architecture)
@@ -213,8 +211,7 @@ def build_base(architecture: dict[str, Any], seed: int) -> PreTrainedModel:
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise UserError("model.architecture", architecture, f"a config that builds ({reason})") from None
+        raise UserError("model.architecture", architecture, f"a config that builds ({reason_of(error)})") from None
 
 
 def compile_layers(transformer: nn.Module, **options: Any) -> None:
@@ -241,5 +238,4 @@ def base_folder_of(name_or_path: str) -> Path:
 
 def base_refusal(name_or_path: str, error: Exception) -> UserError:
     """The error of a base model that does not load, in one line."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason})")
+    return UserError("model.name_or_path", name_or_path, f"a model that loads ({reason_of(error)})")

@@ -252,13 +252,13 @@ class _Start:
             targets, config = target.forward(values).double(), self.model.config
             before = [*texts[: len(values)], *(one.text for one in further)]
             raw = torch.cat([values, values.new_tensor([one.value for one in further])])
-            told = target.forward(raw).double()
-            read = None if wide is None else fit_wide(before, told, config.wide, config.random_features, tell)
+            every = target.forward(raw).double()
+            read = None if wide is None else fit_wide(before, every, config.wide, config.random_features, tell)
             if read is None:
                 g, tables, own_folds, shift = torch.zeros_like(targets), {}, folds, 0.0
             else:
                 # One cross-fit for both regressions, and the median of what the first leaves of all its numbers
-                left = told - read.left_out.to(told)
+                left = every - read.left_out.to(every)
                 g, tables = read.left_out[: len(values)].to(targets), read.tables
                 own_folds = folds.new_tensor([text.fold for text in before[: len(values)]])
                 shift = float(left.median() - left[: len(values)].median())

@@ -135,7 +135,7 @@ class WidePart(nn.Module):
         text = _since(hashes[-1] * real, begin, None if state is None else state.hash)
 
         named = _mixed(line - hashes[1] * real)  # the line before a number
-        half = self.weight.shape[1] // 2  # for n-grams and lines; then even columns for values, odd ones beside them
+        half = self.weight.shape[1] // 2  # for n-grams and lines; behind it pairs: a value, its presence
         slope = half + 2 * (named % (half // 2))
         columns = torch.stack([*(h % half for h in hashes), _mixed(line) % half, slope, slope + 1], -1)
         word, number = real.float(), (is_number & real).float()

@@ -31,7 +31,7 @@ REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
 SEARCHED = 1024  # numbers to choose by
 RIDGES = np.logspace(-3, 1, 9)  # in units of the mean of K's diagonal, of words alone
-VALUE_WEIGHTS = (0.01, 0.1, 1.0)  # of the values' part of K beside the words'
+VALUE_WEIGHTS = (0.01, 0.1, 1.0)  # of the values' part of K, relative to the words'
 RANDOM_WEIGHT = 10.0  # of the random features' part, while their kernel is chosen
 RANDOM_WEIGHTS = (1.0, 100.0)  # then also tried
 WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of their kernel, in units of a row's root mean square distance from the mean
@@ -258,7 +258,7 @@ def _counts(texts: Sequence[TextBefore], columns: int) -> csr_matrix:
 
 
 def _scaling(counts: csr_matrix) -> csr_matrix:
-    """[columns,columns]: idf on the diagonal; a value's column is centred by the column beside it, to variance 1."""
+    """[columns,columns]: idf on the diagonal; a value's column is centred by the next column, to variance 1."""
     n, columns = counts.shape
     held = np.bincount(counts.indices, minlength=columns)
     idf = np.sqrt(np.log((1 + n) / (1 + held)) + 1)

@@ -29,7 +29,8 @@ from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_of
 from cqwen_dist.intervals import LEVELS
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.fitting import OURS, REQUEST, FitRequest, Prepared, errors, prepare
+from cqwen_dist.tables.fitting import OURS, REQUEST, FitRequest, Prepared, errors, intervals, prepare
+from cqwen_dist.tables.rows import write_rows
 
 SPLITS = 20
 ADDITIONS = 4000
@@ -192,10 +193,7 @@ def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> Non
     else:
         records, _ = records_of(str(data / protocol.file))
         rows = [dict(record) for record in records]
-    with (folder / "table.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(folder / "table.csv", list(rows[0]), rows)
     published = data / protocol.file.replace(".csv", ".splits.json")
     if protocol.columns and published.is_file():
         splits = json.loads(published.read_text(encoding="utf-8"))["test_rows_of_split"]
@@ -218,14 +216,13 @@ def _sums(sign: int) -> Iterator[dict[str, int]]:
 
 def _heads(folder: Path, made: Prepared) -> Iterator[tuple[str, np.ndarray]]:
     """(name, quantiles [m,7] of the test rows) of heads on the features of the trained model's backbone."""
-    import torch
     from scipy.stats import norm
 
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.tables.heads import Examples, digit_head, features_of, mean_head, quantile_head
 
     checkpoint = Path(json.loads((folder / "fit.json").read_text(encoding="utf-8"))["checkpoint"])
-    model, tokenizer = load_trained(checkpoint, "auto" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_trained(checkpoint, "auto")
     y, parts = made.table.values(), made.parts
     rows = Examples.of(features_of(model, tokenizer, made.prompts), y, parts.train, parts.valid)
     mean_of, spread = mean_head(rows)
@@ -244,12 +241,11 @@ def scored(quantiles: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     between = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
     error = truth[:, None] - quantiles
     pinball = np.maximum(levels * error, (levels - 1) * error)
-    low, high = (quantiles[:, QUANTILES.index(at)] for at in ((1 - 0.9) / 2, (1 + 0.9) / 2))
+    ends = [QUANTILES.index(at) for at in ((1 - 0.9) / 2, (1 + 0.9) / 2)]
     return {
         **errors(middle, truth),
         "crps": 2 * float((pinball @ np.diff(between)).mean()),
-        "coverage_90": float(((low <= truth) & (truth <= high)).mean()),
-        "width_90": float(np.median(high - low)),
+        **intervals(quantiles[:, ends], truth),
         "exact": float((np.abs(middle - truth) < 0.5).mean()),
         "relative": float(np.median(np.abs(middle - truth) / np.abs(truth).clip(min=1e-9))),
     }
@@ -281,8 +277,8 @@ def page(document: dict[str, Any]) -> str:
     ]
     for name, splits in document["sets"].items():
         published = PROTOCOLS[name].published
-        told = "" if published is None else f", RMSE published {published:g} (Monte Carlo dropout, 20 splits)"
-        lines += ["", f"### {name}: {len(splits)} splits{told}", ""]
+        known = "" if published is None else f", RMSE published {published:g} (Monte Carlo dropout, 20 splits)"
+        lines += ["", f"### {name}: {len(splits)} splits{known}", ""]
         lines += ["| | MAE | RMSE | R2 | CRPS | 90 % holds | width | s |", "|---|---|---|---|---|---|---|---|"]
         for model in splits[0]:
             of_model = [split[model] for split in splits]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.errors import reason_of
 
 LONGEST = 1024  # tokens; longer rows are left out of training
 ROWS_TIMED = 8
@@ -89,8 +90,7 @@ def measure_pace(base: str, tokens: int) -> Pace:
         try:
             model = AutoModel.from_pretrained(base, dtype=dtype).to(device)
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError("--base", base, f"a model's folder or hub name ({reason})") from None
+            raise UserError("--base", base, f"a model's folder or hub name ({reason_of(error)})") from None
         x = torch.randn(ROWS_TIMED, tokens, model.config.hidden_size, device=device, dtype=dtype).requires_grad_()
         model.requires_grad_(False)
         forward, both = math.inf, math.inf

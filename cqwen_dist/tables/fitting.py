@@ -63,9 +63,9 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
     if not asked.is_file():
         if folder.exists():
             raise UserError("--out", str(folder), "a folder that does not exist yet")
-        with appearing(folder, "--out") as beside:
-            _begin(request, beside, folder, say)
-            (beside / REQUEST).write_text(json.dumps(asdict(request), indent=1, ensure_ascii=False), encoding="utf-8")
+        with appearing(folder, "--out") as draft:
+            _begin(request, draft, folder, say)
+            (draft / REQUEST).write_text(json.dumps(asdict(request), indent=1, ensure_ascii=False), encoding="utf-8")
     elif json.loads(asked.read_text(encoding="utf-8")) != asdict(request):
         allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
         raise UserError("--out", str(folder), allowed)
@@ -74,8 +74,8 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
 
 
-def _begin(request: FitRequest, beside: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Choose by table, base and machine, and write the parts and the config of `folder` into `beside`."""
+def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None]) -> None:
+    """Choose by table, base and machine; write the parts and the config into `draft`, which becomes `folder`."""
     table = read_table(request.table, request.target, request.text_columns)
     given = None if request.split is None else held_out_rows(request.split, len(table.rows))
     parts = split(len(table.rows), request.seed, request.test_fraction, given)
@@ -101,8 +101,8 @@ def _begin(request: FitRequest, beside: Path, folder: Path, say: Callable[[str],
         say(f"note: no time for adapters in {request.minutes:g} minutes: heads alone (--minutes gives more)")
     templates = {"prompt": template, "text": f"{{{table.target}}}", "target": table.target}
     text = config_text(folder, request.base, choice, pace, len(parts.train), request.seed, **templates)
-    parts.write(beside / "table", table)
-    (beside / CONFIG).write_text(text, encoding="utf-8")
+    parts.write(draft / "table", table)
+    (draft / CONFIG).write_text(text, encoding="utf-8")
 
 
 def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     if silent := int(np.isnan(found).sum()):
         say(f"note: {silent:,} rows for which no number was written count as the median {middle:g}")
     held = np.where(np.isnan(ends), middle, ends)
-    results = {OURS: {**errors(np.where(np.isnan(found), middle, found), truth), **_intervals(held, truth)}}
+    results = {OURS: {**errors(np.where(np.isnan(found), middle, found), truth), **intervals(held, truth)}}
     learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # they need no rows to watch
     for name, predicted in baselines(table, learnt, parts.test, made.prompts):
         results[name] = errors(predicted, truth)
@@ -124,13 +124,8 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
         {"prompt": made.prompts[row], **new, "truth": float(value)}
         for row, new, value in zip(parts.test[:5], own, truth, strict=False)
     ]
-    document = {
-        "target": table.target,
-        "rows": len(truth),
-        "checkpoint": str(checkpoint),
-        "results": results,
-        "examples": examples,
-    }
+    document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint)}
+    document |= {"results": results, "examples": examples}
     write_atomically(folder / "fit.json", json.dumps(document, indent=1, ensure_ascii=False))
     marks = [(t, p, low, high) for t, p, (low, high) in zip(truth, found, ends, strict=True) if np.isfinite(p)]
     title = f"{table.target}: {len(truth):,} rows it never saw"
@@ -163,21 +158,20 @@ def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     }
 
 
-def _intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+def intervals(ends: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    """The share of 90 % intervals [n,2] that hold their truth, and their median width."""
     inside = (ends[:, 0] <= truth) & (truth <= ends[:, 1])
     return {"coverage_90": float(inside.mean()), "width_90": float(np.median(ends[:, 1] - ends[:, 0]))}
 
 
 def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """The test rows with their new columns (`generate.table.NUMBER_COLUMNS`), as predicted.csv has them."""
-    import torch
-
     from cqwen_dist.checkpoint.export import load_trained
 
-    model, tokenizer = load_trained(checkpoint, "auto" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_trained(checkpoint, "auto")
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
     rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
     found = list(predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6))
-    with written_whole(folder / "predicted.csv") as beside, beside.open("w", encoding="utf-8", newline="") as file:
+    with written_whole(folder / "predicted.csv") as draft, draft.open("w", encoding="utf-8", newline="") as file:
         write_table(found, file)
     return found

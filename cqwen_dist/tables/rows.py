@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,8 +41,8 @@ class Table(NamedTuple):
 def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     """A CSV, Parquet or JSONL table with the columns `wanted` (default: all that a template can name) and a target.
 
-    Rows without a target are left out and told. Raises `UserError`: no such column, a target that is no number or
-    always the same, fewer than `LEAST_ROWS` rows.
+    Rows without a target are left out; a note counts them. Raises `UserError`: no such column, a target that is no
+    number or always the same, fewer than `LEAST_ROWS` rows.
     """
     records = _records(source)
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -87,6 +87,14 @@ def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
         )
 
 
+def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A CSV file with a header."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 class Parts(NamedTuple):
     """Row numbers: learnt from; held out to watch training and to recalibrate intervals; to judge by."""
 
@@ -98,10 +106,7 @@ class Parts(NamedTuple):
         """A CSV of each part, its header first, the target last."""
         folder.mkdir(parents=True)
         for name, chosen in zip(self._fields, self, strict=True):
-            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, [*table.columns, table.target], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(table.rows[row] for row in chosen)
+            write_rows(folder / f"{name}.csv", [*table.columns, table.target], (table.rows[row] for row in chosen))
 
 
 def read_parts(folder: Path) -> tuple[Table, Parts]:
