@@ -22,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.bench.parts import Marks, between, marked
+from cqwen_dist.bench.parts import Marks, between, marked, profile_steps
 from cqwen_dist.bench.peer import PeerStep, peer_step
-from cqwen_dist.bench.profile import profile_steps
 from cqwen_dist.bench.rig import Rig, build_rig
 from cqwen_dist.bench.timing import device_name, seconds_of, spread, wait_for
 from cqwen_dist.config import Config

@@ -27,7 +27,7 @@ class FeatureExtractionNetwork(nn.Module):
     """
 
     def __init__(self, qwen_model: PreTrainedModel) -> None:
-        """qwen_model: a transformer, or a causal model, of which the transformer is kept (S2 3.2)."""
+        """qwen_model: a transformer, or a causal model, whose transformer is kept (S2 3.2)."""
         super().__init__()
         self.transformer = qwen_model.base_model
 

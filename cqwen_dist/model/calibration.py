@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ SURE = 3.0
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
+TextNumber = tuple[TextBefore, float]  # a number in the raw unit that the wide part alone learns, after its text
 Features = Callable[[Batch, Tensor], Tensor]  # (batch, label positions [N]) -> z [N,H]
 
 
@@ -68,10 +69,6 @@ class Calibration:
     numbers: int  # the regression was fitted to so many
     reg_mdae: float | None  # median absolute error of those numbers, each predicted by the others, raw unit
     reg_median_mdae: float | None  # the same where their median is always predicted
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 @torch.no_grad()
@@ -126,13 +123,6 @@ def calibrate(
 
     found = start.measured(logits, base_best, threshold, gamma)
     return Calibration(threshold=threshold, gamma=gamma, **seed, **rows, **regression, **found)
-
-
-class _Further(NamedTuple):
-    """A number that the wide part alone learns: the text before it, its value in the raw unit."""
-
-    text: TextBefore
-    value: float
 
 
 class _Positions(NamedTuple):
@@ -221,17 +211,17 @@ class _Start:
             logits.take(v)
         return {"levelled": levelled, "num_row_told": share}
 
-    def wide_numbers(self, fit: _Positions, batches: Iterable[Batch]) -> tuple[list[TextBefore], list[_Further]]:
+    def wide_numbers(self, fit: _Positions, batches: Iterable[Batch]) -> tuple[list[TextBefore], list[TextNumber]]:
         """All ranks' texts before the numbers of `fit`, and the numbers of the batches."""
         wide, world = self.model.wide, self.groups.world
-        further: list[_Further] = []
+        further: list[TextNumber] = []
         if wide is None:
             return [], further
         for batch in batches:
             batch = batch.to(fit.z.device)
             at = batch.numeric_mask.flatten().nonzero()[:, 0]
             values = batch.numeric_labels.flatten()[at].tolist()
-            further += map(_Further, texts_before(wide, batch, at), values)
+            further += zip(texts_before(wide, batch, at), values, strict=True)
         of_ranks = [(fit.texts, further)] if world is None else gather_objects((fit.texts, further), world)
         return [text for texts, _ in of_ranks for text in texts], [one for _, more in of_ranks for one in more]
 
@@ -250,8 +240,8 @@ class _Start:
 
         def ridge() -> tuple[dict[str, Tensor], Tensor, float, float, float, float]:
             targets, config = target.forward(values).double(), self.model.config
-            before = [*texts[: len(values)], *(one.text for one in further)]
-            raw = torch.cat([values, values.new_tensor([one.value for one in further])])
+            before = [*texts[: len(values)], *(text for text, _ in further)]
+            raw = torch.cat([values, values.new_tensor([value for _, value in further])])
             every = target.forward(raw).double()
             read = None if wide is None else fit_wide(before, every, config.wide, config.random_features, tell)
             if read is None:

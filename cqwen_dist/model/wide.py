@@ -1,9 +1,9 @@
 """The wide part: what the words and numbers so far say of the next number, linearly (Cheng et al. 2016, "Wide & Deep
 Learning", arXiv 1606.07792).
 
-z of a frozen base holds little of which words stood earlier and next to nothing of the numbers' values; a ridge
-regression on the words themselves uses both. So the wide part is one. To the location that the deep part infers from z
-it adds, at position i of a text,
+z of a frozen base holds little about earlier words and almost nothing about the values of numbers. The wide part is a
+ridge regression on the words and the values themselves. At position i of a text it adds to the location that the deep
+part infers from z
 
     g_i = sum over j <= i: w[each n-gram that ends at j] + where j is a number: w[the line before it] phi(x_j)
                            + where j ends a line: LINE w[the line]
@@ -38,26 +38,24 @@ _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from
 
 
 class Entries(NamedTuple):
-    """What each position adds: columns of the tables and factors, [B,T,GRAMS+3] each; its symbol, the hashes of
-    the text and of the line up to it, where its text begins, [B,T] each. A negative begin: before these tokens."""
+    """What each position adds. A negative `begin`: its text begins before these tokens."""
 
-    columns: Tensor
-    factors: Tensor
-    symbols: Tensor
-    text: Tensor
-    line: Tensor
-    begin: Tensor
+    columns: Tensor  # [B,T,GRAMS+3] of the tables
+    factors: Tensor  # [B,T,GRAMS+3]
+    symbols: Tensor  # [B,T]
+    text: Tensor  # [B,T] hash of the text up to here
+    line: Tensor  # [B,T] hash of the line up to here
+    begin: Tensor  # [B,T] where its text begins
 
 
 class WideState(NamedTuple):
-    """Of the text so far, for the tokens that follow: the last symbols [B,GRAMS-1], sums [FOLDS,B], the hash [B], the
-    hash of the line that has not ended [B], the numbers by name [NAMES,B]; without random features None."""
+    """What the tokens that follow need of the text so far."""
 
-    symbols: Tensor
-    sums: Tensor
-    hash: Tensor
-    line: Tensor
-    numbers: Tensor | None
+    symbols: Tensor  # [B,GRAMS-1] the last ones
+    sums: Tensor  # [FOLDS,B]
+    hash: Tensor  # [B] of the text
+    line: Tensor  # [B] hash of the line that has not ended
+    numbers: Tensor | None  # [NAMES,B] by name; None without random features
 
 
 class WidePart(nn.Module):
@@ -91,9 +89,8 @@ class WidePart(nn.Module):
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
         behind = WideState(last, sums[..., -1], found.text[:, -1], line, None)
         if self.random is not None:
-            numbers = self.random.read(
-                found.columns[..., VALUE], found.factors[..., VALUE], found.factors[..., VALUE + 1]
-            )
+            value, number = found.factors[..., VALUE : VALUE + 2].unbind(-1)
+            numbers = self.random.read(found.columns[..., VALUE], value, number)
             numbers = _since(numbers, found.begin, None if state is None else state.numbers)
             sums, behind = sums + self.random(numbers), behind._replace(numbers=numbers[..., -1])
         g = sums.gather(0, fold_of(found.text).unsqueeze(0))[0] if self.training else sums.mean(0)

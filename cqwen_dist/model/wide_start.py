@@ -107,7 +107,7 @@ class _Targets:
 
 
 def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
-    """Of the positions `at` [N] that numbers follow, indices into the flattened [B,T]."""
+    """The texts before numbers. at [N]: the positions that the numbers follow, indices into the flattened [B,T]."""
     found = wide.entries(batch.input_ids, batch.numeric_values, batch.position_ids)
     folds, begins = fold_of(found.text).flatten()[at].tolist(), found.begin.clamp(min=0).flatten()[at].tolist()
     columns, factors = found.columns.cpu().numpy(), found.factors.cpu().numpy()
@@ -143,8 +143,8 @@ def fit_wide(
 
     # On some of the numbers
     random = _random_rows(counts, random_features)
-    chosen = _search(every.first(SEARCHED), [_kernel(part[:SEARCHED]) for part in (words, values)], random, progress)
-    found, weight, features, times = chosen
+    kernels = [_kernel(part[:SEARCHED]) for part in (words, values)]
+    found, weight, features, times = _search(every.first(SEARCHED), kernels, random, progress)
     if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
@@ -166,19 +166,13 @@ def fit_wide(
     )
 
 
-class _Chosen(NamedTuple):
-    """What has the least loss; weight of the values' part; random features, or None, and their weight."""
-
-    found: _Found
-    weight: float
-    features: _RandomRows | None
-    times: float
-
-
 def _search(
     some: _Targets, kernels: Sequence[np.ndarray], random: Iterator[_RandomRows], progress: Callable[[int, int], None]
-) -> _Chosen:
-    """kernels: of the words' and of the values' part [n,n]. random: candidates, of these and further numbers."""
+) -> tuple[_Found, float, _RandomRows | None, float]:
+    """The fit of least loss: (it, weight of the values' part, random features or None, their weight).
+
+    kernels: of the words' and of the values' part [n,n]. random: candidates, of these and further numbers.
+    """
     words, values = kernels
     linear = [(some.best(words + weight * values), weight) for weight in VALUE_WEIGHTS]
     plain, weight = min(linear, key=lambda one: one[0].losses.mean())
@@ -194,11 +188,11 @@ def _search(
         if found.beats(plain) and found.losses.mean() < best.losses.mean():
             best, features = found, rows
     if features is None:
-        return _Chosen(plain, weight, None, 0.0)
+        return plain, weight, None, 0.0
     progress(STEPS - 3, STEPS)
     weighted = [(best, RANDOM_WEIGHT), *((with_random(features, times), times) for times in RANDOM_WEIGHTS)]
     best, times = min(weighted, key=lambda one: one[0].losses.mean())
-    return _Chosen(best, weight, features, times)
+    return best, weight, features, times
 
 
 @dataclass(frozen=True)
@@ -273,7 +267,7 @@ def _scaling(counts: csr_matrix) -> csr_matrix:
 
 
 def _moments(counts: csr_matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each column for values: itself, the mean and the standard deviation of phi in it."""
+    """(value columns, the mean and the standard deviation of phi in each)."""
     values = np.arange(counts.shape[1] // 2, counts.shape[1], 2)
     number = np.asarray(counts[:, values + 1].sum(0))[0].clip(min=1)
     sums = counts[:, values]

@@ -27,11 +27,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_commit() -> str | None:
-    """The commit of the working directory's repository, or None."""
+def git_commit(folder: Path | None = None) -> str | None:
+    """The commit of the repository of a folder (default: the working directory), or None."""
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True, cwd=Path.cwd()
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True, cwd=folder
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -28,6 +28,7 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.data.recipes import records_of
 from cqwen_dist.intervals import LEVELS
+from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fitting import OURS, REQUEST, FitRequest, Prepared, errors, intervals, prepare
 from cqwen_dist.tables.rows import write_rows
@@ -40,14 +41,13 @@ LAWS = {"Cauchy": "cauchy", "Laplace": "laplace", "Student t": "t", "Gauss": "no
 
 @dataclass(frozen=True)
 class Protocol:
-    """A table: its file in the data folder, its target, columns where the file names none, RMSE as published, and how
-    many rows are learnt from where not four of five."""
+    """A table and how it is split."""
 
-    file: str
+    file: str  # in the data folder
     target: str = "target"
-    columns: str = ""
-    published: float | None = None
-    learnt: int | None = None
+    columns: str = ""  # of a file without a header
+    published: float | None = None  # RMSE
+    learnt: int | None = None  # training rows; default: four of five
 
 
 _WINE_PL = Protocol("tables/wine_pl.parquet", "price")
@@ -83,7 +83,7 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured: out holds its files; heads: also heads on z."""
+    """A benchmark. out: the folder of its files. heads: compare with heads trained on z too."""
 
     data: Path
     out: Path
@@ -111,9 +111,10 @@ class Benchmark:
 
     def document(self, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """What numbers.json holds."""
+        commit = (git_commit(Path(__file__).parent) or "")[:7] or "no commit"
         return {
             "date": date.today().isoformat(),
-            "machine": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}, {_commit()}",
+            "machine": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}, {commit}",
             "base": self.base,
             "minutes": self.minutes,
             "sets": {name: [split["results"] for split in of_set] for name, of_set in found.items()},
@@ -123,7 +124,7 @@ class Benchmark:
         }
 
     def one_split(self, name: str, split: int) -> dict[str, Any]:
-        """{"results": {model: its scores}, "errors": ours [m]}, read where they are already there."""
+        """{"results": {model: its scores}, "errors": ours [m]}; read from numbers.json if it exists."""
         folder = self.out / name
         made = folder / f"split-{split}"
         done = made / "numbers.json"
@@ -146,7 +147,7 @@ class Benchmark:
         return found
 
     def scores(self, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
-        """As `one_split`, of what `cqwen fit` left in its folder."""
+        """`one_split`'s result, from the folder that `cqwen fit` wrote."""
         made = prepare(FitRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8"))), folder, self.say)
         truth = made.table.values()[made.parts.test]
         middle = float(np.median(made.table.values()[made.parts.train]))
@@ -157,15 +158,6 @@ class Benchmark:
         if self.heads:
             found |= {name: scored(of, truth) for name, of in _heads(folder, made)}
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
-        return "no git"
-    return found.stdout.strip() or "no commit"
 
 
 def _predicted(file: Path) -> np.ndarray:
@@ -183,7 +175,8 @@ def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> Non
     rows: list[dict[str, Any]]
     if protocol.columns:
         lines = (data / protocol.file).read_text(encoding="utf-8").splitlines()
-        rows = [dict(zip(columns, map(_short, line.split(",")), strict=True)) for line in lines]
+        cells = ((f"{float(cell):g}" for cell in line.split(",")) for line in lines)
+        rows = [dict(zip(columns, of_line, strict=True)) for of_line in cells]
     elif not protocol.file:
         rows = list(_sums(1 if name == "addition" else -1))
     elif name == "gsm8k":
@@ -201,10 +194,6 @@ def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> Non
         learnt = protocol.learnt or round(0.8 * len(rows))
         splits = [np.random.default_rng(k).permutation(len(rows))[learnt:].tolist() for k in range(SPLITS)]
     (folder / "splits.json").write_text(json.dumps(splits), encoding="utf-8")
-
-
-def _short(cell: str) -> str:
-    return f"{float(cell):g}"
 
 
 def _sums(sign: int) -> Iterator[dict[str, int]]:
@@ -252,8 +241,10 @@ def scored(quantiles: np.ndarray, truth: np.ndarray) -> dict[str, float]:
 
 
 def laws(error: np.ndarray) -> dict[str, dict[str, float]]:
-    """Of each law around the prediction: mean log likelihood of errors [n], and the share within its 90 % interval;
-    fitted to one half of them and measured on the other, both ways."""
+    """Each law's mean log likelihood of the errors [n], and the share of them in its 90 % interval.
+
+    It is fitted to one half and measured on the other, and the other way round.
+    """
     from scipy import stats
 
     order = np.random.default_rng(0).permutation(len(error))

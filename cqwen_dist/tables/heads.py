@@ -16,7 +16,7 @@ RATES = (1e-4, 1e-3, 1e-2)
 HIDDEN, BATCH, EPOCHS = 256, 64, 50
 DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a head, x [n,H], and what it is to tell [n]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (head, x [n,H], its targets [n]) -> scalar
 
 
 class Examples(NamedTuple):
@@ -77,7 +77,7 @@ def digit_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
     """Quantiles [n,levels] of values sampled digit by digit (Song and Bahri 2025, "Decoding-based Regression").
 
     A value between the least and the greatest is written by `DIGITS` decimal digits. The head reads x and the digits
-    before, of which those to come are -1.
+    before this one; later digits are -1.
     """
     low, high = float(rows.y[rows.train].min()), float(rows.y[rows.train].max())
     most = 10**DIGITS - 1
@@ -114,15 +114,15 @@ def _standardised(rows: Examples) -> tuple[Tensor, float, float]:
     return torch.from_numpy((rows.y - centre) / unit).float(), centre, unit
 
 
-def _best(rows: Examples, goal: Tensor, beside: int, outputs: int, loss: Loss) -> tuple[nn.Module, float]:
-    """Two layers on x and `beside` further inputs, without gradients, and their loss on the rows `valid`.
+def _best(rows: Examples, goal: Tensor, further: int, outputs: int, loss: Loss) -> tuple[nn.Module, float]:
+    """Two layers on x and `further` other inputs, without gradients, and their loss on the rows `valid`.
 
     Rate and number of epochs have the least such loss; then these rows are learnt from too.
     """
 
     def epochs(rate: float, learnt: np.ndarray) -> Iterator[nn.Module]:
         torch.manual_seed(0)
-        head = nn.Sequential(nn.Linear(rows.x.shape[1] + beside, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
+        head = nn.Sequential(nn.Linear(rows.x.shape[1] + further, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
         optimizer = torch.optim.AdamW(head.parameters(), lr=rate)
         for _ in range(EPOCHS):
             for some in torch.from_numpy(learnt)[torch.randperm(len(learnt))].split(BATCH):

@@ -96,10 +96,10 @@ def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 
 class Parts(NamedTuple):
-    """Row numbers: learnt from; held out to watch training and to recalibrate intervals; to judge by."""
+    """Row numbers of the three parts."""
 
     train: np.ndarray
-    valid: np.ndarray
+    valid: np.ndarray  # watch training and recalibrate intervals
     test: np.ndarray
 
     def write(self, folder: Path, table: Table) -> None:

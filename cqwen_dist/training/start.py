@@ -164,7 +164,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
     )
     for line in _described(found):
         run.progress.say(line)
-    return found.to_dict()
+    return asdict(found)
 
 
 def _described(found: Calibration) -> list[str]:

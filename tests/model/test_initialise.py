@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -234,7 +235,7 @@ def test_calibration_is_deterministic_and_stops_at_max_tokens(learnt_base: Causa
     reports = [calibrate(turned(learnt_base), [chain_batch(learnt_base, 0)], max_tokens=64) for _ in range(2)]
     assert reports[0] == reports[1]
     assert reports[0].tokens == 64
-    assert reports[0].to_dict()["gamma"] == reports[0].gamma
+    assert asdict(reports[0])["gamma"] == reports[0].gamma
 
 
 def test_calibration_with_nothing_to_calibrate_on_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -138,4 +139,4 @@ def test_calibration_levels_unless_told_not_to() -> None:
     assert plain.levelled == 0 < levelled.levelled
     assert levelled.loss < plain.loss
     assert levelled.seed_loss == plain.seed_loss, "the seeds' start is that of the rows as they were"
-    assert copy.deepcopy(levelled.to_dict())["levelled"] == levelled.levelled
+    assert copy.deepcopy(asdict(levelled))["levelled"] == levelled.levelled

@@ -248,14 +248,14 @@ def _started_on_ranks(weights: dict[str, Tensor]) -> list[dict[str, Any]]:
         rows, bias = rows_of(model.action, [NUM, *DIGITS, 3], groups)
         parts = (rows, bias, model.action.reg_bias, model.abduction.loc_net.weight[-4:], model.action.b_noise)
         fitted = [part.detach().numpy().copy() for part in parts]
-        found.append({"report": report.to_dict(), "fitted": fitted})
+        found.append({"report": asdict(report), "fitted": fitted})
     return found
 
 
 def test_two_ranks_start_as_one() -> None:
     model = turned(number_dims=4)
     # in the order of the ranks: what is left out together follows it
-    one = calibrate(model, [batch_of(s) for s in (0, 2, 1, 3)], max_tokens=4000, numerals=DIGITS).to_dict()
+    one = asdict(calibrate(model, [batch_of(s) for s in (0, 2, 1, 3)], max_tokens=4000, numerals=DIGITS))
     rows, bias = rows_of(model.action, [NUM, *DIGITS, 3])
     parts = (rows, bias, model.action.reg_bias, model.abduction.loc_net.weight[-4:], model.action.b_noise)
     for cases in run_ranks(_started_on_ranks, 2, digit_base().state_dict()):
