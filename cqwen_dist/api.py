@@ -63,7 +63,7 @@ def train(
     checked = given_config(config, overrides)
 
     def write_inputs() -> None:
-        from cqwen_dist.checkpoint.identity import KEYS
+        from cqwen_dist.checkpoint.resume import KEYS
         from cqwen_dist.data.from_memory import write_records
         from cqwen_dist.run.folder import has_begun
 

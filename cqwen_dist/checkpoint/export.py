@@ -25,11 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from cqwen_dist.checkpoint.adapter import WEIGHTS, to_peft, write_config
 from cqwen_dist.checkpoint.as_base import HELD, plain_model, plain_tokenizer
-from cqwen_dist.checkpoint.identity import base_digest, refuse_exchanged
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.portable import write_code
-from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
+from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said

@@ -12,13 +12,20 @@
 Nothing in it depends on the number of ranks, the vocabulary group's size or the ZeRO stage: rows are read by range. It
 holds no state of random generators: the draws of a step follow from (seed, step, rank). It does not hold the frozen
 backbone, which is the base model's.
+
+state.json has digests of the run's inputs, so that none of them is exchanged unnoticed:
+
+      tokenizer   the tokenizer with its policy of numbers
+      base        config.json and every safetensors file of the base model
+      data, eval  the training and the held-out texts as ids and values, in order, cut and packed
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +38,12 @@ from torch import Tensor
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import STATE
+from cqwen_dist.run.files import STATE, known_digest
 
 Tensors = dict[str, Tensor]
+# Causes come first: another tokenizer also changes the ids of the same texts.
+KEYS = {"tokenizer": "model.tokenizer", "base": "model.name_or_path", "data": "data.train", "eval": "data.eval"}
+_NOUNS = {"tokenizer": "a tokenizer", "base": "a base model", "data": "training texts", "eval": "held-out texts"}
 
 
 @dataclass
@@ -112,3 +122,24 @@ def _load_rows(folder: Path, row_range: tuple[int, int], suffix: str) -> Tensors
                 for name in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
                     parts.setdefault(name, []).append(file.get_slice(name)[low - first : high - first])
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
+
+
+def base_digest(folder: Path, memo: Path) -> str:
+    """SHA-256 of a base model's files. memo: a folder that keeps the digests of unchanged files."""
+    files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    return hashlib.sha256("".join(known_digest(file, memo) for file in files).encode()).hexdigest()
+
+
+def refuse_exchanged(
+    saved: Mapping[str, str], found: Mapping[str, str], accept: Sequence[str], source: object
+) -> list[str]:
+    """The names of inputs that differ from the saved ones. Raises `UserError` for one that `accept` does not name.
+
+    saved: digests from a checkpoint; one of an older version has none. source: the checkpoint, for the error.
+    """
+    exchanged = [name for name in KEYS if name in saved and name in found and saved[name] != found[name]]
+    for name in exchanged:
+        if name not in accept:
+            allowed = f"the same, or run.accept: [{', '.join(exchanged)}] to go on with what is here now"
+            raise UserError(KEYS[name], Said(f"{_NOUNS[name]} other than in the checkpoint"), allowed, str(source))
+    return exchanged

@@ -29,13 +29,13 @@ from torch.distributed import ProcessGroup
 from cqwen_dist.checkpoint import adapter
 from cqwen_dist.checkpoint.manifest import (
     FORMAT,
+    Retention,
     checkpoint_folder,
     evaluated,
     leftovers,
     put_aside,
 )
 from cqwen_dist.checkpoint.resume import Tensors, TrainState
-from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects

@@ -23,7 +23,7 @@ RESUMABLE = (
     *("run.", "parallel.", "deepspeed.", "model.compile_layers", "train.micro_batch_size", "train.checkpoint_every"),
     *("train.eval_every", "train.keep_", "train.best_metric", "train.background_save", "train.max_refused_steps"),
     *("train.check_ranks_every", "train.feature_cache.", "data.cache_dir", "data.workers", "data.prefetch"),
-    # Paths: their contents are compared instead (`checkpoint.identity`).
+    # Paths: their contents are compared instead (`checkpoint.resume`).
     *("data.train", "data.eval", "model.name_or_path", "model.tokenizer"),
 )
 _RESUMABLE_OF_A_STAGE = re.compile(r"stages\.\d+\.micro_batch_size")

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, evaluated
-from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluated
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer

@@ -15,9 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.checkpoint.identity import base_digest
-from cqwen_dist.checkpoint.manifest import choose_checkpoint, finish_renames
-from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_renames
+from cqwen_dist.checkpoint.resume import base_digest
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, UserError, rises
 from cqwen_dist.data.dataset import TextDataset
@@ -123,7 +122,7 @@ class Run(Training):
     resume_from: Path | None  # the checkpoint
     datasets: Datasets
     statistics: NumericStatistics
-    inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.identity`)
+    inputs: dict[str, str]  # digests of data, tokenizer and base (`checkpoint.resume`)
     loaders: StageLoaders
     cache: FeatureCache
     evaluations: Evaluations

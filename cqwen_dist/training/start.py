@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cqwen_dist.checkpoint import adapter
-from cqwen_dist.checkpoint.identity import KEYS, refuse_exchanged
 from cqwen_dist.checkpoint.manifest import resolve_checkpoint
-from cqwen_dist.checkpoint.resume import load_checkpoint, refuse_strange
+from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate

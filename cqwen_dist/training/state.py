@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.checkpoint.identity import refuse_exchanged
-from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_strange
+from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.checkpoint.saving import About
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.lora import is_lora

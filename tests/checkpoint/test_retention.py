@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cqwen_dist.checkpoint.retention import Retention
+from cqwen_dist.checkpoint.manifest import Retention
 
 LOSS = "eval/cls_loss_mean"
 

@@ -14,9 +14,15 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, latest_checkpoint, list_checkpoints, read_manifest, verify
+from cqwen_dist.checkpoint.manifest import (
+    Retention,
+    checkpoint_folder,
+    latest_checkpoint,
+    list_checkpoints,
+    read_manifest,
+    verify,
+)
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
-from cqwen_dist.checkpoint.retention import Retention
 from cqwen_dist.checkpoint.saving import About, Saver
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.groups import build_groups

@@ -53,7 +53,7 @@ class FeatureCache:
     runtime: Runtime
     engine: Engine
     features: Callable[[Batch, Tensor], Tensor]  # z of a batch's label positions, outside of steps
-    inputs: Mapping[str, str]  # digests (`checkpoint.identity`)
+    inputs: Mapping[str, str]  # digests (`checkpoint.resume`)
     progress: Progress
 
     def __post_init__(self) -> None:
