@@ -127,9 +127,8 @@ def _intervals(folder: Path) -> dict[str, Any] | None:
     try:
         found = read_intervals(folder)
     except ValueError as error:
-        raise UserError(
-            CALIBRATION, Said(str(error)), "levels and n as an evaluation wrote them", str(folder)
-        ) from None
+        allowed = "levels and n as an evaluation wrote them"
+        raise UserError(CALIBRATION, Said(str(error)), allowed, str(folder)) from None
     return found.to_dict() if found.factors else None
 
 
@@ -207,7 +206,7 @@ def export(
     with appearing(out, "OUT") as folder:
         if plain is None:
             model.save_pretrained(folder, max_shard_size=shard_size)
-            _write_beside_weights(model, tokenizer, folder, about["base"])
+            _write_all_but_weights(model, tokenizer, folder, about["base"])
         else:
             plain.save_pretrained(folder, max_shard_size=shard_size)
             plain_tokenizer(tokenizer.tokenizer, model.config).save_pretrained(str(folder))
@@ -230,7 +229,7 @@ def _check_options(out: Path, dtype: str | None, shard_size: str) -> None:
         raise UserError("--shard-size", shard_size, "a size such as 500MB or 5GB")
 
 
-def _write_beside_weights(
+def _write_all_but_weights(
     model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer, folder: Path, base: str | None
 ) -> None:
     """Tokenizer, code, calibration, and the adapters for `PeftModel.from_pretrained`. base: its public name."""
@@ -255,9 +254,9 @@ def _compare(model: CausalQwenForCausalLM, folder: Path) -> None:
     if odd is not None:
         raise RuntimeError(f"the exported model differs in {odd}: not exported")
     # Weights are equal to the bit. Outputs may differ in the last one: products depend on where their operands lie.
-    for (part, wanted), given in zip(probe(model).items(), probe(again).values(), strict=True):
-        if change(wanted, given) > ROUNDING:
-            raise RuntimeError(f"the exported model differs in {part} by {change(wanted, given):.1e}: not exported")
+    for part, size in changes(probe(model), probe(again)).items():
+        if size > ROUNDING:
+            raise RuntimeError(f"the exported model differs in {part} by {size:.1e}: not exported")
 
 
 @torch.no_grad()
@@ -267,7 +266,7 @@ def _compare_plain(model: CausalQwenForCausalLM, bias: Tensor, folder: Path) -> 
     ids = sixteen_tokens(model)[0].clamp(max=len(bias) - 1)
     found = again(input_ids=ids).logits.float() + bias
     wanted = model(ids, logits_to_keep=ids.shape[1]).logits[..., : len(bias)]
-    error = change(wanted, found)
+    error = changes({"logits": wanted}, {"logits": found})["logits"]
     if error > (ROUNDING if again.dtype == torch.float32 else 0.05):
         raise RuntimeError(f"the plain model's logits differ by {error:.1e} of their size: not exported")
 
@@ -301,12 +300,9 @@ def _rounded(model: CausalQwenForCausalLM, dtype: str | None) -> dict[str, Any]:
     before = probe(model)
     if dtype is not None:
         cast(model, DTYPES[dtype])
-    changes = {name: change(a, b) for (name, a), b in zip(before.items(), probe(model).values(), strict=True)}
+    rounding = changes(before, probe(model))
     known = {value: key for key, value in DTYPES.items()}
-    return {
-        "dtype": known.get(model.dtype, str(model.dtype)),
-        "rounding": changes if any(changes.values()) else None,
-    }
+    return {"dtype": known.get(model.dtype, str(model.dtype)), "rounding": rounding if any(rounding.values()) else None}
 
 
 @torch.no_grad()
@@ -334,6 +330,6 @@ def probe(model: CausalQwenForCausalLM) -> dict[str, Tensor]:
     return {name: out[name] for name in ("loc_U", "scale_U", "loc_Y", "scale_Y", "logits")}
 
 
-def change(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the largest entry."""
-    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
+def changes(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
+    """The largest difference of each tensor, relative to its largest entry before."""
+    return {k: float((a - after[k]).abs().max() / a.abs().max().clamp(min=1e-30)) for k, a in before.items()}

@@ -115,8 +115,7 @@ def choose_checkpoint(run_dir: Path, resume: str = "auto") -> tuple[Path | None,
     problems = verify(named)
     if not problems:
         return named, ""
-    before = _good_before(named)
-    if resume == "last-good" and before is not None:
+    if resume == "last-good" and (before := _good_before(named)) is not None:
         return before, f"{named.name} is damaged ({problems[0]}): going on from {before.name}"
     raise damaged(named, problems)
 
@@ -177,9 +176,8 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     folder = latest_checkpoint(path)
     if folder is None:
         refuse_pickles(path)
-        raise UserError(
-            "checkpoint", str(path), "a run folder with `latest`, or a checkpoint folder with manifest.json"
-        )
+        allowed = "a run folder with `latest`, or a checkpoint folder with manifest.json"
+        raise UserError("checkpoint", str(path), allowed)
     return path, folder
 
 

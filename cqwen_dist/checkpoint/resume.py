@@ -41,6 +41,8 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import STATE, known_digest
 
 Tensors = dict[str, Tensor]
+# Files of rows [start, stop), and of their moments
+ROWS, ROW_MOMENTS = (re.compile(rf"rows-(\d+)-(\d+){kind}\.safetensors") for kind in ("", r"\.moments"))
 # Causes come first: another tokenizer also changes the ids of the same texts.
 KEYS = {"tokenizer": "model.tokenizer", "base": "model.name_or_path", "data": "data.train", "eval": "data.eval"}
 _NOUNS = {"tokenizer": "a tokenizer", "base": "a base model", "data": "training texts", "eval": "held-out texts"}
@@ -69,8 +71,8 @@ def load_checkpoint(folder: Path, row_range: tuple[int, int], moments: bool = Tr
             feature_moments=load_file(folder / "features.moments.safetensors") if moments else {},
             heads=load_file(folder / "heads.safetensors"),
             head_moments=load_file(folder / "heads.moments.safetensors") if moments else {},
-            rows=_load_rows(folder, row_range, ".safetensors"),
-            row_moments=_load_rows(folder, row_range, ".moments.safetensors") if moments else {},
+            rows=_load_rows(folder, row_range, ROWS),
+            row_moments=_load_rows(folder, row_range, ROW_MOMENTS) if moments else {},
             row_range=row_range,
             state=json.loads((folder / STATE).read_text(encoding="utf-8")),
         )
@@ -107,16 +109,14 @@ def refuse_strange(
             raise UserError(key, Said(f"{name} with a NaN or an infinity"), "finite numbers", str(where))
 
 
-def _load_rows(folder: Path, row_range: tuple[int, int], suffix: str) -> Tensors:
-    """Rows [start, stop) from the files whose ranges overlap."""
-    start, stop = row_range
+def _load_rows(folder: Path, row_range: tuple[int, int], names: re.Pattern[str]) -> Tensors:
+    """Rows [start, stop) from those files of these names whose ranges overlap."""
     parts: dict[str, list[Tensor]] = {}
-    for path in sorted(folder.glob("rows-*" + suffix)):
-        match = re.fullmatch(r"rows-(\d+)-(\d+)" + re.escape(suffix), path.name)
-        if match is None:  # `.moments.safetensors` also ends in `.safetensors`
+    for path in sorted(folder.iterdir()):
+        if (match := names.fullmatch(path.name)) is None:
             continue
         first, end = int(match[1]), int(match[2])
-        low, high = max(start, first), min(stop, end)
+        low, high = max(row_range[0], first), min(row_range[1], end)
         if low < high:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)

@@ -27,15 +27,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cqwen_dist.checkpoint import adapter
-from cqwen_dist.checkpoint.manifest import (
-    FORMAT,
-    Retention,
-    checkpoint_folder,
-    evaluated,
-    leftovers,
-    put_aside,
-)
-from cqwen_dist.checkpoint.resume import Tensors, TrainState
+from cqwen_dist.checkpoint.manifest import FORMAT, Retention, checkpoint_folder, evaluated, leftovers, put_aside
+from cqwen_dist.checkpoint.resume import ROWS, Tensors, TrainState
 from cqwen_dist.config.errors import DiskError, Said
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.parallel.collectives import gather_objects
@@ -145,7 +138,10 @@ class Saver:
     def _prune(self, newest_step: int) -> None:
         """Delete outdated checkpoints. The new one is whole, so one that cannot be deleted is only noted."""
         try:
-            _delete_outdated(self._run_dir, newest_step, self._retention)
+            for step in self._retention.outdated(evaluated(self._run_dir), newest_step):
+                folder = checkpoint_folder(self._run_dir, step)
+                if not folder.is_symlink():  # a user moved it elsewhere, to keep it
+                    shutil.rmtree(put_aside(folder))
         except OSError as error:
             what = f"{error.filename or self._run_dir}: {error.strerror or error}"
             self._say(f"note: an outdated checkpoint could not be deleted: {what}")
@@ -265,7 +261,7 @@ def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], 
         "stage": about.stage,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": records,
-        "rows": _ranges(records),
+        "rows": [[int(match[1]), int(match[2])] for name in sorted(records) if (match := ROWS.fullmatch(name))],
         "figures": about.figures,
         "config": about.config,
         "versions": versions(),
@@ -281,19 +277,6 @@ def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], 
     write_atomically(run_dir / LATEST, str(final.relative_to(run_dir)) + "\n")
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)  # the next save deletes the rest
-
-
-def _ranges(records: dict[str, Any]) -> list[list[int]]:
-    """[start, stop) of each file of rows."""
-    names = sorted(name for name in records if name.startswith("rows-") and ".moments." not in name)
-    return [[int(part) for part in name.split(".")[0].split("-")[1:]] for name in names]
-
-
-def _delete_outdated(run_dir: Path, newest_step: int, retention: Retention) -> None:
-    for step in retention.outdated(evaluated(run_dir), newest_step):
-        folder = checkpoint_folder(run_dir, step)
-        if not folder.is_symlink():  # a user moved it elsewhere, to keep it
-            shutil.rmtree(put_aside(folder))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -36,17 +36,15 @@ class HangWatch:
             return
         path = run_dir / STACKS / f"rank-{rank}.txt"
         path.parent.mkdir(exist_ok=True)
-        try:
-            with path.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8") as file:
+            try:
                 self._file, self._seconds, self._last = file, SHARE * timeout_s, 0.0
-                try:
-                    yield
-                finally:
-                    faulthandler.cancel_dump_traceback_later()
-                    self._seconds = 0.0
-        finally:  # also where a signal stops the run
-            if not path.stat().st_size:
-                path.unlink()
+                yield
+            finally:  # also where a signal stops the run
+                faulthandler.cancel_dump_traceback_later()
+                self._seconds = 0.0
+                if not path.stat().st_size:
+                    path.unlink()
 
     def alive(self) -> None:
         """Report progress: the clock starts again. It is cheap, with at most a hundred resets per timeout."""

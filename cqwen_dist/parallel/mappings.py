@@ -25,16 +25,15 @@ Mapping = Callable[[Tensor, list[int], ProcessGroup], Tensor]
 def _all_gather(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
     """[N_r, ...] -> [sum N, ...], rank 0's rows first."""
     longest = max(counts)
-    even = min(counts) == longest
     padded = rows.contiguous()
-    if not even:
+    if min(counts) != longest:
         padded = rows.new_zeros((longest, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
     gathered = rows.new_empty((group.size() * longest, *rows.shape[1:]))
     all_gather_into(gathered, padded, group)
-    if even:
+    if min(counts) == longest:
         return gathered
-    return torch.cat([gathered[r * longest : r * longest + n] for r, n in enumerate(counts)])
+    return torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts, strict=True)])
 
 
 def _reduce_scatter(rows: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:

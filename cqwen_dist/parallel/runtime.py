@@ -141,14 +141,10 @@ def _meeting_place(rank: int, world: int, local_rank: int, timeout: timedelta) -
         if own:
             yield dist.HashStore()
         else:
-            yield dist.PrefixStore(f"cqwen-{next(_groups)}", _launchers_store(rank, world, timeout))
+            if not _stores:
+                _stores.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
+            yield dist.PrefixStore(f"cqwen-{next(_groups)}", _stores[0])
     finally:
         if own:
             for name in ("MASTER_ADDR", "MASTER_PORT", *_LAUNCHERS[0]):
                 os.environ.pop(name, None)
-
-
-def _launchers_store(rank: int, world: int, timeout: timedelta) -> Any:
-    if not _stores:
-        _stores.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
-    return _stores[0]

@@ -75,7 +75,8 @@ class StopFlag:
 
     def agreed(self, device: torch.device) -> None:
         """Raise `Stopped` on all ranks if any of them was told to stop. Collective over the world."""
-        self.act_on(bool(sum_over(torch.tensor([self.reason is not None], device=device, dtype=torch.int32)).item()))
+        stops = torch.tensor([self.reason is not None], device=device, dtype=torch.int32)
+        self.act_on(bool(sum_over(stops).item()))
 
     def act_on(self, anyone: bool) -> None:
         """Raise `Stopped` if anyone: any rank was told to stop."""

@@ -92,7 +92,5 @@ def _is_touched(path: Path) -> bool:
 
 
 def _refusal(run_dir: Path, holder: dict[str, Any]) -> UserError:
-    who = f"process {holder.get('pid', '?')} on {holder.get('host', 'this host')}"
-    return UserError(
-        "run.dir", Said(f"{who} at work in it"), "a run that nobody works on, or another run.dir", str(run_dir)
-    )
+    found = Said(f"process {holder.get('pid', '?')} on {holder.get('host', 'this host')} at work in it")
+    return UserError("run.dir", found, "a run that nobody works on, or another run.dir", str(run_dir))

@@ -14,14 +14,10 @@ from cqwen_dist.run.files import STATUS, read_object, write_atomically
 BEAT_S = 10.0  # between two writes while only the step changes
 
 
-class _Named(TypedDict):
-    # running (also after a kill) | done | paused | preempted: stopped in order | fatal: needs a fix first
-    status: str
+class Status(TypedDict, total=False):
+    """The content of status.json; `status` is always in it."""
 
-
-class Status(_Named, total=False):
-    """What status.json holds."""
-
+    status: str  # running (also after a kill) | done | paused | preempted: stopped in order | fatal: needs a fix first
     step: int
     total_steps: int | None
     stage: str | None

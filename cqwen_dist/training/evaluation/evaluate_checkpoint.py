@@ -47,7 +47,7 @@ def evaluate_checkpoint(
     On other data than the run's own, the interval factors saved with the model are tried too. Raises `UserError`.
     """
     if not is_exported(path):
-        source = _of_run(path, data)
+        source = _of_run(path)
     elif data is None:
         raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
     else:
@@ -97,7 +97,7 @@ class _Source:
     wide_knows: bool = False  # the wide part was fitted to the run's own held-out texts
 
 
-def _of_run(path: Path, data: str | None) -> _Source:
+def _of_run(path: Path) -> _Source:
     run, _ = run_of(path)
     start = read_object(Path(run.run.dir) / START)
     if not start:

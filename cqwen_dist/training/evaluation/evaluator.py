@@ -270,8 +270,7 @@ class Evaluator:
         of = len(self.batches) if isinstance(self.batches, Sized) else 1
         for i, batch in enumerate(self.batches):
             self.progress("evaluating", i, of)
-            keep = batch.kept
-            yield batch.to(self.device), keep.to(self.device)
+            yield batch.to(self.device), batch.kept.to(self.device)
 
     def _words(self, u_prime: Cauchy, labels: Tensor) -> VocabParallelOutput:
         action = self.model.action

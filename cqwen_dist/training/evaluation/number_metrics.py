@@ -91,8 +91,49 @@ def number_metrics(
     """
     y = Cauchy(torch.from_numpy(numbers.loc), torch.from_numpy(numbers.scale))
     goal = target.forward(torch.from_numpy(numbers.true)).double()
-    predicted = target.inverse(y.loc).numpy()
-    error = np.abs(predicted - numbers.true)
+    metrics = _errors(numbers, y, goal, target, baseline)
+
+    # Coverage and widths of the intervals
+    scores = ((goal - y.loc).abs() / y.scale).numpy()
+    factors = interval_factors(scores)
+    raw = {level: float((scores <= RAW.half_width(level)).mean()) for level in CURVE}
+    inside = {level: _inside(scores, for_calibration(numbers.text), level) for level in CURVE}
+    for level in LEVELS:
+        percent = f"{100 * level:.0f}"
+        metrics[f"eval/coverage_{percent}"] = raw[level]
+        if len(inside[level]):
+            metrics[f"eval/coverage_{percent}_conformal"] = float(inside[level].mean())
+        if level in known.factors:
+            metrics[f"eval/coverage_{percent}_known"] = float((scores <= known.half_width(level)).mean())
+    low, high = number_interval(y, target, RAW, 0.9)
+    metrics["eval/width_90"] = float(np.median((high - low).numpy()))
+    low, high = number_interval(y, target, factors, 0.9)
+    if 0.9 in factors.factors:
+        metrics["eval/width_90_conformal"] = float(np.median((high - low).numpy()))
+    if len(inside[0.9]):
+        metrics["eval/conformal_numbers"] = float(len(inside[0.9]))
+
+    # A report's drawing
+    drawn = {"true": numbers.true, "predicted": target.inverse(y.loc), "low": low, "high": high}
+    some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
+    drawing = {
+        "levels": list(CURVE),
+        "raw": list(raw.values()),
+        "conformal": [float(held.mean()) if len(held) else None for held in inside.values()],
+        "measured": len(inside[0.5]),
+        "count": len(numbers),
+        "pit": np.histogram(y.cdf(goal).numpy(), PIT_BINS, (0.0, 1.0))[0].tolist(),  # of F(truth)
+        "interval": "conformal" if 0.9 in factors.factors else "raw",
+        **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},
+    }
+    return NumberMetrics(metrics, factors, drawing)
+
+
+def _errors(
+    numbers: Numbers, y: Cauchy, goal: torch.Tensor, target: TargetTransform, baseline: float | None
+) -> dict[str, float]:
+    """The metrics of errors. y, goal: in the target's unit."""
+    error = np.abs(target.inverse(y.loc).numpy() - numbers.true)
     crps = y.crps(goal)
     metrics = {
         "eval/reg_mae": float(error.mean()),
@@ -105,32 +146,8 @@ def number_metrics(
         metrics["eval/crps"] = float(target.inverse_scale(crps).mean())
     if baseline is not None:
         constant = np.abs(numbers.true - baseline)
-        metrics["eval/baseline_mdae"] = float(np.median(constant))
-        metrics["eval/baseline_mae"] = float(constant.mean())
-
-    scores = ((goal - y.loc).abs() / y.scale).numpy()
-    factors = interval_factors(scores)
-    inside = {level: _inside(scores, for_calibration(numbers.text), level) for level in CURVE}
-    for level in LEVELS:
-        percent = f"{100 * level:.0f}"
-        metrics[f"eval/coverage_{percent}"] = float((scores <= RAW.half_width(level)).mean())
-        if len(inside[level]):
-            metrics[f"eval/coverage_{percent}_conformal"] = float(inside[level].mean())
-        if level in known.factors:
-            metrics[f"eval/coverage_{percent}_known"] = float((scores <= known.half_width(level)).mean())
-    for name, intervals in (("", RAW), ("_conformal", factors)):
-        if intervals is RAW or 0.9 in factors.factors:
-            low, high = number_interval(y, target, intervals, 0.9)
-            metrics[f"eval/width_90{name}"] = float(np.median((high - low).numpy()))
-    if len(inside[0.9]):
-        metrics["eval/conformal_numbers"] = float(len(inside[0.9]))
-    curves = {
-        "levels": list(CURVE),
-        "raw": [float((scores <= RAW.half_width(level)).mean()) for level in CURVE],
-        "conformal": [float(held.mean()) if len(held) else None for held in inside.values()],
-        "measured": len(inside[0.5]),
-    }
-    return NumberMetrics(metrics, factors, {**curves, **_drawing(numbers, y, goal, target, factors)})
+        metrics |= {"eval/baseline_mdae": float(np.median(constant)), "eval/baseline_mae": float(constant.mean())}
+    return metrics
 
 
 def _inside(scores: np.ndarray, first: np.ndarray, level: float) -> np.ndarray:
@@ -142,22 +159,3 @@ def _inside(scores: np.ndarray, first: np.ndarray, level: float) -> np.ndarray:
         if level in factors.factors:
             found.append(scores[own] <= factors.half_width(level))
     return np.concatenate(found)
-
-
-def _drawing(
-    numbers: Numbers,
-    y: Cauchy,
-    goal: torch.Tensor,
-    target: TargetTransform,
-    factors: Intervals,
-) -> dict[str, Any]:
-    """The histogram of PIT = F(truth), and at most DRAWN numbers with their 90 % intervals."""
-    low, high = number_interval(y, target, factors, 0.9)
-    drawn = {"true": numbers.true, "predicted": target.inverse(y.loc), "low": low, "high": high}
-    some = np.unique(np.linspace(0, len(numbers) - 1, min(DRAWN, len(numbers))).astype(np.int64))
-    return {
-        "count": len(numbers),
-        "pit": np.histogram(y.cdf(goal).numpy(), PIT_BINS, (0.0, 1.0))[0].tolist(),
-        "interval": "conformal" if 0.9 in factors.factors else "raw",
-        **{name: [float(f"{value:.6g}") for value in np.asarray(values)[some]] for name, values in drawn.items()},
-    }

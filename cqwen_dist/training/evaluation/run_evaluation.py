@@ -123,10 +123,8 @@ class Evaluations:
         shift = (found.probe.loc - start.loc).square().mean(1).sqrt() / spread
         widened = (found.probe.scale.log() - start.scale.log()).median(1).values
         rows = zip(found.labels.tolist(), kl.tolist(), shift.tolist(), widened.exp().tolist(), strict=True)
-        return [{"word": self._word(i), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows]
-
-    def _word(self, word_id: int) -> str:
-        return self.tokenizer.decode([word_id])
+        word = self.tokenizer.decode
+        return [{"word": word([i]), "kl": _short(k), "shift": _short(s), "scale": _short(w)} for i, k, s, w in rows]
 
     # ------------------------------------------------------------------------------------ checkpoint
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,9 @@ class FeatureCache:
         self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
         batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
         mine = share(len(dataset), rank, world)
+        show = partial(self.progress.part, "feature cache", of=len(mine))
         began = time.monotonic()
-
-        def show(done: int) -> None:
-            self.progress.part("feature cache", done, len(mine))
-
-        build_shards(folder, key, iter(batches), mine, self.features, self.runtime, show)
+        build_shards(folder, key, batches, mine, self.features, self.runtime, show)
         found = open_shards(folder, key, hidden, self.dtype, self.runtime)
         if found is None:
             raise CacheRefused(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
@@ -154,7 +152,7 @@ class FeatureCache:
         trained, _, _ = self.engine.feature_state()
         wide = self.engine.model.wide
         if wide is not None:
-            trained = {**trained, **{name: table.detach().cpu() for name, table in wide.named_parameters()}}
+            trained = trained | {name: table.detach().cpu() for name, table in wide.named_parameters()}
         weights = hashlib.sha256()
         for name, value in sorted(trained.items()):
             weights.update(name.encode())

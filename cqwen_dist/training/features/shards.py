@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def open_shards(
 def build_shards(
     folder: Path,
     key: dict[str, Any],
-    batches: Iterator[Batch],
+    batches: Iterable[Batch],
     samples: range,
     features: Callable[[Batch, Tensor], Tensor],
     runtime: Runtime,
@@ -111,28 +111,17 @@ def build_shards(
 
 def _write_shards(
     partial: Path,
-    batches: Iterator[Batch],
+    batches: Iterable[Batch],
     samples: range,
     features: Callable[[Batch, Tensor], Tensor],
     runtime: Runtime,
     show: Callable[[int], None],
 ) -> dict[str, Any]:
     """Every rank writes its own file; returns size and checksum of all ranks' files by name."""
-    trouble = ""
-    if runtime.is_main:
-        try:
-            partial.mkdir(parents=True)
-        except OSError as error:
-            trouble = str(error)
-    _refuse_together(trouble)
+    _together(lambda: partial.mkdir(parents=True) if runtime.is_main else None)
     path = partial / f"z-{samples.start:08d}-{samples.stop:08d}.arrow"
-    try:
-        writer = pa.ipc.new_file(str(path), SCHEMA)
-    except OSError as error:
-        writer, trouble = None, f"rank {runtime.rank} does not see {partial}: {error}"
-    _refuse_together(trouble)
-    assert writer is not None
-    done = 0
+    writer = _together(lambda: pa.ipc.new_file(str(path), SCHEMA), f"rank {runtime.rank} does not see {partial}: ")
+    trouble, done = "", 0
     with torch.no_grad():
         for batch in batches:
             mask = batch.learnt_mask
@@ -150,12 +139,16 @@ def _write_shards(
             except OSError as error:
                 trouble = str(error)
             show(done)
-    try:
-        writer.close()
+
+    def finish() -> None:
+        try:
+            writer.close()
+        finally:
+            if trouble:  # the first cause
+                raise OSError(trouble)
         sync(path)
-    except OSError as error:
-        trouble = trouble or str(error)
-    _refuse_together(trouble)
+
+    _together(finish)
     return dict(gather_objects((path.name, file_record(path))))
 
 
@@ -166,7 +159,13 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _refuse_together(trouble: str) -> None:
-    found = [text for text in gather_objects(trouble) if text]
-    if found:
+def _together(action: Callable[[], Any], what: str = "") -> Any:
+    """The action's result on this rank. Raises `CacheRefused` on every rank if any rank's action raises OSError."""
+    result, trouble = None, ""
+    try:
+        result = action()
+    except OSError as error:
+        trouble = f"{what}{error}"
+    if found := [text for text in gather_objects(trouble) if text]:
         raise CacheRefused(found[0])
+    return result

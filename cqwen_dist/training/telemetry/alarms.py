@@ -66,14 +66,14 @@ class Alarms:
         if record.get("stage") != self._stage:  # lambda, batch or length may differ, and with them the loss
             self._stage = record.get("stage")
             self._losses.clear()
-        found: list[tuple[str, bool, str]] = [
-            ("uniform-trap", *self._uniform_trap(record)),
-            ("p-num-collapse", *self._p_num_collapse(record)),
-            ("b-noise-without-gradient", *self._dead_noise(record)),
-            ("loss-spike", *self._spike(record)),
-        ]
+        found = {
+            "uniform-trap": self._uniform_trap(record),
+            "p-num-collapse": self._p_num_collapse(record),
+            "b-noise-without-gradient": self._dead_noise(record),
+            "loss-spike": self._spike(record),
+        }
         alarms = []
-        for kind, raised, text in found:
+        for kind, (raised, text) in found.items():
             if raised and kind not in self._raised:
                 which = list(samples)[:SHOWN_SAMPLES] if kind == "loss-spike" else []
                 alarms.append(Alarm(int(record["step"]), kind, text, which))

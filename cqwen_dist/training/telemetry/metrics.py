@@ -96,9 +96,8 @@ class WandbWriter(Writer):
             )
         except wandb.errors.Error as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                "run.wandb", Said(f"{run.wandb} ({reason})"), "a W&B login, or offline, or disabled"
-            ) from None
+            found = Said(f"{run.wandb} ({reason})")
+            raise UserError("run.wandb", found, "a W&B login, or offline, or disabled") from None
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._run.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
@@ -118,9 +117,8 @@ class TensorBoardWriter(Writer):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError(
-                "run.tensorboard", True, "false, or the package: pip install 'cqwen-dist[tensorboard]'"
-            ) from None
+            allowed = "false, or the package: pip install 'cqwen-dist[tensorboard]'"
+            raise UserError("run.tensorboard", True, allowed) from None
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if folder.is_dir() else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -135,27 +133,22 @@ class TensorBoardWriter(Writer):
         self._writer.close()
 
 
-class _Late:
-    """A record whose tensors are on their way from the device to the host."""
+def _copying(record: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Start to copy a record's tensors to the host. The result waits for them and returns plain values."""
+    names = [name for name, value in record.items() if isinstance(value, Tensor)]
+    packed = torch.stack([record[name].detach().float() for name in names]) if names else torch.zeros(0)
+    arrived = None
+    if packed.is_cuda:
+        packed = torch.empty(packed.shape, pin_memory=True).copy_(packed, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
 
-    def __init__(self, record: dict[str, Any]) -> None:
-        self.record = record
-        self._names = [name for name, value in record.items() if isinstance(value, Tensor)]
-        self._on_host: Tensor | None = None
-        self._arrived: Any = None
-        if self._names:
-            packed = torch.stack([record[name].detach().float() for name in self._names])
-            self._on_host = packed
-            if packed.is_cuda:
-                self._on_host = torch.empty(packed.shape, pin_memory=True).copy_(packed, non_blocking=True)
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+    def plain() -> dict[str, Any]:
+        if arrived is not None:
+            arrived.synchronize()
+        return {**record, **dict(zip(names, packed.tolist(), strict=True))}
 
-    def read(self) -> dict[str, Any]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        values = [] if self._on_host is None else self._on_host.tolist()
-        return {**self.record, **dict(zip(self._names, values, strict=True))}
+    return plain
 
 
 class MetricsLog:
@@ -182,19 +175,19 @@ class MetricsLog:
             self._writers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
         self._alarm_file = MetricsFile(run_dir / ALARMS, step)
         self._alarms, self._say, self._on_record = alarms, say, on_record
-        self._pending: _Late | None = None
+        self._record: dict[str, Any] = {}
+        self._pending: Callable[[], dict[str, Any]] | None = None
         self._samples: Sequence[int] = ()
 
     def push(self, record: dict[str, Any], samples: Sequence[int] = ()) -> dict[str, Any] | None:
         """Queue one step's record; writes and returns the record before it. samples: of the step, for an alarm."""
         before = self.flush()
-        self._pending, self._samples = _Late(record), samples
+        self._record, self._pending, self._samples = record, _copying(record), samples
         return before
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add plain numbers (an evaluation's) to the step last pushed."""
-        assert self._pending is not None
-        self._pending.record.update(metrics)
+        self._record.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm to every writer and the console."""
@@ -208,7 +201,7 @@ class MetricsLog:
         """Write what is queued."""
         if self._pending is None:
             return None
-        record, self._pending = self._pending.read(), None
+        record, self._pending = self._pending(), None
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
         for writer in self._writers:
             writer.write(record)
