@@ -1,8 +1,8 @@
 """Writing checkpoints: atomic, verified, in the background.
 
 A save first copies everything that trains to the host's memory; training waits only for this copy. A thread on each
-rank then writes it to a folder beside the final one, fsyncs it, reads a sample back, and agrees with the other ranks
-over a group of its own. Rank 0 writes the manifest, renames the folder, moves `latest`, and deletes outdated
+rank then writes it to a temporary folder, fsyncs it, reads a sample back, and agrees with the other ranks over a group
+of its own. Rank 0 writes the manifest, renames the folder, moves `latest`, and deletes outdated
 checkpoints. One save runs at a time. After a SIGKILL at any moment the checkpoint before, or this one, is whole.
 
 (torch's own asynchronous checkpointing was not taken: its metadata file is a pickle, and its shards depend on ranks.)

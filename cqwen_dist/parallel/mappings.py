@@ -65,33 +65,27 @@ class _Conjugate(torch.autograd.Function):
         return ctx.conjugate(grad, ctx.counts, ctx.group), None, None, None, None
 
 
-class _SumPartials(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: ProcessGroup) -> Tensor:
-        return sum_over(partial.clone(), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _mapped(
+    rows: Tensor, mapping: Mapping, conjugate: Mapping, counts: list[int], group: ProcessGroup | None
+) -> Tensor:
+    if group is None or group.size() == 1:
+        return rows
+    return _Conjugate.apply(rows, mapping, conjugate, counts, group)
 
 
 def gather_tokens(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
     """All tokens of the group on every rank, [N_r, ...] -> [sum N, ...]."""
-    if group is None or group.size() == 1:
-        return rows
-    return _Conjugate.apply(rows, _all_gather, _reduce_scatter, counts, group)
+    return _mapped(rows, _all_gather, _reduce_scatter, counts, group)
 
 
 def scatter_sum_tokens(rows: Tensor, counts: list[int], group: ProcessGroup | None) -> Tensor:
     """Each rank's own tokens of the sum over the ranks, [sum N, ...] -> [N_r, ...]."""
-    if group is None or group.size() == 1:
-        return rows
-    return _Conjugate.apply(rows, _reduce_scatter, _all_gather, counts, group)
+    return _mapped(rows, _reduce_scatter, _all_gather, counts, group)
 
 
 def sum_partials(partial: Tensor, group: ProcessGroup | None) -> Tensor:
     """The sum over the group of one value per rank. Every rank differentiates the sum by its own value alone."""
-    return partial if group is None or group.size() == 1 else _SumPartials.apply(partial, group)
+    return _mapped(partial, lambda own, _, among: sum_over(own.clone(), among), lambda grad, *_: grad, [], group)
 
 
 def exchange_counts(count: int, group: ProcessGroup | None, device: torch.device) -> list[int]:

@@ -23,7 +23,7 @@ from cqwen_dist.parallel.launcher import SIGNALS, taken
 
 
 class StopFlag:
-    """Whether this rank was told to stop."""
+    """Whether this rank was asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.reason: str | None = None  # the signal's name, or what else asked for it

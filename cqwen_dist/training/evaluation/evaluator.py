@@ -198,7 +198,7 @@ class Evaluator:
         sums: dict[str, Tensor],
         lists: dict[str, list[Tensor]],
     ) -> None:
-        """List a batch's numbers: the truth, Y, its text, how far off further values are (raw unit); count types right.
+        """Add a batch's numbers to the lists: truth, Y, text, errors of further values (raw unit); count right types.
 
         texts: the number of texts in the batches before.
         """

@@ -2,12 +2,11 @@
 
 Intervals are recalibrated by split conformal prediction (Vovk; Lei et al. 2018), as those of a Cauchy that is fitted to
 light-tailed residuals are too wide. The held-out numbers give the scores r_i = |t_i - loc_i| / scale_i, in the target's
-unit, in which Y is Cauchy. With q, the ceil((n+1) level)-th smallest
-score, loc +- q scale contains a new number of the same kind with probability >= level, whatever the model. The factor
-of a level is q over the Cauchy's own half-width tan(pi level/2), so every interval is
-loc +- factor tan(pi level/2) scale; raw intervals have factor 1. The target's unit is monotone in the raw one, so the
-ends can be mapped back. A checkpoint gets the factors of all held-out numbers. Coverage is measured by halves of the
-texts, each with the factors of the other half.
+unit, in which Y is Cauchy. Let q be the ceil((n+1) level)-th smallest score. Then loc +- q scale contains a new number
+of the same kind with probability >= level, whatever the model. The factor of a level is q over the Cauchy's own
+half-width: an interval is loc +- factor tan(pi level/2) scale, and raw intervals have factor 1. The target's unit is
+monotone in the raw one, so the ends can be mapped back. A checkpoint gets the factors of all held-out numbers. Coverage
+is measured by halves of the texts, each with the factors of the other half.
 """
 
 from __future__ import annotations
@@ -151,8 +150,10 @@ def _errors(
 
 
 def _inside(scores: np.ndarray, first: np.ndarray, level: float) -> np.ndarray:
-    """Whether each score is within the interval that the other half's scores give; none of a half whose other half
-    cannot guarantee the level. first [n] bool: the halves."""
+    """Whether each score is within the interval of the other half's factors. first [n] bool: the halves.
+
+    A half is left out if the other one cannot guarantee the level.
+    """
     found = [np.zeros(0, bool)]
     for own in (first, ~first):
         factors = interval_factors(scores[~own], (level,))

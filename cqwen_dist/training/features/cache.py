@@ -1,9 +1,7 @@
 """Epochs on the heads only: where nothing before z trains, z is read from disk instead of computed.
 
 A stage without `embedding` and `lora` runs the features without a graph and in eval mode, so z of a sample is the same
-in every epoch, whatever dropout is set. A cache belongs to a data set, a sequence length and a state of the features.
-Its key has hashes of the base model's files, of the weights trained before z, of the data and of the tokenizer, and the
-dtype, device and package versions.
+in every epoch, whatever dropout is set. A cache's key holds all that z depends on (`FeatureCache._key`).
 
 A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
 has room. Losses equal those of the run without it, up to the rounding of other batch shapes.
@@ -102,10 +100,7 @@ class FeatureCache:
         self._delete_others(None)
 
     def _delete_others(self, kept: Path | None) -> None:
-        """Delete the caches of other stages, in the run's own folder only.
-
-        A folder that the user names, also by a link, is left for other runs; so is anything that is no cache.
-        """
+        """Delete other stages' caches in the run's own folder. A folder that the user names may serve other runs."""
         own = self.settings.dir is None and self.folder.is_dir() and not self.folder.is_symlink()
         if not self.runtime.is_main or not own:
             return
