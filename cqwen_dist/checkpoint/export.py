@@ -281,13 +281,13 @@ def _about(path: Path) -> dict[str, Any]:
         return {"base": None, "adapter": None, **read_object(path / ABOUT)}
     config, folder = run_of(path)
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    figures = {k: v for k, v in (state.get("figures") or {}).items() if isinstance(v, (int, float))}
+    measured = {k: v for k, v in (state.get("figures") or {}).items() if isinstance(v, (int, float))}
     built = config.model.architecture
     return {
         "base": public_name(config.model.name_or_path) or (f"a {built['model_type']} from scratch" if built else None),
         "step": state.get("step"),
         "stages": ", ".join(stage.name for stage in config.stages),
-        "figures": {k: v for k, v in figures.items() if math.isfinite(v)},
+        "figures": {k: v for k, v in measured.items() if math.isfinite(v)},
         "adapter": None if config.model.lora is None else "in place, and separately in PEFT's format",
     }
 

@@ -88,8 +88,8 @@ def describe(folder: Path) -> str:
     size = sum(record["size"] for record in manifest["files"].values())
     parts = [str(folder), f"step {manifest.get('step')}", f"stage {manifest.get('stage')}", f"{size / 2**20:.1f} MiB"]
     loss, pointer = "eval/cls_loss_mean", folder.parent.parent / LATEST
-    if loss in (figures := manifest.get("figures") or {}):
-        parts.append(f"{loss} {figures[loss]:.5g}")
+    if loss in (metrics := manifest.get("figures") or {}):
+        parts.append(f"{loss} {metrics[loss]:.5g}")
     if pointer.is_file() and pointer.read_text(encoding="utf-8").strip().endswith(folder.name):
         parts.append("latest")
     return "  ".join(parts)
@@ -195,20 +195,20 @@ class Retention:
     metric: str = "eval/cls_loss_mean"
     higher: bool = False  # is better
 
-    def outdated(self, figures: Mapping[int, Mapping[str, float]], newest_step: int) -> list[int]:
-        """The steps of checkpoints to delete. figures: each checkpoint's metrics, empty where it was not evaluated.
+    def outdated(self, metrics: Mapping[int, Mapping[str, float]], newest_step: int) -> list[int]:
+        """The steps of checkpoints to delete. metrics: each checkpoint's metrics, empty where it was not evaluated.
 
         Checkpoints newer than `newest_step` are ignored: they were written before the run was set back.
         """
-        steps = sorted(step for step in figures if step <= newest_step)
+        steps = sorted(step for step in metrics if step <= newest_step)
         kept = {*steps[-max(self.newest, 1) :], newest_step}
         kept |= {step for step in steps if self.every and step % self.every == 0}
-        kept |= set(self.best_of({step: figures[step] for step in steps}))
+        kept |= set(self.best_of({step: metrics[step] for step in steps}))
         return [step for step in steps if step not in kept]
 
-    def best_of(self, figures: Mapping[int, Mapping[str, float]]) -> list[int]:
+    def best_of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """The steps of the best, best first; among equals the later is better."""
-        known = {step: found[self.metric] for step, found in figures.items() if self.metric in found}
+        known = {step: found[self.metric] for step, found in metrics.items() if self.metric in found}
         sign = -1 if self.higher else 1
         order = sorted((sign * value, -step) for step, value in known.items() if not math.isnan(value))
         return [-step for _, step in order[: self.best]]

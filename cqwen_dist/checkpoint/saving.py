@@ -41,11 +41,11 @@ SAMPLES = 8  # tensors of a file that are read back after it was written
 
 @dataclass
 class About:
-    """A manifest's entries besides its files. figures: metrics of an evaluation at this step, or empty."""
+    """A manifest's entries other than its files. metrics: of an evaluation at this step, or empty."""
 
     step: int
     stage: str
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     base: str | None = None  # the base model's name, for PEFT
 
@@ -73,7 +73,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.whole: list[str] = []  # names of the written checkpoints, in order
-        self._figures: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     def save(self, collect: Callable[[], TrainState], about: About) -> None:
         """Copy the state that `collect` returns, then write it in the background.
@@ -87,7 +87,7 @@ class Saver:
         self._thread.start()
         if not self._background:
             self.wait()
-        self._figures["perf/save_stall_s"] = time.monotonic() - began
+        self._seconds["perf/save_stall_s"] = time.monotonic() - began
 
     @property
     def newest(self) -> str | None:
@@ -96,7 +96,7 @@ class Saver:
 
     def take(self) -> dict[str, float]:
         """Seconds of saves since the last call: how long training waited, and how long the whole save took."""
-        taken, self._figures = self._figures, {}
+        taken, self._seconds = self._seconds, {}
         return taken
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class Saver:
             self.whole.append(write_checkpoint(self._run_dir, state, about, self._groups, self._side).name)
             if self._side.rank() == 0:
                 self._prune(about.step)
-            self._figures["perf/save_s"] = time.monotonic() - began
+            self._seconds["perf/save_s"] = time.monotonic() - began
         except BaseException as error:  # raised by `wait`
             self._error = error
             self._on_failure(f"the checkpoint of step {about.step} failed")
@@ -209,7 +209,8 @@ def _write_files(partial: Path, state: TrainState, about: About, groups: Groups,
         if adapters := adapter.to_peft(state.features):
             files[f"{adapter.FOLDER}/{adapter.WEIGHTS}"] = adapters
             adapter.write_config(folder, state.state["model"]["lora"], about.base)
-            records[f"{adapter.FOLDER}/{adapter.CONFIG}"] = _synced(folder / adapter.CONFIG)
+            sync(folder / adapter.CONFIG)
+            records[f"{adapter.FOLDER}/{adapter.CONFIG}"] = file_record(folder / adapter.CONFIG)
         else:
             folder.rmdir()
         write_atomically(partial / STATE, json.dumps(state.state, indent=1))
@@ -222,19 +223,14 @@ def _write_files(partial: Path, state: TrainState, about: About, groups: Groups,
 def _write(path: Path, tensors: Tensors) -> dict[str, Any]:
     """Save, fsync and read back. Empty tensors are refused: a sharded optimizer would lose an adapter this way."""
     ready = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    empty = [name for name, tensor in ready.items() if tensor.numel() == 0]
-    if empty:
+    if empty := [name for name, tensor in ready.items() if tensor.numel() == 0]:
         raise RuntimeError(f"{path.name}: {empty[0]} is empty; nothing was saved")
     save_file(ready, path)
     let_read(path)
-    record = _synced(path)
+    sync(path)
+    record = file_record(path)
     _read_back(path, ready)
     return record
-
-
-def _synced(path: Path) -> dict[str, Any]:
-    sync(path)
-    return file_record(path)
 
 
 def _read_back(path: Path, tensors: Tensors) -> None:
@@ -262,7 +258,7 @@ def _commit(run_dir: Path, partial: Path, final: Path, records: dict[str, Any], 
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": records,
         "rows": [[int(match[1]), int(match[2])] for name in sorted(records) if (match := ROWS.fullmatch(name))],
-        "figures": about.figures,
+        "figures": about.metrics,
         "config": about.config,
         "versions": versions(),
         "commit": git_commit(),

@@ -1,8 +1,8 @@
 """Opening a run's folder: a new one, or one to resume, whose config may have changed only where it allows.
 
-What a run has trained is fixed, what lies ahead is free. A stage has begun when the newest checkpoint has one of its
-steps. The current stage may get another length. Later stages may change in every key, and stages may be appended. Keys
-that only say how to compute may always change (`config.reading.RESUMABLE`).
+Config keys of stages that are over are fixed. A stage has begun when the newest checkpoint has one of its steps. The
+current stage may get another length. Later stages may change in every key, and stages may be appended. Keys that only
+say how to compute may always change (`config.reading.RESUMABLE`).
 """
 
 from __future__ import annotations

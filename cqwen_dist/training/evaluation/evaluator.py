@@ -59,7 +59,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a report draws besides the metrics.
+    """What a report draws in addition to the metrics.
 
     numbers: the drawing of `number_metrics`, None without numbers. labels [n] and probe [n,C]: this rank's first few
     held-out tokens and their U, on the CPU.
@@ -183,7 +183,16 @@ class Evaluator:
         sums["num_hit"] += (is_num & best_is_num).sum()
         sums["num_predicted"] += best_is_num.sum()
         sums["num_true"] += is_num.sum()
-        self._decide(sums, scores, strength, right)
+        if self.decisions.label_set is not None:
+            size = scores.above[:, 0]
+            sums["set_size"] += size.sum()
+            sums["set_empty"] += (size == 0).sum()
+            sums["set_hit"] += (scores.label_log_p > math.log(self.decisions.label_set)).sum()
+        if self.decisions.reject_below is not None:
+            # P of the decision strength z is atan2(1, -z)/pi, so P >= p where z >= tan(pi (p - 1/2))
+            answered = strength >= math.tan(math.pi * (self.decisions.reject_below - 0.5))
+            sums["answered"] += answered.sum()
+            sums["answered_right"] += (answered & right).sum()
         if self.band is not None:
             banded[0].index_add_(0, self.band[labels], right.double())
             banded[1].index_add_(0, self.band[labels], torch.ones_like(right, dtype=torch.float64))
@@ -223,19 +232,6 @@ class Evaluator:
         individual = u.sample(torch.rand(u.loc.shape, generator=generator, device=self.device))
         causal = Cauchy(individual, self.model.action.b_noise.abs().expand_as(individual))
         return self._words(causal, labels).prob_sum
-
-    def _decide(self, sums: dict[str, Tensor], scores: OvrScores, strength: Tensor, right: Tensor) -> None:
-        """Add the counts of the optional ways to predict."""
-        if self.decisions.label_set is not None:
-            size = scores.above[:, 0]
-            sums["set_size"] += size.sum()
-            sums["set_empty"] += (size == 0).sum()
-            sums["set_hit"] += (scores.label_log_p > math.log(self.decisions.label_set)).sum()
-        if self.decisions.reject_below is not None:
-            # P of the decision strength z is atan2(1, -z)/pi, so P >= p where z >= tan(pi (p - 1/2))
-            answered = strength >= math.tan(math.pi * (self.decisions.reject_below - 0.5))
-            sums["answered"] += answered.sum()
-            sums["answered_right"] += (answered & right).sum()
 
     def _word_metrics(self, c: dict[str, float], lists: dict[str, np.ndarray]) -> dict[str, float]:
         tokens = max(c["tokens"], 1)

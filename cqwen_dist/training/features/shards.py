@@ -91,8 +91,8 @@ def build_shards(
     """Write the cache of a key, complete or not at all. Collective over the world.
 
     batches: this rank's `samples` in order, as many batches on every rank (with padding). features: z of a batch's
-    label positions. show: called with the number of samples done. Raises `CacheRefused` on every rank alike where a
-    disk fails or z is not finite, and what `features` raises.
+    label positions. show: called with the number of samples done. Raises `CacheRefused` on every rank if a disk
+    fails or z is not finite, and what `features` raises.
     """
     first_rank = gather_objects(os.getpid())[0]  # another run may make the same cache
     partial = folder.with_name(f".{folder.name}.{first_rank}.partial")
