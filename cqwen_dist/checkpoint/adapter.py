@@ -80,14 +80,10 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
     if kind != "LORA":
         raise UserError("peft_type", kind, "LORA", str(folder / CONFIG))
     wanted = peft_config(lora)
-    for key, name, default in (
-        ("r", "r", None),
-        ("alpha", "lora_alpha", None),
-        ("rslora", "use_rslora", False),
-        ("dora", "use_dora", False),
-        ("target_modules", "target_modules", None),
-    ):
-        ours, theirs = getattr(wanted, name), saved.get(name, default)
+    saved = {"use_rslora": False, "use_dora": False, **saved}
+    names = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}  # PEFT's, where they differ
+    for key in ("r", "alpha", "rslora", "dora", "target_modules"):
+        ours, theirs = getattr(wanted, names.get(key, key)), saved.get(names.get(key, key))
         if isinstance(theirs, list):
             ours, theirs = (sorted(ours) if isinstance(ours, set) else ours), sorted(theirs)
         if ours != theirs:

@@ -1,10 +1,9 @@
 """A watchdog against hangs: a rank that makes no progress writes its stacks and exits.
 
-A collective's timeout ends the ranks that wait, but not the rank that hangs, and does not show where it hangs.
-So every rank reports its progress to a clock. After 0.9 timeouts without progress, it writes the stacks of all threads
-to `stacks/rank-N.txt` in the run's folder and exits with code 1. The ranks proceed in step, so all do this before the
-collective's timeout ends any. The clock is `faulthandler`'s C thread: it also fires during a call that never returns or
-that holds Python's lock.
+A collective's timeout ends the ranks that wait, but not the rank that hangs, and does not show where it hangs. So every
+rank reports its progress. After 0.9 timeouts without progress, it writes the stacks of all threads to
+`stacks/rank-N.txt` in the run's folder and exits with code 1, before the collective's timeout ends any rank. The clock
+is `faulthandler`'s C thread: it also fires during a call that never returns or that holds Python's lock.
 """
 
 from __future__ import annotations

@@ -49,14 +49,11 @@ class Spread:
         half = np.sqrt(3 * np.maximum(second - first * first, 0.0))  # of the even law with a bin's own deviation
         before = np.cumsum(n) - n
 
-        def ranked(rank: float) -> float:
-            bin_ = int(np.searchsorted(before, rank, side="right")) - 1
-            part = 2 * (rank - before[bin_] + 0.5) / n[bin_] - 1
-            return float(edge[bin_] + first[bin_] + part * half[bin_])
-
-        def quantile(q: float) -> float:  # between two ranks, as numpy's
-            at = (total - 1) * q
-            low, high = ranked(np.floor(at)), ranked(np.ceil(at))
-            return low + (high - low) * (at - np.floor(at))
-
-        return {"mean": mean, "median": quantile(0.5), "std": std, "iqr": quantile(0.75) - quantile(0.25)}
+        # Each quartile lies between two ranks, as numpy's does: their values first, then the point between them
+        at = (total - 1) * np.array([0.25, 0.5, 0.75])
+        ranks = np.stack([np.floor(at), np.ceil(at)])
+        bins = np.searchsorted(before, ranks, side="right") - 1
+        part = 2 * (ranks - before[bins] + 0.5) / n[bins] - 1
+        low, high = edge[bins] + first[bins] + part * half[bins]
+        lower, median, upper = (low + (high - low) * (at - ranks[0])).tolist()
+        return {"mean": mean, "median": median, "std": std, "iqr": upper - lower}

@@ -1,7 +1,7 @@
 """The metrics of a run on rank 0: read late, checked for alarms, written to a JSONL file, W&B and TensorBoard.
 
-A step's metrics are read when the next step has begun. Until then they are tensors, packed into one vector, which is
-copied while the device works. So no step waits for its own loss, and each step costs one copy.
+A step's metrics are read when the next step has begun. Until then they are one vector of tensors that is copied while
+the device works: no step waits for its own loss.
 
 A record is one optimizer step's plain values: `step`, `stage`, `train/...`, and where due `eval/...`, `dist/...`,
 `perf/...`. After a resume every writer continues; steps that are taken again are not written twice.
@@ -161,7 +161,7 @@ class MetricsLog:
         config: dict[str, Any],
         step: int,
         alarms: Alarms | None = None,
-        say: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = lambda text: None,
         on_record: Callable[[Mapping[str, Any]], None] = lambda record: None,
     ) -> None:
         """step: of the checkpoint to resume from. config: shown in W&B. say: prints alarms. on_record: gets records.
@@ -194,8 +194,7 @@ class MetricsLog:
         self._alarm_file.write(asdict(alarm))
         for writer in self._writers:
             writer.alarm(alarm.kind, alarm.text)
-        if self._say is not None:
-            self._say(f"alarm {alarm.kind}: {alarm.text}")
+        self._say(f"alarm {alarm.kind}: {alarm.text}")
 
     def flush(self) -> dict[str, Any] | None:
         """Write what is queued."""
