@@ -153,7 +153,7 @@ class Trainer:
         run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
         batches = run.loaders.enter(plan)
         run.cache.enter(plan, step, run.loaders.current)
-        if not self.callbacks.asked:  # a callback has asked to stop: the stage does not begin
+        if not self.callbacks.asked:  # if a callback has asked to stop, the stage does not begin
             self.callbacks.tell("on_stage_start", step, plan.stage.name)
         return batches
 
