@@ -26,7 +26,6 @@ from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
 from cqwen_dist.training.telemetry.metrics import MetricsFile, MetricsLog
 from cqwen_dist.training.telemetry.perf import Clock, of_model
 from cqwen_dist.training.zero.engine import NonFiniteStep
-from cqwen_dist.training.zero.partitioned_base import leave_deepspeed
 
 
 def train(
@@ -38,12 +37,9 @@ def train(
     signal stopped the run, which can be resumed.
     """
     with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
-        try:
-            metrics = train_on(config, runtime, callbacks, write_inputs)
-            folder = Path(config.run.dir)
-            ended = from_main_rank(lambda: read_status(folder))
-        finally:
-            leave_deepspeed()
+        metrics = train_on(config, runtime, callbacks, write_inputs)
+        folder = Path(config.run.dir)
+        ended = from_main_rank(lambda: read_status(folder))
     newest = ended.get("checkpoint")
     checkpoint = None if newest is None else folder / CHECKPOINTS / newest
     metrics = {name: float(value) for name, value in metrics.items()}
@@ -88,7 +84,7 @@ class Trainer:
         with stop.interruptible() if alone else nullcontext():
             self.place = begin(run)
         self.saved_step = self.place.step
-        if self.place.step >= run.schedule.total_steps:
+        if self.place.step >= run.schedule.total_steps and self.place.due is None:
             return self._already_done()
         self.log = open_log(run, self.place, self.callbacks.step)
         self._write_status("running")

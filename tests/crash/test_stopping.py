@@ -35,6 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     ("blow", "step"),
     [
         (Blow(1, "figures", 1, 0.0, signal.SIGUSR1), 3),  # an evaluation that is due: it is made up for
+        (Blow(1, "figures", 5, 0.0, signal.SIGUSR1), 10),  # the last one
         (Blow(1, WAIT, 5, 200.0, signal.SIGTERM), 4),  # a batch that never comes
         *(
             pytest.param(*rest, marks=pytest.mark.slow)

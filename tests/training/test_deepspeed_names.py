@@ -7,7 +7,12 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
+import deepspeed
 import pytest
+import torch.distributed as dist
+
+from cqwen_dist.parallel.runtime import distributed
+from cqwen_dist.training.zero.partitioned_base import join_deepspeed
 
 ZERO = Path(__file__).parents[2] / "cqwen_dist" / "training" / "zero"
 ZERO_1_2 = "runtime/zero/stage_1_and_2.py:DeepSpeedZeroOptimizer"
@@ -90,3 +95,13 @@ def test_the_list_is_whole() -> None:
     elsewhere = ("ds_numel", "ds_shape", "ds_tensor", "_hp_mapping", "fp32_partitioned")
     others = [path for path in ZERO.parents[1].rglob("*.py") if ZERO not in path.parents]
     assert not [(p.name, n) for p in others for n in elsewhere if n in p.read_text(encoding="utf-8")]
+
+
+def test_a_process_group_that_an_earlier_run_left_is_forgotten() -> None:
+    for _ in range(2):
+        with distributed(alone=True):
+            join_deepspeed()
+            group = deepspeed.utils.groups._clone_world_group()
+            join_deepspeed()
+            assert deepspeed.utils.groups._clone_world_group() is group
+            assert dist.get_global_rank(group, 0) == 0

@@ -33,15 +33,15 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def join_deepspeed() -> None:
-    """Let DeepSpeed use the process group that is up."""
+    """Let DeepSpeed use the process group that is up, and none that an earlier run of this process left behind."""
     # The CPU build of DeepSpeed would compile its shared-memory collective for a minute; gloo serves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)
-
-
-def leave_deepspeed() -> None:
-    """Make DeepSpeed forget the process group, which ends with the run, so that the process can train again."""
-    deepspeed.utils.groups._WORLD_GROUP = None
+    groups = deepspeed.utils.groups
+    try:
+        deepspeed.comm.get_global_rank(groups._WORLD_GROUP, 0)
+    except ValueError:  # torch does not know it (any longer)
+        groups._WORLD_GROUP = None
 
 
 class WeightFiles:
