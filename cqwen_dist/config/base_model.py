@@ -72,6 +72,9 @@ class ModelConfig(Section):
     w_num_scale: NonNegative | None = None
     """Factor on the start of w_num; 0: no value is read at first; default: when calibrated 0.2, or where <NUM> inherits
     from digits 0.08 of their rows' norm; 1 in the seed presets (some five points)."""
+    value_periods: list[Above0] = Field([])
+    """Periods whose sines and cosines of a value enter the embedding too, each by a row of w_num; [10, 100, 1000] tells
+    three digits apart. Default: none, as in the seeds."""
     b_noise_init: NonNegative | None = None
     """Start of |b_noise|; default: half of the calibrated scale or of gamma_init, or 0.1 in the seed presets."""
     num_row_init: Literal["digits", "inherit", "mean", "small"] | None = None

@@ -90,7 +90,7 @@ class CausalQwenModel(nn.Module):
         transformer: Any = base.model
         table, transformer.embed_tokens = transformer.embed_tokens, None  # module 1 holds the table
         size, hidden = config.causal_hidden_size, config.hidden_size
-        embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale)
+        embedding = NumericalAwareEmbedding(table, hidden, config.num_token_id, w_num_scale, config.value_periods)
         self.features = FeatureStack(embedding, FeatureExtractionNetwork(transformer))
         self.abduction = make_abduction(
             abduction or loaded_abduction(config.abduction, config.name_or_path or ""),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +14,15 @@ def phi(values: Tensor) -> Tensor:
     """sign(v) ln(1+|v|) (S0 1.3), in float64, returned as fp32; phi(0) = 0 exactly."""
     wide = values.double()
     return (wide.sign() * wide.abs().log1p()).float()
+
+
+def value_features(values: Tensor, periods: Sequence[float] = ()) -> list[Tensor]:
+    """phi(v), and cos(2 pi v/p) - 1 and sin(2 pi v/p) of each period p: 1+2K tensors of v's shape, fp32, 0 at v = 0.
+
+    With the periods 10, 100, ... they tell v's digits apart (FoNE, arXiv 2502.09741). Computed in float64.
+    """
+    angles = [values.double() * (2 * math.pi / p) for p in periods]
+    return [phi(values), *(turn for angle in angles for turn in ((angle.cos() - 1).float(), angle.sin().float()))]
 
 
 class NumericalAwareEmbedding(nn.Module):
@@ -28,18 +38,22 @@ class NumericalAwareEmbedding(nn.Module):
         hidden_size: int,
         num_token_id: int | None = None,
         w_num_scale: float = 1.0,
+        periods: Sequence[float] = (),
     ) -> None:
-        """w_num starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale."""
+        """w_num [H] starts as N(0, 1/H) per entry (std 1/sqrt(H), S3 4 step 1) times w_num_scale. periods: with K of
+        them w_num is [1+2K,H] and the value enters by `value_features`."""
         super().__init__()
         self.token_embedding = token_embedding
         self.num_token_id = num_token_id
-        self.w_num = nn.Parameter(torch.randn(hidden_size) * (w_num_scale * hidden_size**-0.5))
+        self.periods = tuple(periods)
+        self.w_num_shape = (1 + 2 * len(periods), hidden_size) if periods else (hidden_size,)
+        self.w_num = nn.Parameter(torch.randn(self.w_num_shape) * (w_num_scale * hidden_size**-0.5))
         self.num_row = nn.Parameter(torch.zeros(hidden_size))
         self._instead: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
     def using(self, w_num: Tensor, num_row: Tensor) -> Iterator[None]:
-        """Inside, these [H] replace the parameters (by their values at the start, for instance)."""
+        """Inside, these replace the parameters (by their values at the start, for instance)."""
         self._instead = (w_num, num_row)
         try:
             yield
@@ -53,7 +67,10 @@ class NumericalAwareEmbedding(nn.Module):
         """
         base = self.token_embedding(input_ids) if inputs_embeds is None else inputs_embeds
         w_num, num_row = (self.w_num, self.num_row) if self._instead is None else self._instead
-        number = phi(numeric_values).unsqueeze(-1) * w_num.float()
+        features, rows = value_features(numeric_values, self.periods), w_num.float().view(-1, w_num.shape[-1])
+        number = features[0].unsqueeze(-1) * rows[0]
+        for feature, row in zip(features[1:], rows[1:], strict=True):
+            number = number + feature.unsqueeze(-1) * row
         if self.num_token_id is not None and input_ids is not None:
             number = number + (input_ids == self.num_token_id).unsqueeze(-1) * num_row.float()
         return (base.float() + number).to(base.dtype)

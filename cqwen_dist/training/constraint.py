@@ -62,8 +62,8 @@ class Constraint:
         self.features_moved = False  # whether embedding or lora has ever trained
         self._adapted = False  # whether the run began with trained adapters
         self._abduction = _frozen_copy(model)
-        self._w_num = torch.ones(model.config.hidden_size, device=self.device)
-        self._num_row = torch.ones_like(self._w_num)
+        self._w_num = torch.ones(model.features.embedding.w_num_shape, device=self.device)
+        self._num_row = torch.ones(model.config.hidden_size, device=self.device)
         self._spread = torch.ones(model.config.causal_hidden_size, device=self.device)
         self.multiplier = torch.tensor(config.beta, device=self.device)
         self._answer = torch.tensor(_ANSWER[0], device=self.device)

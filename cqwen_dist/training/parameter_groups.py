@@ -46,7 +46,7 @@ class Member:
     @property
     def decays(self) -> bool:
         """Only matrices have weight decay; not biases, C, b_noise or w_num."""
-        return self.parameter.ndim > 1
+        return self.parameter.ndim > 1 and self.group != "embedding"
 
 
 def feature_members(features: nn.Module, separate_b: bool = False) -> list[Member]:

@@ -58,8 +58,8 @@ def join(batches: list[Batch]) -> Batch:
 def fresh_model(kind: str, **shape: Any) -> CausalQwenModel:
     """The model at its start; `shape` may hold the range of rows."""
     lora = LORA if kind == "heads+lora" else None
-    model = tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, wide=64 if lora else 0, **shape)
-    return with_tables(model)
+    more = {"wide": 64, "value_periods": [7.0, 90.0]} if lora else {}
+    return with_tables(tiny_model(number_dims=2, lora=lora, scalar_threshold="scalar C" in kind, **more, **shape))
 
 
 def with_tables(model: CausalQwenModel) -> CausalQwenModel:
@@ -89,7 +89,11 @@ def train_plainly(kind: str) -> Trained:
     scales = ("abduction.scale_net.bias", "action.b_noise", "action.threshold")
     adamw = torch.optim.AdamW(
         [
-            {"params": [p], "lr": SCALES_LR if name in scales else LR, "weight_decay": DECAY if p.ndim > 1 else 0.0}
+            {
+                "params": [p],
+                "lr": SCALES_LR if name in scales else LR,
+                "weight_decay": DECAY if p.ndim > 1 and "w_num" not in name else 0.0,
+            }
             for name, p in trained.items()
         ]
     )

@@ -53,6 +53,7 @@ def load(folder: str, case: Case, groups: Groups) -> tuple[CausalQwenModel, Runt
         num_token_id=NUM,
         number_dims=2,
         wide=64,
+        value_periods=[7.0, 90.0],
         lora=LORA,
         vocab_start=start,
         rows=stop - start,
@@ -99,7 +100,7 @@ def features(folder: str, case: Case) -> Any:
 
 def test_bf16_is_the_whole_models_bf16(folder: str) -> None:
     torch.manual_seed(1)
-    shape = {"number_dims": 2, "lora": LORA, "wide": 64}
+    shape = {"number_dims": 2, "lora": LORA, "wide": 64, "value_periods": [7.0, 90.0]}
     whole = with_tables(CausalQwenModel.from_base_model(tiny_base(), start="seed", num_token_id=NUM, **shape))
     for parameter in whole.features.parameters():  # not the buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.bfloat16()

@@ -9,7 +9,7 @@ import torch
 from support.numerics import assert_close
 from torch import nn
 
-from cqwen_dist.model.embedding import NumericalAwareEmbedding, phi
+from cqwen_dist.model.embedding import NumericalAwareEmbedding, phi, value_features
 
 H, V, NUM = 16, 40, 37
 
@@ -75,3 +75,27 @@ def test_gradients_reach_w_num_at_numbers_and_num_row_at_num(embedding: Numerica
     embedding(ids, values).backward(upstream)
     assert_close(embedding.w_num.grad, math.log(10.0) * (upstream[0, 1] - upstream[0, 2]), 1e-5, "w_num")
     assert_close(embedding.num_row.grad, upstream[0, 1] + upstream[0, 2], 1e-5, "num_row")
+
+
+def test_periods_tell_digits_apart_and_are_zero_at_zero() -> None:
+    periods, values = [10.0, 100.0, 1e6], [0.0, -0.0, 7.0, 123456.0, -2.5]
+    features = torch.stack(value_features(torch.tensor(values, dtype=torch.float64), periods), -1)
+    assert features.dtype == torch.float32
+    assert features[:2].eq(0).all()
+    for value, row in zip(values, features.tolist(), strict=True):
+        turns = [f(2 * math.pi * value / p) for p in periods for f in (lambda x: math.cos(x) - 1, math.sin)]
+        assert row == pytest.approx([math.copysign(math.log1p(abs(value)), value), *turns], abs=1e-6)
+
+
+def test_periods_enter_by_rows_of_w_num_and_leave_text_as_it_is() -> None:
+    torch.manual_seed(0)
+    embedding = NumericalAwareEmbedding(nn.Embedding(V, H), H, NUM, periods=(10.0, 100.0))
+    assert embedding.w_num.shape == (5, H)
+    ids = torch.tensor([[3, NUM]])
+    values = torch.tensor([[0.0, 42.0]], dtype=torch.float64)
+    e, plain = embedding(ids, values)[0], embedding.token_embedding(ids)[0]
+    assert torch.equal(e[0], plain[0])
+    expected = plain[1] + torch.stack(value_features(values[0, 1], (10.0, 100.0))) @ embedding.w_num
+    assert_close(e[1], expected, 1e-6)
+    e.sum().backward()
+    assert embedding.w_num.grad.ne(0).all()

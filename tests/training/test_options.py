@@ -20,6 +20,7 @@ CHANGES = [
     "model.number_dims=0",
     "model.wide=4096",
     "model.wide=4096 + model.random_features=64",
+    "model.value_periods=[10,100]",
     "model.scale_activation=exp",
     "model.w_num_scale=0.0",
     "model.b_noise_init=0.001",

@@ -42,7 +42,7 @@ def feature_parameters(config: Config, architecture: dict[str, Any]) -> int:
     base = Architecture.of(architecture)
     lora = config.model.lora
     adapters = base.lora_parameters(lora.r, lora.target_modules, lora.dora) if config.trains("lora") else 0
-    return 2 * base.hidden + adapters
+    return (2 + 2 * len(config.model.value_periods)) * base.hidden + adapters
 
 
 def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str, Any]:
