@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import sys
 import time
 import traceback
@@ -39,12 +38,10 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     """
     context = fork_server()
     results = context.SimpleQueue()
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: its port stays ours
     ranks = [
         context.Process(
-            target=_rank, args=(fn, rank, world, port, results, timeout, dict(os.environ), args), daemon=True
+            target=_rank, args=(fn, rank, world, store.port, results, timeout, dict(os.environ), args), daemon=True
         )
         for rank in range(world)
     ]
@@ -91,7 +88,8 @@ def _rank(
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames collectives that 2.6 has
     faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         results.put((rank, fn(*args), None))
         dist.barrier()
         dist.destroy_process_group()
