@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -264,7 +264,7 @@ def page(document: dict[str, Any]) -> str:
     """Markdown: a table of each set, medians over its splits, and one of the laws."""
     lines = [
         f"Measured {document['date']} on {document['machine']}; base {Path(document['base']).name}, "
-        f"{document['minutes']:g} minutes a fit. Means over the splits.",
+        f"{document['minutes']:g} minutes a fit. Medians over the splits, and their range.",
     ]
     for name, splits in document["sets"].items():
         published = PROTOCOLS[name].published
@@ -273,13 +273,13 @@ def page(document: dict[str, Any]) -> str:
         lines += ["| | MAE | RMSE | R2 | CRPS | 90 % holds | width | s |", "|---|---|---|---|---|---|---|---|"]
         for model in splits[0]:
             of_model = [split[model] for split in splits]
-            cells = [
-                _mean(of_model, key) for key in ("mae", "rmse", "r2", "crps", "coverage_90", "width_90", "seconds")
-            ]
+            keys = ("mae", "rmse", "r2", "crps", "coverage_90", "width_90", "seconds")
+            cells = [_median(of_model, key) for key in keys]
             lines.append(f"| {model} | {' | '.join(cells)} |")
         if name in ("addition", "subtraction"):
             ours = [split[OURS] for split in splits]
-            lines += ["", f"Exact to the unit {_mean(ours, 'exact')}, median relative error {_mean(ours, 'relative')}."]
+            exact, relative = _median(ours, "exact"), _median(ours, "relative")
+            lines += ["", f"Exact to the unit {exact}, median relative error {relative}."]
     lines += ["", "### The law of the errors", "", f"| | {' | '.join(LAWS)} |", "|---" * (1 + len(LAWS)) + "|"]
     for name, found in document["laws"].items():
         cells = [f"{of['log_likelihood']:.3f}, {of['coverage_90']:.1%}" for of in found.values()]
@@ -287,5 +287,8 @@ def page(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mean(results: Sequence[dict[str, float]], key: str) -> str:
-    return f"{mean(of[key] for of in results):.4g}" if all(key in of for of in results) else ""
+def _median(results: Sequence[dict[str, float]], key: str) -> str:
+    if not all(key in of for of in results):
+        return ""
+    found = [of[key] for of in results]
+    return f"{median(found):.4g}" + f" ({min(found):.3g} to {max(found):.3g})" * (len(found) > 1)
