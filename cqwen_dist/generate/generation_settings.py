@@ -37,9 +37,7 @@ class Settings:
     generator: torch.Generator | None = None
     seed: int | None = None
     use_cache: bool = True
-    digits: Digits | None = (
-        None  # of numbers in the text (`generate.numbers.shown`), as the model reads them; None: all
-    )
+    digits: Digits | None = None  # of written numbers (`generate.numbers.shown`), as the model reads them; None: all
     # Words from this row on are never written, except in `compatible`. None: the config's; spare rows have no token.
     used_rows: int | None = None
 
@@ -86,7 +84,7 @@ def check_temperature(temperature: float | None) -> None:
 
 
 def check_prompt(model: Any, ids: Tensor, values: Tensor | None, mask: Tensor | None) -> None:
-    """Raises as `generate` says. model: a `generate.generator.Model`."""
+    """Raises as `generate` says. model: a `CausalQwenModel`."""
     v, context = model.action.vocab_size, model.config.base_config.max_position_embeddings
     if model.action.cls_weight.shape[0] != v:
         raise ValueError(f"the head holds {model.action.cls_weight.shape[0]} of {v} words here: gather it first")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,6 @@ from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import row_sizes
 from cqwen_dist.ops.ovr.topk import prob_at
-from cqwen_dist.targets import TargetTransform
-
-
-class Model(Protocol):
-    """What this folder uses of `model.CausalQwenModel`."""
-
-    @property
-    def action(self) -> Any: ...  # an `Action`
-    @property
-    def target(self) -> TargetTransform: ...
-    @property
-    def config(self) -> Any: ...  # a `CausalQwenConfig`
-    def infer(self, *args: Any, **context: Any) -> Cauchy: ...
-
 
 # Called after every step with the ids [B,t] and their numbers; returns the rows that end here [B] bool, or None.
 Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
@@ -44,7 +30,7 @@ Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
 
 @torch.no_grad()
 def generate(
-    model: Model,
+    model: Any,
     input_ids: Tensor,
     numeric_values: Tensor | None = None,
     *,
@@ -54,6 +40,7 @@ def generate(
 ) -> tuple[Tensor, GeneratedNumbers]:
     """Continue prompts.
 
+    model: a `CausalQwenModel`.
     input_ids [B,T] int64; numeric_values [B,T], raw unit, 0 at text (default: all text); attention_mask [B,T], 0 at
         the padding, which is on the left.
     watch: called after every step with all that is written; may end rows.
@@ -65,11 +52,10 @@ def generate(
     """
     chosen = Settings(**settings)
     check_prompt(model, input_ids, numeric_values, attention_mask)
-    text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
     with at_hand(model.action):
-        choice = _Choice(model, chosen, input_ids.device, many=text.total > text.end + 1)
+        text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
         while text.end < text.total and not bool(text.done.all()):
-            text.append(choice(text.read(), text.ids[:, : text.end]))
+            text.step()
             for look in watch:
                 ended = look(text.ids[:, : text.end], text.numbers.until(text.end))
                 if ended is not None:
@@ -77,23 +63,12 @@ def generate(
     return text.ids[:, : text.end], text.numbers.until(text.end)
 
 
-class _Token(NamedTuple):
-    """The next token of every row."""
-
-    word: Tensor  # [B]
-    y: Cauchy  # [B], in the target's unit
-    p_num: Tensor  # [B], P(<NUM>)
-    p_word: Tensor  # [B], P of the word
-    kind: Tensor | None  # [B], the type of the number, if the model has types
-    more: Cauchy | None  # [B,R-1], its further values, if the model has them
-
-
 class _Continuation:
-    """The prompts and their continuations, in buffers of the final length, and the model's cache."""
+    """Prompts and continuations in buffers of the final length, the model's cache, and how the mode chooses."""
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
         settings: Settings,
         input_ids: Tensor,
         numeric_values: Tensor | None,
@@ -102,8 +77,7 @@ class _Continuation:
         config, device = model.config, input_ids.device
         base = config.base_config
         b, prompt = input_ids.shape
-        self.model = model
-        self.digits = settings.digits
+        self.model, self.digits = model, settings.digits
         self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
         self.eos = torch.tensor(settings.ends(base), dtype=torch.int64, device=device)
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
@@ -121,12 +95,57 @@ class _Continuation:
         self.numbers = empty_numbers(values, model.target, intervals, config.number_types, config.more_values)
         self.done = torch.zeros(b, dtype=torch.bool, device=device)  # rows that have ended
         self.cache = DynamicCache(config=base) if settings.use_cache else None
+        # how words and numbers are chosen
+        self.action: Action = model.action
+        self.mode = find_mode(settings.mode)
+        temperature = 1.0 if settings.temperature is None else settings.temperature
+        self.draws = Draws(settings.generator_on(device), temperature, settings.eps_truncation)
+        rank_by = settings.decode_rule or self.mode.rank_by
+        # the sizes of rows pay off where they serve several tokens
+        sized = self.mode.choose is best and rank_by == "ovr" and self.total > prompt + 1
+        self.options = Options(
+            used_rows=int(config.used_rows) if settings.used_rows is None else settings.used_rows,
+            rank_by=rank_by,
+            do_sample=settings.do_sample,
+            processors=_logits_processor(settings, config),
+            sizes=row_sizes(self.action.cls_weight) if sized else None,
+        )
 
-    def read(self) -> Cauchy:
+    def step(self) -> None:
+        """Choose the next token of every row and write it; a row that has ended gets padding."""
+        action, numbers, at, device = self.action, self.numbers, self.end, self.ids.device
+        # the choice, on the head's device: u_prime [B,C]; P of <NUM> and of each row's own word
+        home = action.cls_weight.device
+        u_prime = self.mode.law(action, self._read().to(home), self.draws)
+        seen = action.word_part(u_prime)
+        word = self.mode.choose(action, seen, self.draws, self.options, self.ids[:, :at].to(home))
+        asked = torch.cat([word.new_tensor([self.num_token_id]), word])
+        p = prob_at(seen.to(action.cls_weight.dtype), action.word_head(), asked).double().to(device)
+        # the token, on the ids' device
+        word, y = word.to(device), action.value(u_prime).to(torch.float64).to(device)
+        number = (word == self.num_token_id) & ~self.done
+        self.ids[:, at] = torch.where(self.done, self.pad_token_id, word)
+        numbers.values[:, at] = self.model.target.inverse(y.loc).where(number, 0.0)
+        numbers.loc[:, at], numbers.scale[:, at] = y.loc.where(number, 0.0), y.scale.where(number, 0.0)
+        numbers.p_num[:, at] = p[:, 0].where(~self.done, math.nan)
+        numbers.p_word[:, at] = p[:, 1:].diagonal().where(~self.done, math.nan)
+        numbers.generated[:, at] = number
+        if numbers.kinds is not None:
+            numbers.kinds[:, at] = action.number_type(u_prime).to(device)
+        if numbers.more is not None:
+            for kept, every in zip(numbers.more, action.values(u_prime), strict=True):
+                kept[:, at] = every[:, 1:].double().to(device)
+        if self.digits is not None:
+            for row in number.nonzero()[:, 0].tolist():
+                numbers.values[row, at] = numbers.written(row, at, self.digits)
+        self.done = self.done | torch.isin(word, self.eos)
+        self.start, self.end = (0 if self.cache is None else at), at + 1
+
+    def _read(self) -> Cauchy:
         """U [B,C] at each row's last position."""
         new = slice(self.start, self.end)
         b, width = len(self.ids), self.end - self.start
-        return self.model.infer(
+        u: Cauchy = self.model.infer(
             self.ids[:, new],
             self.numbers.values[:, new],
             self.mask[:, : self.end],
@@ -134,60 +153,7 @@ class _Continuation:
             past_key_values=self.cache,
             keep=torch.arange(1, b + 1, device=self.ids.device) * width - 1,  # the last position of each row
         )
-
-    def append(self, token: _Token) -> None:
-        """Write one position; a row that has ended gets padding."""
-        numbers, at, device = self.numbers, self.end, self.ids.device
-        word, y = token.word.to(device), Cauchy(token.y.loc.double().to(device), token.y.scale.double().to(device))
-        number = (word == self.num_token_id) & ~self.done
-        self.ids[:, at] = torch.where(self.done, self.pad_token_id, word)
-        numbers.values[:, at] = self.model.target.inverse(y.loc).where(number, 0.0)
-        numbers.loc[:, at], numbers.scale[:, at] = y.loc.where(number, 0.0), y.scale.where(number, 0.0)
-        numbers.p_num[:, at] = token.p_num.to(device).where(~self.done, math.nan)
-        numbers.p_word[:, at] = token.p_word.to(device).where(~self.done, math.nan)
-        numbers.generated[:, at] = number
-        if token.kind is not None and numbers.kinds is not None:
-            numbers.kinds[:, at] = token.kind.to(device)
-        if token.more is not None and numbers.more is not None:
-            for kept, new in zip(numbers.more, token.more, strict=True):
-                kept[:, at] = new.double().to(device)
-        if self.digits is not None:
-            for row in number.nonzero()[:, 0].tolist():
-                numbers.values[row, at] = numbers.written(row, at, self.digits)
-        self.done = self.done | torch.isin(word, self.eos)
-        self.start, self.end = (0 if self.cache is None else at), at + 1
-
-
-class _Choice:
-    """Chooses words and numbers as the mode does. many: more than one token comes, so `row_sizes` pays off."""
-
-    def __init__(self, model: Model, settings: Settings, device: torch.device, many: bool) -> None:
-        self.action: Action = model.action
-        self.mode, self.num_token_id = find_mode(settings.mode), int(model.config.num_token_id)
-        temperature = 1.0 if settings.temperature is None else settings.temperature
-        self.draws = Draws(settings.generator_on(device), temperature, settings.eps_truncation)
-        rank_by = settings.decode_rule or self.mode.rank_by
-        by_p = self.mode.choose is best and rank_by == "ovr"
-        self.options = Options(
-            used_rows=int(model.config.used_rows) if settings.used_rows is None else settings.used_rows,
-            rank_by=rank_by,
-            do_sample=settings.do_sample,
-            processors=_logits_processor(settings, model.config),
-            sizes=row_sizes(self.action.cls_weight) if many and by_p else None,
-        )
-
-    def __call__(self, u: Cauchy, ids: Tensor) -> _Token:
-        """The next token by U [B,C], for rows whose text so far is ids [B,t]."""
-        action, home = self.action, self.action.cls_weight.device
-        u_prime = self.mode.law(action, Cauchy(u.loc.to(home), u.scale.to(home)), self.draws)
-        seen = action.word_part(u_prime)
-        word = self.mode.choose(action, seen, self.draws, self.options, ids.to(home))
-        kind = None if action.types is None else action.number_type(u_prime)
-        more = None
-        if action.reg_weight.ndim > 1 and kind is None:
-            every = action.values(u_prime)
-            more = Cauchy(every.loc[:, 1:], every.scale[:, 1:])
-        return _Token(word, action.value(u_prime), *_probs(action, seen, self.num_token_id, word), kind, more)
+        return u
 
 
 def _logits_processor(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -201,13 +167,6 @@ def _logits_processor(settings: Settings, config: Any) -> Callable[[Tensor, Tens
         return logits if given is None else given(ids, logits)
 
     return masked
-
-
-def _probs(action: Action, u: Cauchy, num_token_id: int, words: Tensor) -> tuple[Tensor, Tensor]:
-    """P of <NUM> and of each row's own word: [B] float64 each."""
-    at = torch.cat([words.new_tensor([num_token_id]), words])
-    p = prob_at(u.to(action.cls_weight.dtype), action.word_head(), at)
-    return p[:, 0].double(), p[:, 1:].diagonal().double()
 
 
 @contextmanager

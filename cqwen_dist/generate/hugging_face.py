@@ -26,23 +26,9 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 # Hugging Face makes a processor of the logits of each of these. Only `compatible` has logits.
 OF_LOGITS = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_eos_token_id",
-    "min_length",
-    "min_new_tokens",
-    "min_p",
-    "no_repeat_ngram_size",
-    "remove_invalid_values",
-    "renormalize_logits",
-    "repetition_penalty",
-    "sequence_bias",
-    "suppress_tokens",
-    "top_h",
-    "typical_p",
+    *("bad_words_ids", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+    *("forced_eos_token_id", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "remove_invalid_values"),
+    *("renormalize_logits", "repetition_penalty", "sequence_bias", "suppress_tokens", "top_h", "typical_p"),
 )
 # Accepted at this value, without effect. transformers puts the last two into every config that it makes for a model.
 NEUTRAL = {

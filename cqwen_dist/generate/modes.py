@@ -1,6 +1,6 @@
-"""The modes of generation. Each is a pair of small functions that decide the next word and number.
+"""The modes of generation. Each decides the next word and number by two functions.
 
-    law(action, U, draws)                      -> U', the action network's input: some randomness is drawn, some kept
+    law(action, U, draws)                      -> U', the action network's input: parts of it are drawn, or stay laws
     choose(action, U', draws, options, ids)    -> the word of each row; the number is the location of Y(U')
 
     mode        law of U'                                  word
@@ -37,7 +37,6 @@ class Action(Protocol):
     """What this folder uses of `model.action.ActionNetwork`. All rows of the vocabulary are on this device."""
 
     vocab_size: int
-    vocab_start: int
     cls_weight: Tensor  # [V,C] without the number dimensions
     cls_bias: Tensor  # [V]
     b_noise: Tensor  # [C]
@@ -54,27 +53,21 @@ class Action(Protocol):
 
 @dataclass
 class Draws:
-    """The randomness of one generation: fresh uniforms at every call, or uniforms that are drawn once and kept."""
+    """The randomness of one generation."""
 
     generator: torch.Generator | None = None  # None: torch's global state
     temperature: float = 1.0  # multiplies the scale that is drawn from
     eps_truncation: float = 0.0  # uniforms stay this far from 0 and 1, which cuts off a Cauchy's far tails
     _kept: Tensor | None = field(default=None, repr=False)
 
-    def fresh(self, like: Tensor) -> Tensor:
-        """Uniforms in [0,1) in the shape of `like`."""
-        device = like.device if self.generator is None else self.generator.device
-        return torch.rand(like.shape, generator=self.generator, device=device).to(like.device)
-
-    def kept(self, like: Tensor) -> Tensor:
-        """The same uniforms at every call, different in each row; the first call draws them."""
-        if self._kept is None:
-            self._kept = self.fresh(like)
-        return self._kept
-
-    def from_law(self, law: Cauchy, uniforms: Tensor) -> Tensor:
-        """loc + temperature scale tan(pi (eps - 1/2)), [B,C]."""
-        eps = uniforms.clamp(self.eps_truncation, 1.0 - self.eps_truncation)
+    def from_law(self, law: Cauchy, once: bool) -> Tensor:
+        """loc + temperature scale tan(pi (eps - 1/2)), [B,C]. once: the first call draws eps, and it stays."""
+        eps = self._kept
+        if eps is None or not once:
+            device = law.loc.device if self.generator is None else self.generator.device
+            eps = torch.rand(law.loc.shape, generator=self.generator, device=device).to(law.loc.device)
+        self._kept = eps if once else None
+        eps = eps.clamp(self.eps_truncation, 1.0 - self.eps_truncation)
         return Cauchy(law.loc, law.scale * self.temperature).sample(eps)
 
     def pick(self, weights: Tensor) -> Tensor:
@@ -90,40 +83,12 @@ class Options:
     used_rows: int  # words from this row on are never chosen, except in `compatible`
     rank_by: Literal["ovr", "loc"] = "ovr"
     do_sample: bool = True  # for `compatible`
-    processors: Callable[[Tensor, Tensor], Tensor] | None = (
-        None  # for `compatible`: (ids [B,t], logits [B,V]) -> logits
-    )
+    # For `compatible`: (ids [B,t], logits [B,V]) -> logits.
+    processors: Callable[[Tensor, Tensor], Tensor] | None = None
     sizes: RowSizes | None = None  # of the rows of W_cls; they make ranking by P fast; None: every scale is computed
 
 
-Law = Callable[[Action, Cauchy, Draws], Cauchy]
 Choose = Callable[[Action, Cauchy, Draws, Options, Tensor], Tensor]
-
-
-def with_noise(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """No draw: Cauchy(loc, scale + |b|)."""
-    return action.add_noise(u)
-
-
-def individual_each_step(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """A new individual at every step; the noise stays a law: Cauchy(u, |b|)."""
-    return _at(action, draws.from_law(u, draws.fresh(u.loc)))
-
-
-def one_individual(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """The individual at the same quantiles eps_seed in [0,1)^C of U at every step: Cauchy(u, |b|)."""
-    return _at(action, draws.from_law(u, draws.kept(u.loc)))
-
-
-def one_noise(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """The same draw of the noise at every step: Cauchy(loc + |b| eps, scale)."""
-    noise = Cauchy(torch.zeros_like(u.loc), action.b_noise.abs().expand_as(u.loc))
-    return Cauchy(u.loc + draws.from_law(noise, draws.kept(u.loc)), u.scale)
-
-
-def point(action: Action, u: Cauchy, draws: Draws) -> Cauchy:
-    """A new individual at every step, without noise: U' is the point u."""
-    return Cauchy(draws.from_law(u, draws.fresh(u.loc)), torch.zeros_like(u.scale))
 
 
 def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
@@ -162,26 +127,38 @@ def prob_words(action: Action, u_prime: Cauchy, used_rows: int, threshold: float
 
 @dataclass(frozen=True)
 class Mode:
-    """A law, a choice, and how `best` ranks words by default."""
+    """What is drawn before a decision, how a word is chosen, and how `best` ranks words by default."""
 
-    law: Law
     choose: Choose
+    drawn: Literal["individual", "noise"] | None = None  # the other one of the two stays a law; None: both do
+    once: bool = False  # the same quantiles at every step; else it is drawn anew
+    noise: bool = True  # False: an individual without noise, the point u
     rank_by: Literal["ovr", "loc"] = "ovr"
 
     @property
     def has_temperature(self) -> bool:
         """Whether a temperature changes the result: of the logits, or of the law that is drawn from."""
-        return self.choose is softmax_sample or self.law is not with_noise
+        return self.choose is softmax_sample or self.drawn is not None
+
+    def law(self, action: Action, u: Cauchy, draws: Draws) -> Cauchy:
+        """U' by U, [B,C] each."""
+        if self.drawn is None:
+            return action.add_noise(u)
+        zero = torch.zeros_like(u.loc)
+        noise = Cauchy(zero, action.b_noise.abs().expand_as(u.loc))
+        if self.drawn == "noise":
+            return Cauchy(u.loc + draws.from_law(noise, self.once), u.scale)
+        return Cauchy(draws.from_law(u, self.once), noise.scale if self.noise else zero)
 
 
 MODES: dict[str, Mode] = {
-    "standard": Mode(with_noise, best),
-    "causal": Mode(individual_each_step, best),
-    "compatible": Mode(with_noise, softmax_sample),
-    "ovr": Mode(with_noise, ovr_sample),
-    "individual": Mode(one_individual, best),
-    "noise": Mode(one_noise, best),
-    "sample": Mode(point, best, rank_by="loc"),
+    "standard": Mode(best),
+    "causal": Mode(best, drawn="individual"),
+    "compatible": Mode(softmax_sample),
+    "ovr": Mode(ovr_sample),
+    "individual": Mode(best, drawn="individual", once=True),
+    "noise": Mode(best, drawn="noise", once=True),
+    "sample": Mode(best, drawn="individual", noise=False, rank_by="loc"),
 }
 
 
@@ -190,7 +167,3 @@ def find_mode(name: str) -> Mode:
     if name not in MODES:
         raise UserError("mode", name, ", ".join(MODES))
     return MODES[name]
-
-
-def _at(action: Action, u: Tensor) -> Cauchy:
-    return Cauchy(u, action.b_noise.abs().expand_as(u))
