@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ def _factors(rows: list[dict[str, Any]], sizes: list[Sizes], machine: Machine, w
     index = max(range(len(sizes)), key=lambda i: (sizes[i].graph, len(sizes[i].trainable)))
     s = sizes[index]
     row = next(row for row in rows if row["name"] == s.stage.name)
-    measured, planned = row["parts_s"], asdict(stage_cost(s, machine, world).time)
+    measured, planned = row["parts_s"], stage_cost(s, machine, world).time
     parts = ("backbone_forward", "backbone_backward", "heads", "optimizer")
     return {part: measured[part] / planned[part] for part in parts if planned[part] > 0 and measured.get(part, 0) > 0}
 

@@ -109,8 +109,9 @@ def feature_messages(s: Sizes) -> list[Message]:
         found.extend([Message(operation, "world", s.world, size)] * (times if size else 0))
 
     if s.zero == 3:
-        send("all-gather", _gathered(s) * s.width, s.accumulation)
-        send("all-gather", _persistent(s) * s.width)
+        gathered, persistent = _zero3_numbers(s)
+        send("all-gather", gathered * s.width, s.accumulation)
+        send("all-gather", persistent * s.width)
         if s.graph:
             send("reduce-scatter", ceil_div(s.trained_features, s.world) * s.world * s.width, s.accumulation)
             send("all-reduce", 2 * FP32, len(s.engine_parameters))
@@ -124,46 +125,30 @@ def feature_messages(s: Sizes) -> list[Message]:
     return found
 
 
-def _gathered(s: Sizes) -> int:
-    """Numbers that ZeRO-3 gathers in a micro-batch. The ends: once. Layers: once where all of them may stay gathered,
-    else for forward, for backward, and for what checkpointing computes again."""
-    a = s.base
-    frozen, adapters, ends = _by_persistence(s, persistent=False)
+def _zero3_numbers(s: Sizes) -> tuple[int, int]:
+    """Numbers that ZeRO-3 gathers in a micro-batch; and those of the small parameters, which it keeps whole and gathers
+    again after each step.
+
+    A micro-batch gathers the ends once. It gathers the layers once where all of them may stay gathered, else for
+    forward, for backward, and for what checkpointing computes again. Biases and norms count as smaller than any
+    threshold but 0.
+    """
+    a, below = s.base, s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
+
+    def partitioned(large: list[int], small: int = 0) -> int:
+        return sum(size for size in large if size >= below) + (0 if below else small)
+
+    linear = [rows * columns for rows, columns, _ in a.linears.values()]
+    sides = [s.config.model.lora.r * side for name in s.adapters for side in a.linears[name][:2]]
+    frozen, adapters = partitioned(linear, a.layer_parameters - sum(linear)), partitioned(sides)
+    ends = partitioned([a.embedding_parameters], 3 * a.hidden)
+    every = a.layers * (a.layer_parameters + sum(sides)) + a.embedding_parameters + 3 * a.hidden
+    persistent = s.graph * (every - a.layers * (frozen + adapters) - ends)
+
     window = min(s.zero_setting(f"stage3_max_{key}", MAX_LIVE) for key in ("live_parameters", "reuse_distance"))
     again = s.graph and s.checkpointing
     if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
-        return ends + a.layers * (frozen * (1 + again) + adapters)
+        return ends + a.layers * (frozen * (1 + again) + adapters), persistent
     passes = 1 + s.graph + again
-    numbers = 2 * a.hidden * s.graph * (not _persistent_below(s))  # w_num and <NUM>'s row, for backward
-    return ends + numbers + a.layers * passes * (frozen + adapters)
-
-
-def _persistent(s: Sizes) -> int:
-    """Numbers of the small parameters, which ZeRO-3 keeps whole and gathers again after each step."""
-    if not s.graph:
-        return 0
-    frozen, adapters, ends = _by_persistence(s, persistent=True)
-    return s.base.layers * (frozen + adapters) + ends
-
-
-def _persistent_below(s: Sizes) -> int:
-    return s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
-
-
-def _by_persistence(s: Sizes, persistent: bool) -> tuple[int, int, int]:
-    """Numbers in parameters that ZeRO-3 keeps whole, or partitions: frozen and adapters of a layer, and the ends.
-
-    Biases and norms count as smaller than any threshold but 0.
-    """
-    a, below = s.base, _persistent_below(s)
-
-    def among(sizes: list[int], small: int = 0) -> int:
-        return sum(size for size in sizes if (size < below) == persistent) + small * ((below > 0) == persistent)
-
-    linear = [rows * columns for rows, columns, _ in a.linears.values()]
-    adapters = [s.config.model.lora.r * side for name in s.adapters for side in a.linears[name][:2]]
-    return (
-        among(linear, a.layer_parameters - sum(linear)),
-        among(adapters),
-        among([a.embedding_parameters], 3 * a.hidden),
-    )
+    numbers = partitioned([], 2 * a.hidden) * s.graph  # w_num and <NUM>'s row, for backward
+    return ends + numbers + a.layers * passes * (frozen + adapters), persistent

@@ -14,7 +14,6 @@ from typing import Any
 from cqwen_dist.plan.comm import Message, bytes_sent, feature_messages, step_messages
 from cqwen_dist.plan.flops import Flops, flops
 from cqwen_dist.plan.machine import Machine
-from cqwen_dist.plan.memory import FASTEST
 from cqwen_dist.plan.sizes import FP32, Sizes
 
 # Measured on an H200 (docs/planner.md). LAUNCH: s to start a kernel from transformers' and PEFT's Python. TENSOR: s a
@@ -28,28 +27,11 @@ ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the n
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of one optimizer step of one rank, by part."""
-
-    backbone_forward: float
-    backbone_backward: float
-    heads: float
-    communication: float
-    optimizer: float
-    exposed_launches: float
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return sum(asdict(self).values())
-
-
-@dataclass(frozen=True)
 class StageCost:
     """A stage: its step, its length, its total."""
 
     stage: str
-    time: StepTime
+    time: dict[str, float]  # seconds of one optimizer step of one rank, by part
     tokens: int  # of all ranks, a step
     steps: int | None  # None: the data's size is not known
     flops_per_token: Flops
@@ -59,20 +41,25 @@ class StageCost:
     bound: str  # the part that takes longest
 
     @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.time.values())
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all ranks."""
-        return self.tokens / self.time.seconds
+        return self.tokens / self.seconds
 
     @property
     def hours(self) -> float | None:
         """Of the whole stage, evaluations and checkpoints not counted."""
-        return None if self.steps is None else self.steps * self.time.seconds / 3600
+        return None if self.steps is None else self.steps * self.seconds / 3600
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         plain = asdict(self)
         return {
-            "step_s": self.time.seconds,
+            "step_s": self.seconds,
             "step_s_by_part": plain.pop("time"),
             "tokens_per_step": plain.pop("tokens"),
             "tokens_per_s": self.tokens_per_s,
@@ -85,36 +72,30 @@ class StageCost:
 def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
     """Of one stage."""
     each, messages = flops(s), step_messages(s)
-    forward, backward, heads, exposed = (s.accumulation * seconds for seconds in micro_batch_times(s, m))
+    time = {part: s.accumulation * seconds for part, seconds in micro_batch_times(s, m).items()}
+    exposed = time.pop("exposed_launches")
     communication = sum(message_time(message, s, m, ranks_per_node) for message in messages)
     if s.zero == 3:  # ZeRO-3 gathers while layers compute: a step waits only for what takes longer than they do
         gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
         overlapped = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
-        communication -= min(overlapped, forward + backward)
-    time = StepTime(
-        backbone_forward=forward,
-        backbone_backward=backward,
-        heads=heads,
-        communication=communication * m.factor("communication"),
-        optimizer=optimizer_time(s, m),
-        exposed_launches=exposed,
-    )
-    parts = asdict(time)
+        communication -= min(overlapped, time["backbone_forward"] + time["backbone_backward"])
+    time["communication"] = communication * m.factor("communication")
+    time |= {"optimizer": optimizer_time(s, m), "exposed_launches": exposed}
     return StageCost(
         stage=s.stage.name,
         time=time,
         tokens=s.step_tokens,
         steps=s.steps,
         flops_per_token=each,
-        mfu=each.useful * s.step_tokens / s.world / (time.seconds * m.peak(s.width)),
+        mfu=each.useful * s.step_tokens / s.world / (sum(time.values()) * m.peak(s.width)),
         bytes_sent=bytes_sent(messages),
         collectives=len(messages),
-        bound=max(parts, key=lambda name: parts[name]).replace("_", " "),
+        bound=max(time, key=lambda part: time[part]).replace("_", " "),
     )
 
 
-def micro_batch_times(s: Sizes, m: Machine) -> tuple[float, float, float, float]:
-    """Seconds of one micro-batch on one rank: forward, backward, heads, and what starting kernels adds."""
+def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
+    """Seconds of one micro-batch on one rank, by part. exposed_launches: what starting kernels adds."""
     each, n = flops(s), s.tokens
     rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
     compiled = s.config.model.compile_layers
@@ -122,8 +103,7 @@ def micro_batch_times(s: Sizes, m: Machine) -> tuple[float, float, float, float]
     forward = n * (each.backbone_forward / rate + (0 if s.cached else passes / memory))
     backward = n * ((each.backbone_backward + each.recomputed) / rate)
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
-    impl = s.config.loss.impl if s.config.loss.impl != "auto" else FASTEST[s.kind]
-    words = s.base.vocab * PASSES[impl] + 15 * s.causal * FP32
+    words = s.base.vocab * PASSES[s.loss_impl] + 15 * s.causal * FP32
     heads = n * ((each.word_head + each.abduction) / (m.peak(s.width) * m.head_efficiency) + words / memory)
     exposed = 0.0
     if s.kind == "cuda" and not m.calibrated:
@@ -131,8 +111,8 @@ def micro_batch_times(s: Sizes, m: Machine) -> tuple[float, float, float, float]
         start = LAUNCH * s.base.layers * layer
         exposed += max(0.0, start - forward) * (not s.cached)
         exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
-    forward, backward = forward * m.factor("backbone_forward"), backward * m.factor("backbone_backward")
-    return forward, backward, heads * m.factor("heads"), exposed
+    times = {"backbone_forward": forward, "backbone_backward": backward, "heads": heads}
+    return {**{part: seconds * m.factor(part) for part, seconds in times.items()}, "exposed_launches": exposed}
 
 
 def layer_bytes(s: Sizes) -> float:

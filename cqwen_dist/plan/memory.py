@@ -21,7 +21,6 @@ TILE_BYTES = {"cpu": 2 * MIB, "cuda": 128 * MIB}
 BLOCK_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
 TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 WORK_BUFFERS = {"chunked": 3, "triton": 0}
-FASTEST = {"cpu": "chunked", "cuda": "triton"}
 REFERENCE_TENSORS = 9
 # Computing the accuracy (`training.step`, `ops.ovr.head`): bytes of an [N, n] chunk, chunks alive at once.
 CHUNK_BYTES, CHUNKS = 8 * MIB, 11
@@ -189,16 +188,17 @@ def _loss(s: Sizes) -> Iterator[Part]:
     gap = FP32 * s.rows * (1 + bool(s.trainable & {"thresholds"} or s.config.train.train_class_bias))
     yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
     yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
-    impl = s.config.loss.impl if s.config.loss.impl != "auto" else FASTEST[s.kind]
-    if impl == "reference":
+    if s.loss_impl == "reference":
         yield Part("loss tiles", REFERENCE_TENSORS * n * s.rows * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
         return
     t, words = tile_shape(n, s.rows, c, s.kind)
     low = s.width < FP32 and s.kind == "cuda"
-    tiles = t * words * FP32 * (2 + WORK_BUFFERS[impl]) + low * 2 * t * words * s.width
+    tiles = t * words * FP32 * (2 + WORK_BUFFERS[s.loss_impl]) + low * 2 * t * words * s.width
     blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))
     copies = 2 * n * c * FP32 if s.width < FP32 and s.kind == "cpu" else 0
-    yield Part("loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({impl})")
+    yield Part(
+        "loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})"
+    )
 
 
 def tile_shape(tokens: int, rows: int, c: int, kind: str) -> tuple[int, int]:

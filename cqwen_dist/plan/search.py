@@ -183,18 +183,8 @@ def scaling(config: Config, **options: Any) -> list[Point]:
             continue
         size = min(group, ranks)
         planned = _planned(config, ranks, zero, size, options)
-        slowest = planned.slowest
-        point = Point(
-            ranks=ranks,
-            zero_stage=zero,
-            vocab_group_size=size,
-            tokens_per_s=slowest.tokens_per_s,
-            efficiency=slowest.tokens_per_s / ranks / alone,
-            communication=slowest.time.communication / slowest.time.seconds,
-            device_gib=planned.device_gib,
-            fits=planned.fits,
-        )
-        found.append(point)
+        rate, share = planned.slowest.tokens_per_s, planned.slowest.time["communication"] / planned.slowest.seconds
+        found.append(Point(ranks, zero, size, rate, rate / ranks / alone, share, planned.device_gib, planned.fits))
     return found
 
 

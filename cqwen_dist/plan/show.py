@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from cqwen_dist.plan.cost import StageCost
 from cqwen_dist.plan.make import Plan
 from cqwen_dist.plan.memory import GIB, MIB
 from cqwen_dist.plan.search import LAYOUTS, NODE, RANKS, SIMPLER_WITHIN, FittingLayout, Point
@@ -58,29 +57,22 @@ def _size(count: float) -> str:
 def _stages(plan: Plan) -> Table:
     """A row a metric, a column a stage: few stages fit any terminal."""
     how = "measured rates" if plan.machine.calibrated else "stated rates"
-    stages = (Column(stage.stage, justify="right") for stage in plan.stages)
-    title = f"One optimizer step on {plan.machine.name} ({how})"
-    table = Table("stage", *stages, title=title, title_justify="left")
-    columns = [_stage_cells(stage) for stage in plan.stages]
-    for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
+    table = Table("stage", title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
+    shown = {"backbone_forward": "forward", "backbone_backward": "backward", "exposed_launches": "starting kernels"}
+    rows: dict[str, list[str]] = defaultdict(list)
+    for stage in plan.stages:
+        table.add_column(stage.stage, justify="right")
+        rows["seconds"].append(f"{stage.seconds:.4g}")
+        for part, seconds in stage.time.items():
+            rows[shown.get(part, part)].append(f"{seconds / stage.seconds:.0%}")
+        rows["tokens/s"].append(f"{stage.tokens_per_s:,.0f}")
+        rows["MFU"].append(f"{stage.mfu:.0%}")
+        sent = f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "nothing"
+        rows["a rank sends"].append(sent)
+        rows["hours"].append("?" if stage.hours is None else f"{stage.hours:.2f}")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     return table
-
-
-def _stage_cells(stage: StageCost) -> dict[str, str]:
-    """Metric -> its text."""
-    names = {"backbone_forward": "forward", "backbone_backward": "backward", "exposed_launches": "starting kernels"}
-    shares = {names.get(part, part): f"{s / stage.time.seconds:.0%}" for part, s in asdict(stage.time).items()}
-    return {
-        "seconds": f"{stage.time.seconds:.4g}",
-        **shares,
-        "tokens/s": f"{stage.tokens_per_s:,.0f}",
-        "MFU": f"{stage.mfu:.0%}",
-        "a rank sends": f"{_size(stage.bytes_sent)} in {stage.collectives} messages"
-        if stage.collectives
-        else "nothing",
-        "hours": "?" if stage.hours is None else f"{stage.hours:.2f}",
-    }
 
 
 def _total(plan: Plan) -> str:
@@ -140,7 +132,7 @@ def head_lines(plan: Plan, command: str) -> list[str]:
     lines = [command, f"{plan.reason} ({plan.stage}: {plan.moment})"]
     for stage in plan.stages:
         lines.append(
-            f"{stage.stage}: {stage.time.seconds:.3g} s a step of {stage.tokens:,} tokens, "
+            f"{stage.stage}: {stage.seconds:.3g} s a step of {stage.tokens:,} tokens, "
             f"{stage.tokens_per_s:,.0f} tokens/s, {stage.mfu:.0%} MFU, bound by {stage.bound}"
         )
     rates = "measured" if plan.machine.calibrated else "stated"

@@ -14,6 +14,7 @@ from cqwen_dist.plan.architecture import Architecture
 
 FP32 = 4
 Kind = Literal["cuda", "cpu"]
+FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
 # DeepSpeed's ZeRO-3 defaults: what stays gathered, and which parameters are never partitioned.
 MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
 
@@ -46,6 +47,7 @@ class Sizes:
         self.causal = self.words + config.number_dims  # C
         self.zero = config.parallel.zero_stage
         self.group = config.parallel.vocab_group_size  # g
+        self.loss_impl = FASTEST[kind] if config.loss.impl == "auto" else config.loss.impl
         self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
         # rows of W_reg: one for each value of a number, or for each type its value and its score
         types = config.data.types
