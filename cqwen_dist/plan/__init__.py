@@ -2,7 +2,6 @@
 
 from cqwen_dist.plan.architecture import Architecture, read_architecture
 from cqwen_dist.plan.make import Plan, plan
-from cqwen_dist.plan.memory import Part
 from cqwen_dist.plan.show import render
 
-__all__ = ["Architecture", "Part", "Plan", "plan", "read_architecture", "render"]
+__all__ = ["Architecture", "Plan", "plan", "read_architecture", "render"]

@@ -34,7 +34,7 @@ class Message:
 
 
 def bytes_sent(messages: Sequence[Message]) -> int:
-    """By one rank, for all of them."""
+    """Bytes that one rank sends for all these messages."""
     return round(sum(message.wire_bytes for message in messages))
 
 
@@ -48,9 +48,9 @@ def head_messages(
     replicated: int,
     full_gate_grad: bool = False,
 ) -> list[Message]:
-    """Every message of one optimizer step of one rank, in the order of the micro-batches, then the step's own.
+    """The messages of one rank in one optimizer step: those of the micro-batches in order, then those of the step.
 
-    tokens: [micro-batch][rank of the vocabulary group], kept tokens. columns: C. gemm_bytes: width of a number of
+    tokens: label positions by [micro-batch][rank of the vocabulary group]. columns: C. gemm_bytes: width of a number of
     loc_u (2 in bf16). row_tensors: trained numbers of this rank's rows, by tensor (W_cls v C, thresholds v, ...).
     replicated: trained numbers of the heads that every rank holds whole.
     """
@@ -81,7 +81,7 @@ def head_messages(
 
 
 def stage_head_messages(s: Sizes, group: int) -> list[Message]:
-    """Of one step of a stage with vocabulary groups of `group` ranks, every position of every micro-batch kept."""
+    """`head_messages` of a stage with vocabulary groups of `group` ranks, where every position has a label."""
     rows = ceil_div(s.base.vocab, group)
     return head_messages(
         [[s.tokens] * group] * s.accumulation,

@@ -2,8 +2,8 @@
 
 Products take operations / (peak x efficiency). Everything between them is bound by memory: bytes / (bandwidth x
 memory efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` for each. Communication
-is a ring over the slowest link it crosses. docs/planner.md derives the terms; `--calibrate` scales each part by what
-`cqwen bench step` measured.
+is a ring over the slowest link that it crosses. docs/planner.md derives the terms; `--calibrate` scales each part by
+what `cqwen bench step` measured.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class StageCost:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return sum(self.time.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens a second, of all ranks."""
         return self.tokens / self.seconds
 
     @property
     def hours(self) -> float | None:
-        """Of the whole stage, evaluations and checkpoints not counted."""
+        """Hours of the stage; evaluations and checkpoints are not counted."""
         return None if self.steps is None else self.steps * self.seconds / 3600
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class StageCost:
 
 
 def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
-    """Of one stage."""
+    """The cost of one stage on a machine."""
     each, messages = flops(s), step_messages(s)
     time = {part: s.accumulation * seconds for part, seconds in micro_batch_times(s, m).items()}
     exposed = time.pop("exposed_launches")
@@ -116,8 +116,8 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
 
 
 def layer_bytes(s: Sizes) -> float:
-    """Read and written a token by the elementwise passes of all layers, forward: norms, residuals, rotations, the
-    activation, and what adapters add to every linear map that has one."""
+    """Bytes that the elementwise passes of all layers read and write for a token in forward: norms, residuals,
+    rotations, the activation, and the adapters."""
     a, w = s.base, s.width
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     each = 2 * 32 * a.hidden + 6 * w * a.hidden + 10 * w * (q + kv) + 5 * w * a.intermediate
@@ -130,7 +130,7 @@ def layer_bytes(s: Sizes) -> float:
 
 
 def optimizer_time(s: Sizes, m: Machine) -> float:
-    """AdamW of the heads and of this rank's share of the features, with the norm and the clip."""
+    """Seconds of AdamW for the heads and this rank's share of the features, with the norm and the clip."""
     heads = sum(s.row_tensors(s.trainable)) + s.whole_head(s.trainable)
     features = s.trained_features * s.graph / s.over(1)
     tensors = 2 * s.base.layers * len(s.adapters) * s.graph * TENSOR * (s.kind == "cuda")
@@ -141,7 +141,7 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
 
 
 def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:
-    """Of one collective: a ring over the slowest link that its group crosses."""
+    """Seconds of one collective: a ring over the slowest link that its group crosses."""
     crosses = (s.group if message.group == "vocabulary" else s.world) > ranks_per_node
     rate, latency = (m.between, m.latency_between) if crosses else (m.inside, m.latency_inside)
     rounds = (2 if message.operation == "all-reduce" else 1) * max(1, (message.ranks - 1).bit_length())

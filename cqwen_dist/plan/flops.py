@@ -1,9 +1,8 @@
 """Floating-point operations a token, by part: a product of [N, a] and [a, b] is 2 N a b.
 
-The one count of them: a plan takes `Work` from a config (`of_stage`), a run from its model (`telemetry.perf`).
-Useful operations are those of the formulas: causal attention looks at half of [T, T]. What is computed again (gradient
-checkpointing; the scores, in attention's backward) is counted separately. MFU is useful operations over the
-hardware's peak.
+A plan makes `Work` from a config (`of_stage`), a run from its model (`telemetry.perf`). Useful operations are those of
+the formulas: causal attention looks at half of [T, T]. What is computed again (gradient checkpointing; the scores, in
+attention's backward) is counted separately. MFU is useful operations over the hardware's peak.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from cqwen_dist.plan.sizes import Sizes
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one token: useful ones by part, and those done a second time."""
+    """Operations of one token: the useful ones by part, and those that are done again."""
 
     backbone_forward: float
     backbone_backward: float
@@ -25,17 +24,17 @@ class Flops:
 
     @property
     def backbone(self) -> float:
-        """Of a token that is read."""
+        """Operations of the backbone, for every token."""
         return self.backbone_forward + self.backbone_backward
 
     @property
     def heads(self) -> float:
-        """Of a token with a label."""
+        """Operations of the heads, for a token with a label."""
         return self.abduction + self.word_head
 
     @property
     def useful(self) -> float:
-        """All but what is computed twice."""
+        """All operations except those that are done again."""
         return self.backbone + self.heads
 
 
@@ -61,9 +60,9 @@ class Work:
         return 2.0 * self.layers * self.attention * length
 
     def flops(self, length: float, trained: frozenset[str], *, cached: bool, checkpointing: bool = False) -> Flops:
-        """Where the groups `trained` train. length: tokens of a sequence; cached: z was computed before; checkpointing:
-        activations are recomputed.
+        """Operations of a token in a stage that trains the groups `trained`.
 
+        length: tokens of a sequence; cached: z was computed before; checkpointing: activations are computed again.
         Backward: frozen matrices pass gradients on (one product each), adapters that train also learn (two), both
         factors of attention's products have a gradient.
         """
@@ -83,7 +82,7 @@ class Work:
 
 
 def of_stage(s: Sizes) -> Work:
-    """From a plan's sizes."""
+    """The work of a stage, from its sizes."""
     lora = s.config.model.lora
     return Work(
         matrices=s.base.layers * sum(rows * columns for rows, columns, _ in s.base.linears.values()),
@@ -98,7 +97,7 @@ def of_stage(s: Sizes) -> Work:
 
 
 def flops(s: Sizes) -> Flops:
-    """Of one token in this stage."""
+    """Operations of one token in this stage."""
     return of_stage(s).flops(s.length, s.trainable, cached=s.cached, checkpointing=s.checkpointing)
 
 

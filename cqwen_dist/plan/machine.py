@@ -12,14 +12,10 @@ from cqwen_dist.config import UserError
 GB, TERA = 1e9, 1e12
 # Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by what a device calls itself. The longest match wins.
 PEAK_TFLOPS = {
-    "A100": 312.0,
-    "A800": 312.0,
-    "H100": 989.0,
+    **dict.fromkeys(("A100", "A800"), 312.0),
+    **dict.fromkeys(("H100", "H200", "H800", "GH200"), 989.0),
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
-    "H200": 989.0,
-    "H800": 989.0,
-    "GH200": 989.0,
     "L40S": 362.0,
     "L4": 121.0,
     "A10G": 70.0,
@@ -70,7 +66,7 @@ INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of a GPU by the name its driver gives; None where it is not known."""
+    """The peak of a GPU by its driver's name for it; None for an unknown GPU."""
     known = [key for key in PEAK_TFLOPS if key in device_name]
     return PEAK_TFLOPS[max(known, key=len)] if known else None
 

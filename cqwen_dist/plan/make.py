@@ -44,18 +44,18 @@ class Plan:
 
     @property
     def tensor_gib(self) -> float:
-        """Most that torch's allocator gives out: without context, libraries' buffers, fragmentation."""
+        """The peak of torch's allocator, without the context, libraries' buffers and fragmentation."""
         return tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS) / GIB
 
     @property
     def hours(self) -> float | None:
-        """Of all stages; None where one is given in epochs over data of unknown size."""
+        """The run's hours; None where a stage is given in epochs over data of unknown size."""
         found = [stage.hours for stage in self.stages]
         return None if None in found else sum(hours for hours in found if hours is not None)
 
     @property
     def gpu_hours(self) -> float | None:
-        """Hours times ranks."""
+        """Hours times ranks; None where the hours are not known."""
         return None if self.hours is None else self.hours * self.world
 
     @property
@@ -65,12 +65,12 @@ class Plan:
 
     @property
     def device_gib(self) -> float:
-        """All parts on the device of one rank."""
+        """Memory of one rank's device."""
         return tensor_bytes(self.parts) / GIB
 
     @property
     def host_gib(self) -> float:
-        """All parts that one rank keeps in host memory."""
+        """Host memory of one rank."""
         return sum(part.bytes for part in self.parts if part.place == "host") / GIB
 
     @property
@@ -105,12 +105,13 @@ class Plan:
 
 
 def worst(sizes: list[Sizes]) -> tuple[Sizes, str, tuple[Part, ...]]:
-    """(stage, name of the phase, all parts held then) where a rank's tensors take most."""
-    found = []
-    for s in sizes:
-        always = tuple(part for part in memory.kept(s) if part.bytes)
-        found += [(s, name, always + parts) for name, parts in memory.phases(s).items()]
-    return max(found, key=lambda item: tensor_bytes(item[2]))
+    """The stage and the phase in which a rank's tensors take most memory, and the parts held then."""
+    found: list[tuple[Sizes, str, tuple[Part, ...]]] = []
+    for each in sizes:
+        always = tuple(memory.kept(each))
+        found += [(each, name, always + parts) for name, parts in memory.phases(each).items()]
+    s, phase, parts = max(found, key=lambda item: tensor_bytes(item[2]))
+    return s, phase, tuple(part for part in parts if part.bytes)
 
 
 def largest(parts: Iterable[Part]) -> Part:
@@ -119,7 +120,7 @@ def largest(parts: Iterable[Part]) -> Part:
 
 
 def tensor_bytes(parts: Iterable[Part]) -> int:
-    """Of the parts on the device."""
+    """The sum of the parts on the device."""
     return sum(part.bytes for part in parts if part.place == "device")
 
 
@@ -175,18 +176,19 @@ def plan(
 
 def _trained(s: Sizes) -> int:
     """Numbers that any stage trains, over all ranks."""
-    rows = sum(s.row_tensors(s.ever_trainable)) // s.rows * s.base.vocab
     embedding = 0 if "embedding" in s.ever_trainable else s.engine_parameters["embedding of numbers"]
-    return rows + s.trained_features - embedding + s.whole_head(s.ever_trainable)
+    return s.head(s.ever_trainable) + s.trained_features - embedding
 
 
 def checkpoint_bytes(s: Sizes) -> int:
-    """Of one checkpoint of the last stage, fp32: adapters and embedding with two moments, all heads, and moments of the
-    heads that have trained. The frozen backbone is not in it."""
-    groups, v = s.ever_trainable, s.base.vocab
+    """Bytes of a checkpoint of the last stage, in fp32.
+
+    It holds adapters and embedding with two moments, all heads, and moments of the heads that have trained. It does not
+    hold the frozen backbone.
+    """
+    v = s.base.vocab
     heads = sum(s.whole_heads.values()) + v * s.words + v + (1 if s.config.train.thresholds == "scalar" else v)
-    moments = s.whole_head(groups) + sum(s.row_tensors(groups)) // s.rows * v
-    return s.trained_features * (FP32 + ADAM_MOMENTS) + heads * FP32 + moments * ADAM_MOMENTS
+    return (s.trained_features + heads) * FP32 + (s.trained_features + s.head(s.ever_trainable)) * ADAM_MOMENTS
 
 
 def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:

@@ -44,14 +44,14 @@ class Part:
 
 
 def kept(s: Sizes) -> Iterator[Part]:
-    """Held from the first step of the stage to its last: weights, masters, Adam's moments."""
+    """What a stage always holds: weights, masters, Adam's moments. Parts may be empty."""
     yield from _frozen(s)
     yield from _engine(s)
     yield from _heads(s)
 
 
 def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
-    """The phases of a step that may need most: what each holds in addition to what is always held."""
+    """The phases of a step that may need most, and what each holds in addition to `kept`. Parts may be empty."""
     gradients = _head_gradients(s) + _feature_gradients(s)
     earlier = Part("accumulated gradients", gradients * (s.accumulation > 1), "of earlier micro-batches")
     held = (_activations(s), earlier)
@@ -70,7 +70,7 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
     else:  # also where z is cached: this forward pass makes the cache
         layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
         found["forward"] = (earlier, layer)
-    return {name: tuple(part for part in parts if part.bytes) for name, parts in found.items()}
+    return found
 
 
 def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
@@ -221,7 +221,7 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
 
 
 def _best_words(s: Sizes) -> Part:
-    """To compute the accuracy of a micro-batch's tokens."""
+    """What computing the accuracy of a micro-batch takes."""
     n = s.tokens * s.group
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
     held = s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4

@@ -62,7 +62,7 @@ class FittingLayout:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the slowest stage, all ranks."""
+        """Tokens a second of all ranks, in the slowest stage."""
         return self.plan.slowest.tokens_per_s
 
     @property
@@ -130,7 +130,7 @@ def _near(found: list[FittingLayout]) -> list[FittingLayout]:
 
 
 def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
-    """Every combination worth a look."""
+    """Every layout that is tried."""
     batch, own = config.train.global_batch_size, config.train.micro_batch_size
     share = ceil_div(batch, world)
     sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
@@ -189,7 +189,7 @@ def scaling(config: Config, **options: Any) -> list[Point]:
 
 
 def _planned(config: Config, ranks: int, zero: int, group: int, options: dict[str, Any]) -> Plan:
-    """With this layout, in which every rank keeps its micro-batch, once a step."""
+    """The plan of a layout with one micro-batch a step on every rank."""
     batch = config.train.micro_batch_size * ranks
     own = {"global_batch_size": None, "micro_batch_size": None}
     grown = config.model_copy(

@@ -95,17 +95,10 @@ def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableTyp
     for number, choice in enumerate(choices, 1):
         at, planned = choice.layout, choice.plan
         notes.add_row(f"{number}", Text(choice.why))
-        table.add_row(
-            f"{number}",
-            str(at.micro_batch_size),
-            str(at.zero_stage),
-            str(at.vocab_group_size),
-            "yes" if at.gradient_checkpointing else "no",
-            at.offload,
-            f"{planned.device_gib:.1f}",
-            f"{choice.tokens_per_s:,.0f}",
-            f"{round(100 * (choice.tokens_per_s / plan.slowest.tokens_per_s - 1)) or 0:+d}%",
-        )
+        recomputed = "yes" if at.gradient_checkpointing else "no"
+        gain = round(100 * (choice.tokens_per_s / plan.slowest.tokens_per_s - 1))
+        keys = (number, at.micro_batch_size, at.zero_stage, at.vocab_group_size, recomputed, at.offload)
+        table.add_row(*map(str, keys), f"{planned.device_gib:.1f}", f"{choice.tokens_per_s:,.0f}", f"{gain:+d}%")
     overrides = " ".join(choices[0].layout.to_overrides())
     return [table, notes, Text(f"The first, as overrides (--write FILE writes it): {overrides}")]
 

@@ -105,6 +105,10 @@ class Sizes:
         scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
         return sum(size for name, size in self.whole_heads.items() if name in groups) + scalar
 
+    def head(self, groups: frozenset[str]) -> int:
+        """Trained numbers of the heads, over all ranks, where `groups` are trainable."""
+        return sum(self.row_tensors(groups)) // self.rows * self.base.vocab + self.whole_head(groups)
+
     def over(self, stage: int) -> int:
         """Over how many ranks ZeRO spreads what it shards from `stage` on."""
         return self.world if self.zero >= stage else 1
