@@ -150,10 +150,10 @@ def _words_above(
     model: Any, tokenizer: Any, prompts: list[str], above: float, decision_threshold: float | None
 ) -> dict[str, Any]:
     """The document of --above: every word whose P is above it, after each prompt."""
-    from cqwen_dist.generate.continuation import input_device, padded
+    from cqwen_dist.generate.continuation import padded
     from cqwen_dist.generate.decisions import multi_label
 
-    batch = padded(tokenizer, prompts, input_device(model))
+    batch = padded(model, tokenizer, [tokenizer.encode(prompt) for prompt in prompts])
     found = multi_label(model, batch, above, None, decision_threshold)
     outputs = [
         {"prompt": prompt, "words": [{"text": tokenizer.decode([word.id]), **asdict(word)} for word in words]}

@@ -45,18 +45,15 @@ class Written:
         return {**asdict(self), "numbers": [asdict(number) for number in self.numbers]}
 
 
-def padded(tokenizer: Tokenizer, prompts: Sequence[str], device: torch.device) -> Padded:
-    """Prompts as one batch, padded on the left. Raises `UserError` for no prompt, and for one without tokens."""
-    tokenizer = reader(tokenizer)
-    rows = [tokenizer.encode(prompt) for prompt in prompts]
+def padded(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int], list[float]]]) -> Padded:
+    """(ids, values) of texts as one batch, padded on the left. Raises `UserError` for no text or one without tokens.
+
+    Its device is that of the model's first weights that accelerate has not offloaded.
+    """
     if not rows or any(not ids for ids, _ in rows):
         raise UserError("prompt", "no tokens", "some text")
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     return Padded(*(part.to(device) for part in pad_rows(rows, tokenizer.pad_token_id, on_left=True)))
-
-
-def input_device(model: Any) -> torch.device:
-    """The device for a model's ids: that of its first weights that accelerate has not offloaded."""
-    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
 def generate_batch(
@@ -67,7 +64,7 @@ def generate_batch(
     model: a `CausalQwenForCausalLM`. options: of its `generate`. Raises `UserError`.
     """
     tokenizer = reader(tokenizer)
-    batch = padded(tokenizer, prompts, input_device(model))
+    batch = padded(model, tokenizer, [tokenizer.encode(prompt) for prompt in prompts])
     ids, numbers = model.generate(
         batch.ids,
         batch.values,
@@ -120,14 +117,9 @@ def continue_text(
         stops = [text.find(s) + len(s) for s in stop if s in text]
         if stops:
             text, reason = text[: min(stops)], "stop"
+        p, p_num = numbers.p_word[row].tolist(), numbers.p_num[row].tolist()
         tokens = [
-            TokenRecord(
-                int(ids[row, t]),
-                float(numbers.p_word[row, t]),
-                float(numbers.p_num[row, t]),
-                numbers.record(row, t, digits),
-            )
-            for t in range(width, end)
+            TokenRecord(int(ids[row, t]), p[t], p_num[t], numbers.record(row, t, digits)) for t in range(width, end)
         ]
         written.append(Written(prompt, text, tokens, reason))
     return written

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cqwen_dist.batch import Padded, pad_rows
+from cqwen_dist.batch import Padded
 from cqwen_dist.config import UserError
-from cqwen_dist.generate.continuation import input_device
+from cqwen_dist.generate.continuation import padded
 from cqwen_dist.generate.generation_settings import check_prompt
 from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.generate.modes import prob_words
@@ -132,9 +132,8 @@ def score(model: Any, tokenizer: Tokenizer, prompt: str, continuations: Sequence
     if not lengths or not all(lengths):
         raise UserError("continuation", "no tokens", "some text")
     rows = [(before_ids + ids, before_values + values) for ids, values in encoded]
-    device = input_device(model)
-    batch = Padded(*(part.to(device) for part in pad_rows(rows, tokenizer.pad_token_id, on_left=True)))
-    width = batch.ids.shape[1]
+    batch = padded(model, tokenizer, rows)
+    width, device = batch.ids.shape[1], batch.ids.device
     targets = torch.stack([torch.arange(width) >= width - n for n in lengths]).to(device)
     law = _law(model, batch, targets.flatten().nonzero()[:, 0] - 1)  # each token is predicted one position before it
     labels = batch.ids[targets]

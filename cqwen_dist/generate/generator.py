@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from transformers.utils import is_accelerate_available
 
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
-from cqwen_dist.generate.modes import Action, Draws, Options, best, find_mode
+from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
@@ -96,8 +96,7 @@ class _Continuation:
         self.done = torch.zeros(b, dtype=torch.bool, device=device)  # rows that have ended
         self.cache = DynamicCache(config=base) if settings.use_cache else None
         # how words and numbers are chosen
-        self.action: Action = model.action
-        self.mode = find_mode(settings.mode)
+        self.action, self.mode = model.action, find_mode(settings.mode)
         temperature = 1.0 if settings.temperature is None else settings.temperature
         self.draws = Draws(settings.generator_on(device), temperature, settings.eps_truncation)
         rank_by = settings.decode_rule or self.mode.rank_by
@@ -107,21 +106,32 @@ class _Continuation:
             used_rows=int(config.used_rows) if settings.used_rows is None else settings.used_rows,
             rank_by=rank_by,
             do_sample=settings.do_sample,
-            processors=_logits_processor(settings, config),
+            processors=settings.logits_processor,
+            added_from=int(config.used_rows) if config.added_rows else None,
             sizes=row_sizes(self.action.cls_weight) if sized else None,
         )
 
     def step(self) -> None:
         """Choose the next token of every row and write it; a row that has ended gets padding."""
         action, numbers, at, device = self.action, self.numbers, self.end, self.ids.device
-        # the choice, on the head's device: u_prime [B,C]; P of <NUM> and of each row's own word
+        # what is new is read: U [B,C] at each row's last position
+        new, width = slice(self.start, at), at - self.start
+        u: Cauchy = self.model.infer(
+            self.ids[:, new],
+            numbers.values[:, new],
+            self.mask[:, :at],
+            position_ids=self.positions[:, new],
+            past_key_values=self.cache,
+            keep=torch.arange(1, len(self.ids) + 1, device=device) * width - 1,
+        )
+        # a word is chosen, on the head's device; p: P of <NUM> and of every row's word, of each row
         home = action.cls_weight.device
-        u_prime = self.mode.law(action, self._read().to(home), self.draws)
+        u_prime = self.mode.law(action, u.to(home), self.draws)
         seen = action.word_part(u_prime)
         word = self.mode.choose(action, seen, self.draws, self.options, self.ids[:, :at].to(home))
         asked = torch.cat([word.new_tensor([self.num_token_id]), word])
         p = prob_at(seen.to(action.cls_weight.dtype), action.word_head(), asked).double().to(device)
-        # the token, on the ids' device
+        # the token is written, on the ids' device
         word, y = word.to(device), action.value(u_prime).to(torch.float64).to(device)
         number = (word == self.num_token_id) & ~self.done
         self.ids[:, at] = torch.where(self.done, self.pad_token_id, word)
@@ -140,33 +150,6 @@ class _Continuation:
                 numbers.values[row, at] = numbers.written(row, at, self.digits)
         self.done = self.done | torch.isin(word, self.eos)
         self.start, self.end = (0 if self.cache is None else at), at + 1
-
-    def _read(self) -> Cauchy:
-        """U [B,C] at each row's last position."""
-        new = slice(self.start, self.end)
-        b, width = len(self.ids), self.end - self.start
-        u: Cauchy = self.model.infer(
-            self.ids[:, new],
-            self.numbers.values[:, new],
-            self.mask[:, : self.end],
-            position_ids=self.positions[:, new],
-            past_key_values=self.cache,
-            keep=torch.arange(1, b + 1, device=self.ids.device) * width - 1,  # the last position of each row
-        )
-        return u
-
-
-def _logits_processor(settings: Settings, config: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The caller's processor of `compatible`; rows that were added to the base's vocabulary are masked first."""
-    given, used = settings.logits_processor, int(config.used_rows)
-    if not config.added_rows:
-        return given
-
-    def masked(ids: Tensor, logits: Tensor) -> Tensor:
-        logits = logits.where(torch.arange(logits.shape[1], device=logits.device) < used, -math.inf)
-        return logits if given is None else given(ids, logits)
-
-    return masked
 
 
 @contextmanager

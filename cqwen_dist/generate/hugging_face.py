@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,14 +61,6 @@ class CausalQwenGeneration(ModelOutput):
         return cls(sequences=sequences, numbers=numbers, numeric_values=numbers.values, numeric_intervals=ends)
 
 
-class Request(NamedTuple):
-    """A translated call: keywords of `generate.generator.generate`, rows for each prompt, the kind of output."""
-
-    options: dict[str, Any]
-    copies: int
-    as_output: bool
-
-
 def as_rows(device: torch.device, ids: Any, values: Any, mask: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A prompt as tensors [B,T]. Without return_tensors a tokenizer gives lists, for one text or for several.
 
@@ -76,14 +68,14 @@ def as_rows(device: torch.device, ids: Any, values: Any, mask: Any) -> tuple[Ten
     """
     if isinstance(ids, Tensor):
         return ids, values, mask
-    given = ((ids, torch.int64), (values, torch.float64), (mask, torch.int64))
+
+    def tensor(rows: Any, dtype: torch.dtype) -> Any:
+        return None if rows is None else torch.atleast_2d(torch.tensor(rows, dtype=dtype, device=device))
+
     try:
-        rows: list[Any] = [
-            x if x is None else torch.atleast_2d(torch.tensor(x, dtype=dtype, device=device)) for x, dtype in given
-        ]
+        return tensor(ids, torch.int64), tensor(values, torch.float64), tensor(mask, torch.int64)
     except (TypeError, ValueError):
         raise UserError("prompt", "no tensor", "rows of one length: tokenizer(texts, padding=True, ...)") from None
-    return rows[0], rows[1], rows[2]
 
 
 def translate(
@@ -98,8 +90,9 @@ def translate(
     streamer: BaseStreamer | None,
     tokenizer: Tokenizer | None,
     given: dict[str, Any],
-) -> Request:
-    """Translate a call of `CausalQwenForCausalLM.generate`.
+) -> tuple[dict[str, Any], int, bool]:
+    """Translate a call of `CausalQwenForCausalLM.generate`: the keywords of `generate.generator.generate`, the rows for
+    each prompt, and whether to return a `CausalQwenGeneration`.
 
     Options in `given` come first, then the call's generation_config where it differs from the model's own (servers hand
     in a copy of the model's), then the model's own. The modes of this package, all but `compatible`, take only lengths
@@ -125,7 +118,7 @@ def translate(
     else:
         options["temperature"] = merged.get("temperature")
     options["watch"] = _watch(ids, merged, stopping_criteria, streamer, tokenizer)
-    return Request(options, int(merged.get("num_return_sequences", 1)), bool(merged.get("return_dict_in_generate")))
+    return options, int(merged.get("num_return_sequences", 1)), bool(merged.get("return_dict_in_generate"))
 
 
 def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None) -> dict[str, Any]:

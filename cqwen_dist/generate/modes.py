@@ -14,14 +14,15 @@
 
 b is b_noise. Draws use `temperature` times the scale (1: as inferred; 0: the location itself); in compatible the
 temperature is one of Hugging Face's processors. Letters: B rows, C causal dimension, V vocabulary. All tensors belong
-to one position: [B,C], at most [B,V].
+to one position: [B,C], at most [B,V]. action: a `model.action.ActionNetwork` with all V rows on this device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,26 +30,7 @@ from torch import Tensor
 from cqwen_dist.config import UserError
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
 from cqwen_dist.ops.ovr.best import RowSizes, best_word, scale_scores
-from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.products import product
-
-
-class Action(Protocol):
-    """What this folder uses of `model.action.ActionNetwork`. All rows of the vocabulary are on this device."""
-
-    vocab_size: int
-    cls_weight: Tensor  # [V,C] without the number dimensions
-    cls_bias: Tensor  # [V]
-    b_noise: Tensor  # [C]
-    reg_weight: Tensor  # [C]; [R,C] with several values or types
-    types: int | None
-
-    def add_noise(self, u: Cauchy) -> Cauchy: ...
-    def word_part(self, u: Cauchy) -> Cauchy: ...
-    def word_head(self, used_rows: int | None = None) -> WordHead: ...
-    def value(self, u_prime: Cauchy) -> Cauchy: ...
-    def values(self, u_prime: Cauchy) -> Cauchy: ...
-    def number_type(self, u_prime: Cauchy) -> Tensor: ...
 
 
 @dataclass
@@ -85,13 +67,11 @@ class Options:
     do_sample: bool = True  # for `compatible`
     # For `compatible`: (ids [B,t], logits [B,V]) -> logits.
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
+    added_from: int | None = None  # for `compatible`: rows from this one on are not the base's, and never chosen
     sizes: RowSizes | None = None  # of the rows of W_cls; they make ranking by P fast; None: every scale is computed
 
 
-Choose = Callable[[Action, Cauchy, Draws, Options, Tensor], Tensor]
-
-
-def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """argmax P [B], ties decided by loc_S; with rank_by "loc" argmax loc_S."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
     if options.rank_by == "loc":
@@ -99,15 +79,17 @@ def best(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: T
     return best_word(u, head, options.sizes)
 
 
-def softmax_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """A draw from softmax(loc_S) after the processors, or its argmax without do_sample: [B]."""
     logits = (u_prime.loc.to(action.cls_weight.dtype) @ action.cls_weight.T + action.cls_bias).float()
+    if options.added_from is not None:
+        logits[:, options.added_from :] = -math.inf
     if options.processors is not None:
         logits = options.processors(ids, logits)
     return draws.pick(logits.softmax(-1)) if options.do_sample else logits.argmax(-1)
 
 
-def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
+def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """A draw among the words in use with probability P / sum P; the best word where every P is 0: [B]."""
     p = prob_words(action, u_prime, options.used_rows)
     none = p.sum(-1) == 0
@@ -116,7 +98,7 @@ def ovr_sample(action: Action, u_prime: Cauchy, draws: Draws, options: Options, 
     return torch.where(none, best(action, u_prime, draws, options, ids), draws.pick(p + none[:, None]))
 
 
-def prob_words(action: Action, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:
+def prob_words(action: Any, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:
     """P of every word in use [B,used_rows], fp32. threshold replaces the model's own C."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(used_rows)
     used = head.take(slice(0, head.rows))
@@ -129,7 +111,7 @@ def prob_words(action: Action, u_prime: Cauchy, used_rows: int, threshold: float
 class Mode:
     """What is drawn before a decision, how a word is chosen, and how `best` ranks words by default."""
 
-    choose: Choose
+    choose: Callable[[Any, Cauchy, Draws, Options, Tensor], Tensor]
     drawn: Literal["individual", "noise"] | None = None  # the other one of the two stays a law; None: both do
     once: bool = False  # the same quantiles at every step; else it is drawn anew
     noise: bool = True  # False: an individual without noise, the point u
@@ -140,10 +122,10 @@ class Mode:
         """Whether a temperature changes the result: of the logits, or of the law that is drawn from."""
         return self.choose is softmax_sample or self.drawn is not None
 
-    def law(self, action: Action, u: Cauchy, draws: Draws) -> Cauchy:
+    def law(self, action: Any, u: Cauchy, draws: Draws) -> Cauchy:
         """U' by U, [B,C] each."""
         if self.drawn is None:
-            return action.add_noise(u)
+            return Cauchy(*action.add_noise(u))
         zero = torch.zeros_like(u.loc)
         noise = Cauchy(zero, action.b_noise.abs().expand_as(u.loc))
         if self.drawn == "noise":

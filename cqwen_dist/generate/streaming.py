@@ -43,7 +43,7 @@ def text_of(
 def ends_at(
     strings: Sequence[str], tokenizer: Tokenizer, prompt: int, digits: Digits
 ) -> Callable[[Tensor, GeneratedNumbers], Tensor]:
-    """Tells which rows [B] of ids [B,t] contain one of the strings behind the prompt of width `prompt`.
+    """A function that finds the rows [B] of ids [B,t] with one of the strings after the prompt of width `prompt`.
 
     Raises `UserError` for an empty string.
     """

@@ -119,24 +119,23 @@ def predict_numbers(
     for name, value in (("--batch-size", batch_size), ("--within", within)):
         if value < 1:
             raise UserError(name, value, "1 or more")
+    columns = number_columns(model)
+    options = {"max_new_tokens": within, "watch": [lambda ids, numbers: numbers.generated[:, -1]]}
     for start in range(0, len(prompts), batch_size):
-        found_number = [lambda ids, numbers: numbers.generated[:, -1]]
         batch = prompts[start : start + batch_size]
-        ids, numbers, width = generate_batch(
-            model, tokenizer, batch, mode="standard", max_new_tokens=within, watch=found_number
-        )
+        ids, numbers, width = generate_batch(model, tokenizer, batch, mode="standard", **options)
         for row in range(len(ids)):
             record = numbers.record(row, int(numbers.generated[row].int().argmax()), digits)
             if record is None:
                 seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
-                yield {**dict.fromkeys(number_columns(model)), "p_num": float(f"{seen:.6g}")}
+                yield {**dict.fromkeys(columns), "p_num": float(f"{seen:.6g}")}
                 continue
             cells: list[float | str] = [record.written, *_ends(record.intervals), float(f"{record.p_num:.6g}")]
             cells += [] if record.type is None else [record.type]
             for further in record.more.values():
                 low, high = further.intervals["0.5"]
                 cells += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals)]
-            yield dict(zip(number_columns(model), cells, strict=True))
+            yield dict(zip(columns, cells, strict=True))
 
 
 def _ends(intervals: dict[str, tuple[float, float]]) -> list[float]:
@@ -151,14 +150,13 @@ def predict_rows(
     *,
     options: Sequence[str] = (),
     reject_below: float = 0.0,
-    batch_size: int = 16,
-    digits: Digits = "auto",
-    within: int = 8,
+    **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """The rows with their new columns. prompts: one for each row (`prompts_of`).
 
     options: choose one of these texts for each row instead (columns `p OPTION` and `chosen`, which is None if no option
-    reaches reject_below). Raises `UserError`, also if the table already has one of the new columns.
+    reaches reject_below). settings: of `predict_numbers`. Raises `UserError`, also if the table already has one of the
+    new columns.
     """
     added = [CHOICE, *(f"p {option}" for option in options)] if options else number_columns(model)
     taken = [name for name in added if rows and name in rows[0]]
@@ -169,7 +167,7 @@ def predict_rows(
         chosen = choose(model, tokenizer, prompts, options, reject_below)
         found = ({CHOICE: c.option, **{f"p {o}": float(f"{p:.6g}") for o, p in c.p.items()}} for c in chosen)
     else:
-        found = predict_numbers(model, tokenizer, prompts, batch_size=batch_size, digits=digits, within=within)
+        found = predict_numbers(model, tokenizer, prompts, **settings)
     return ({**row, **new} for row, new in zip(rows, found, strict=True))
 
 

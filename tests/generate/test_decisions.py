@@ -46,7 +46,7 @@ def p_behind(model: CausalQwenForCausalLM, prompt: str) -> Tensor:
 
 
 def test_every_word_above_the_threshold_holds_and_none_may(model: CausalQwenForCausalLM) -> None:
-    batch = padded(Words(), PROMPTS, torch.device("cpu"))
+    batch = padded(model, Words(), [Words().encode(prompt) for prompt in PROMPTS])
     found = multi_label(model, batch, 0.6)
     for row, prompt in enumerate(PROMPTS):
         p = p_behind(model, prompt)[: NUM + 1]
