@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.linalg import solve
+from scipy.linalg import inv, solve
 from scipy.sparse import csr_matrix, diags
 from torch import Tensor
 
@@ -35,7 +35,7 @@ VALUE_WEIGHTS = (0.01, 0.1, 1.0)  # of the values' part of K, relative to the wo
 RANDOM_WEIGHT = 10.0  # of the random features' part, while their kernel is chosen
 RANDOM_WEIGHTS = (1.0, 100.0)  # then also tried
 WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of their kernel, in units of a row's root mean square distance from the mean
-STEPS = 2 * len(WIDTHS) + 3  # of progress: kernels, their weight, two fits on all
+STEPS = 2 * len(WIDTHS) + 2  # of progress: kernels, their weight, the fit on all
 COMMON = 0.05  # share of texts that hold a name, for random features to read it
 LEAST = 4 * FOLDS
 LEAST_SPREAD = 1e-4  # of phi: below it a value is a constant
@@ -78,8 +78,8 @@ class _Targets:
     weights: np.ndarray
     folds: np.ndarray
 
-    def first(self, count: int) -> _Targets:
-        return _Targets(*(getattr(self, name)[:count] for name in ("t", "held", "weights", "folds")))
+    def of(self, chosen: np.ndarray | slice) -> _Targets:
+        return _Targets(*(getattr(self, name)[chosen] for name in ("t", "held", "weights", "folds")))
 
     def best(self, kernel: np.ndarray) -> _Found:
         """The ridge and shrinkage of the least loss."""
@@ -89,21 +89,38 @@ class _Targets:
             found += [_Found(np.log1p((self.t - share * g) ** 2), ridge, share) for share in SHARES]
         return min(found, key=lambda one: one.losses.mean())
 
-    def left_out(self, kernel: np.ndarray, ridge: float) -> tuple[np.ndarray, np.ndarray]:
-        """(g of each number without its fold [n], a of each fold left out [FOLDS,n], 0 at its own)."""
+    def left_out(self, kernel: np.ndarray, ridge: float, again: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(g of each number without its fold [n], a of each fold left out [FOLDS,n], 0 at its own).
+
+        again: each fit is followed by another, for which outliers are those from the first.
+        """
         g, solved = np.zeros(len(self.t)), np.zeros((FOLDS, len(self.t)))
+        inverse = inv(kernel + np.diag(ridge / self.weights), overwrite_a=True, check_finite=False) if again else None
         for fold in range(FOLDS):
             own, rest = self.folds == fold, self.folds != fold
-            system = kernel[np.ix_(rest, rest)] + np.diag(ridge / self.weights[rest])
-            solved[fold, rest] = solve(system, self.held[rest], assume_a="pos", overwrite_a=True, check_finite=False)
+            some = self.of(rest) if inverse is None else self.reweighted(inverse, own, rest)
+            system = kernel[np.ix_(rest, rest)] + np.diag(ridge / some.weights)
+            solved[fold, rest] = solve(system, some.held, assume_a="pos", overwrite_a=True, check_finite=False)
             g[own] = kernel[np.ix_(own, rest)] @ solved[fold, rest]
         return g, solved
 
-    def reweighted(self, g: np.ndarray) -> _Targets:
-        """Outliers are those from g: a step of iteratively reweighted least squares."""
-        error = self.t - g
+    def reweighted(self, inverse: np.ndarray, own: np.ndarray, rest: np.ndarray) -> _Targets:
+        """The targets `rest` [n]; outliers are those from a fit to the others of them (leave-one-out): a step of
+        iteratively reweighted least squares. inverse [n,n]: of the system of all targets.
+
+        Errors of the other folds' fits would not do: these know the targets `own`, and so would the weights.
+        """
+        # The inverse of the rest's own system, by the Schur complement: its diagonal, and a = it times `held`
+        held, joint = self.held[rest], inverse[np.ix_(rest, own)]
+        along = solve(inverse[np.ix_(own, own)], joint.T, assume_a="pos", check_finite=False).T
+        diagonal = inverse.diagonal()[rest] - (joint * along).sum(1)
+        a = inverse[np.ix_(rest, rest)] @ held - along @ (joint.T @ held)
+
+        g = held - a / diagonal
+        error = self.t[rest] - g
         unit = REACH * max(float(np.median(np.abs(error))), 1e-9)
-        return _Targets(self.t, g + error.clip(-LIMIT * unit, LIMIT * unit), 1 / (1 + (error / unit) ** 2), self.folds)
+        weights = 1 / (1 + (error / unit) ** 2)
+        return _Targets(self.t[rest], g + error.clip(-LIMIT * unit, LIMIT * unit), weights, self.folds[rest])
 
 
 def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
@@ -144,7 +161,7 @@ def fit_wide(
     # On some of the numbers
     random = _random_rows(counts, random_features)
     kernels = [_kernel(part[:SEARCHED]) for part in (words, values)]
-    found, weight, features, times = _search(every.first(SEARCHED), kernels, random, progress)
+    found, weight, features, times = _search(every.of(slice(SEARCHED)), kernels, random, progress)
     if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
@@ -152,10 +169,8 @@ def fit_wide(
     kernel = _kernel(words) + weight * _kernel(values)
     if features is not None:
         kernel += times * (features.x @ features.x.T)
-    progress(STEPS - 2, STEPS)
-    every = every.reweighted(every.left_out(kernel, found.ridge)[0])
     progress(STEPS - 1, STEPS)
-    left_out, solved = every.left_out(kernel, found.ridge)
+    left_out, solved = every.left_out(kernel, found.ridge, again=True)
     unit *= found.share
     tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * unit}
     if features is not None:
@@ -189,7 +204,7 @@ def _search(
             best, features = found, rows
     if features is None:
         return plain, weight, None, 0.0
-    progress(STEPS - 3, STEPS)
+    progress(STEPS - 2, STEPS)
     weighted = [(best, RANDOM_WEIGHT), *((with_random(features, times), times) for times in RANDOM_WEIGHTS)]
     best, times = min(weighted, key=lambda one: one[0].losses.mean())
     return best, weight, features, times

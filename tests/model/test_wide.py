@@ -237,3 +237,32 @@ def test_there_are_as_many_tables_as_folds_of_like_size():
     part, (ids, values) = WidePart(64, NUM, VOCAB), texts(800)
     folds = [t.fold for t in texts_before(part, batch_of(ids, values, torch.zeros(800)), torch.arange(800) * 9 + 8)]
     assert np.bincount(folds, minlength=FOLDS).min() > 60  # of 100; four standard deviations
+
+
+def test_a_fold_left_out_leaves_no_trace_in_its_fit() -> None:
+    """Neither in the second fit's weights, which come from the first fit's errors (with missing folds, too)."""
+    draw = np.random.default_rng(0)
+    x, t, folds = draw.standard_normal((60, 40)), draw.standard_cauchy(60), np.arange(60) % (FOLDS - 1)
+    kernel, own, ridge = x @ x.T / 40, folds == 2, 0.3
+
+    def targets(t: np.ndarray) -> _Targets:
+        return _Targets(t, t.clip(-6, 6), 1 / (1 + t**2), folds)
+
+    _, solved = targets(t).left_out(kernel, ridge, again=True)
+    _, other = targets(np.where(own, -3 * t, t)).left_out(kernel, ridge, again=True)
+    assert np.allclose(solved[2], other[2], rtol=0, atol=1e-9 * np.abs(solved).max())
+    assert not np.allclose(solved[3], other[3], rtol=0, atol=1e-3 * np.abs(solved).max())
+
+    # The leave-one-out errors behind the weights, by leaving each out
+    rest = np.flatnonzero(~own)
+    first = targets(t)
+    system = kernel + np.diag(ridge / first.weights)
+    again = first.reweighted(np.linalg.inv(system), own, ~own)
+    errors = []
+    for i in rest:
+        others = rest[rest != i]
+        a = np.linalg.solve(system[np.ix_(others, others)], first.held[others])
+        errors.append(t[i] - kernel[i, others] @ a)
+    unit = 2 * np.median(np.abs(errors))
+    assert np.allclose(again.weights, 1 / (1 + (np.array(errors) / unit) ** 2), rtol=1e-9)
+    assert np.allclose(again.held, t[rest] - errors + np.clip(errors, -6 * unit, 6 * unit), rtol=1e-9, atol=1e-9)
