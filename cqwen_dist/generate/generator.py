@@ -22,7 +22,7 @@ from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.best import row_sizes
-from cqwen_dist.ops.ovr.topk import prob_at
+from cqwen_dist.ops.ovr.scores import prob_at
 
 # Called after every step with the ids [B,t] and their numbers; returns the rows that end here [B] bool, or None.
 Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]

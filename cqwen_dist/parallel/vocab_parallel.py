@@ -26,8 +26,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
 from cqwen_dist.ops.ovr.reference import ovr_partial
-from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
-from cqwen_dist.ops.ovr.topk import RankBy, prob_at, topk
+from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, ovr_scores, prob_at, topk
 from cqwen_dist.parallel.collectives import gather_rows
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cqwen_dist.config import Config, UserError, changed_keys, load_config
+from cqwen_dist.config.errors import writing
 from cqwen_dist.run.files import (
     ARCHIVED,
     CHANGES,
@@ -46,7 +47,7 @@ def open_run(
     """
     folder = Path(config.run.dir)
     refuse_changes(config)
-    try:
+    with writing("run.dir", folder, "a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         before_writing()
         if _starts_over(config):
@@ -58,8 +59,6 @@ def open_run(
         elif config.model.architecture is not None and any(key.startswith(BUILDS_BASE) for key, *_ in changes):
             shutil.rmtree(config.base_folder, ignore_errors=True)
         write_atomically(folder / CONFIG, config.to_yaml())
-    except OSError as error:
-        raise UserError("run.dir", str(folder), f"a folder that can be written ({error.strerror})") from None
     return folder
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead
-from cqwen_dist.ops.ovr.topk import prob_at, topk
+from cqwen_dist.ops.ovr.scores import prob_at, topk
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

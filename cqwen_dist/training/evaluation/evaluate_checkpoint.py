@@ -23,8 +23,7 @@ from cqwen_dist.intervals import Intervals
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
-from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores
-from cqwen_dist.ops.ovr.topk import topk
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores, topk
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed

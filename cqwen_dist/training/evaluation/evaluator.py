@@ -29,8 +29,7 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.levelling import rows_of
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.scores import OvrScores
-from cqwen_dist.ops.ovr.topk import RankBy
+from cqwen_dist.ops.ovr.scores import OvrScores, RankBy
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import (
