@@ -158,7 +158,7 @@ def _sampling(
         raise UserError("top_p", top_p, "above 0, at most 1")
     if top_k is not None and top_k < 0:
         raise UserError("top_k", top_k, "0 (all words) or more")
-    implied = any(name in merged for name in ("temperature", "top_k", "top_p", "seed", "generator"))
+    implied = any(merged.get(name) is not None for name in ("temperature", "top_k", "top_p", "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
     ends = merged.get("eos_token_id", model.config.base_config.eos_token_id)
     settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id") if n in merged}

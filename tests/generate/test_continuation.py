@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_a_batch_says_what_each_prompt_says_alone(model: CausalQwenForCausalLM) 
             assert number.intervals["0.95"][0] < low < number.value < high < number.intervals["0.95"][1]
             assert number.p_num == next(t.p for t in written.tokens if t.number is number)
         json.loads(json.dumps(written.to_dict(), allow_nan=False))
+
+
+def test_compatible_is_greedy_unless_a_seed_or_temperature_asks_for_draws(model: CausalQwenForCausalLM) -> None:
+    def text(**options: Any) -> str:
+        return continue_text(model, Words(), ["w3 w8 w41 w7"], mode="compatible", max_new_tokens=12, **options)[0].text
+
+    greedy = text(temperature=0.0)
+    assert [text() for _ in range(3)] == [greedy] * 3
+    assert len({text(seed=s) for s in range(5)}) > 1
 
 
 def test_digits_are_written_as_asked_and_the_model_reads_on_what_is_written(model: CausalQwenForCausalLM) -> None:
