@@ -108,9 +108,6 @@ def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
     """The facts of this process's machine."""
     import torch
 
-    from cqwen_dist.parallel.measure import device_name
-
-    cuda, nccl = device_name()
     gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -122,8 +119,8 @@ def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
         "packages": versions(),
         "commit": git_commit(),
         "driver": has_gpu(),
-        "cuda": cuda,
-        "nccl": nccl,
+        "cuda": torch.version.cuda or "",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
         "gpus": gpus,
         "interconnect": _interconnect(),
         "cpus": len(os.sched_getaffinity(0)),

@@ -143,11 +143,6 @@ def find_numbers(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[Numbe
     return _Scan(text, policy).run().spans
 
 
-def find_left(text: str, policy: NumberPolicy = DEFAULT_POLICY) -> list[tuple[int, int, str]]:
-    """What has digits and stays text: (start, end, why): date (or time), phone, identifier (also UUIDs), zeros."""
-    return _Scan(text, policy).run().left
-
-
 class _Scan:
     """One pass over a text: the numbers that it finds, and what it leaves as text."""
 
@@ -155,6 +150,7 @@ class _Scan:
         self.text, self.policy = text, policy
         self.plain = text if text.isascii() else text.translate(_TO_ASCII)
         self.spans: list[NumberSpan] = []
+        # What has digits and stays text: start, end, why: date (or time), phone, identifier (also UUIDs), zeros
         self.left: list[tuple[int, int, str]] = []
         self._uuids = [] if policy.identifiers else [m.span() for m in _UUID.finditer(self.plain)][::-1]  # next: last
         self._reader, self._row_reader = _reader(policy, False), _reader(policy, True)

@@ -45,9 +45,3 @@ def clock_spread() -> float:
         clocks = gather_objects(time.time())
         best = min(best, max(clocks) - min(clocks))
     return best
-
-
-def device_name() -> tuple[str, str]:
-    """(torch's CUDA version, NCCL's), or empty without them."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
-    return torch.version.cuda or "", nccl

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cqwen_dist.generate.continuation import padded
+
 RATES = (1e-4, 1e-3, 1e-2)
 HIDDEN, BATCH, EPOCHS = 256, 64, 50
 DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
@@ -34,19 +36,11 @@ class Examples(NamedTuple):
 
 
 def features_of(model: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
-    """z [n,H] fp32 on the CPU at the last token of each prompt. Prompts of one length share a batch."""
-    encoded = [tokenizer.encode(prompt)[:2] for prompt in prompts]
-    of_length: dict[int, list[int]] = {}
-    for row, (ids, _) in enumerate(encoded):
-        of_length.setdefault(len(ids), []).append(row)
-    z = torch.zeros(len(prompts), model.config.hidden_size)
+    """z [n,H] fp32 on the CPU at the last token of each prompt."""
+    rows = [tokenizer.encode(prompt)[:2] for prompt in prompts]
+    batches = (padded(model, tokenizer, rows[at : at + 32]) for at in range(0, len(rows), 32))
     with torch.inference_mode():
-        for rows in of_length.values():
-            for chunk in (rows[at : at + 32] for at in range(0, len(rows), 32)):
-                ids = torch.tensor([encoded[row][0] for row in chunk], device=model.device)
-                values = torch.tensor([encoded[row][1] for row in chunk], dtype=torch.float64, device=model.device)
-                z[chunk] = model.model.features(ids, values)[:, -1].float().cpu()
-    return z
+        return torch.cat([model.model.features(*batch)[:, -1].float().cpu() for batch in batches])
 
 
 def mean_head(rows: Examples) -> tuple[np.ndarray, float]:

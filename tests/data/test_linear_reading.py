@@ -4,9 +4,10 @@ import time
 from random import Random
 
 import pytest
+from support.left import find_left
 
 from cqwen_dist.config import NumberPolicy
-from cqwen_dist.data.numbers import find_left, find_numbers
+from cqwen_dist.data.numbers import find_numbers
 
 _RANDOM = Random(0)
 SMALL, TIMES = 4096, 8

@@ -7,10 +7,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from support.corpora import policies, texts
+from support.left import find_left
 
 from cqwen_dist.config import NumberPolicy
 from cqwen_dist.data import numbers
-from cqwen_dist.data.numbers import find_left, find_numbers
+from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.write_numbers import write_numbers
 
 NUMBERS = {

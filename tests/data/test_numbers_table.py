@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import policies, texts
+from support.left import find_left
 from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, NumberPolicy
-from cqwen_dist.data.numbers import find_left, find_numbers
+from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.sources import ReadReport, read_texts
 from cqwen_dist.data.write_numbers import write_numbers
 
