@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo test test-all test-rounding test-matrix soak test-gpu test-cluster conformance \
+.PHONY: help setup base quickstart demo experiments test test-all test-rounding test-matrix soak test-gpu test-cluster conformance \
   docs lint format clean
 
 help: ## what there is
@@ -29,6 +29,9 @@ quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the d
 
 demo: base ## wine prices from text and numbers on a real base: a table, a picture, five wines in words
 	$(BIN)/cqwen fit launch/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 4
+
+experiments: base ## the seeds' claims on a real base, half an hour on one core (DATA=train.jsonl NAMES="uncertainty ...")
+	$(BIN)/python -m experiments $(NAMES) $(if $(DATA),--data $(DATA)) --page
 
 test: setup lint ## lint, types and the test suite, on two processes
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

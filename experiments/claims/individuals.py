@@ -1,0 +1,178 @@
+"""Does an individual keep its manner, and better than sampling that keeps its noise? (S3 7.1: sampling the cause.)
+
+N writers continue M prompts of different subjects (`writers` has the ways). Is a text nearer in its words to a text of
+the same writer after another prompt than to one of another writer? AUROC over pairs, 0.5 is chance; and the share of
+writers that a logistic regression names, trained on half of the prompts, asked on the others; chance is 1 / N. All ways
+but the individual at temperature 1 are set to one diversity, so that no way wins by writing one text. A number counts
+as <NUM>, its value unseen. Quality: the texts' surprise under the base's softmax, and distinct pairs of words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+
+from cqwen_dist.run.files import write_atomically
+from experiments.claims.measures import Claim, auroc, cell
+from experiments.claims.pictures import line_chart
+from experiments.claims.subject import calibrated
+from experiments.claims.texts import Sizes, texts_of
+from experiments.claims.writers import Texts, Way, diversity, matched, write
+
+TITLE = "Individuals"
+PROMPTS = (
+    "Once upon a time there was",
+    "The weather this week has been",
+    "The best way to cook rice is",
+    "When I was a child, I used to",
+    "The history of the city begins",
+    "My friend and I went to the market and",
+    "The main reason why people travel is",
+    "In the garden behind the house",
+    "The teacher told the class that",
+    "A good book should",
+    "Last night the football team",
+    "The doctor looked at the patient and said",
+)
+FRESH = 0.8  # the temperature of ordinary sampling, whose diversity is the goal of the others
+PILOT_WORDS, PILOT_PROMPTS = 12, 2
+WAYS = {
+    "individual, matched": (Way("individual", 1.0), (1.0, 1e6)),
+    "individual, tails cut, matched": (Way("individual", 1.0, cut=0.05), (1.0, 1e6)),
+    "Gumbel noise replayed, matched": (Way("replayed", 1.0), (0.05, 5.0)),
+    "Gumbel noise constant, matched": (Way("constant", 1.0), (0.05, 5.0)),
+}
+FREE = {"individual, temperature 1": Way("individual", 1.0), "ordinary sampling": Way("fresh", FRESH)}
+
+
+def bags(ids: np.ndarray) -> np.ndarray:
+    """Word counts weighted by rarity, of length 1: ids [M,N,T] -> [M,N,W]."""
+    prompts, writers, _ = ids.shape
+    texts = [" ".join(map(str, text)) for text in ids.reshape(prompts * writers, -1)]
+    found = TfidfVectorizer(token_pattern=r"\S+").fit_transform(texts).toarray()
+    return found.reshape(prompts, writers, -1)
+
+
+def same_writer(x: np.ndarray) -> float:
+    """AUROC of "by the same writer" by the nearness of two texts after different prompts, x [M,N,W]: the mean over
+    pairs of prompts, so that it makes no difference which prompts are alike."""
+    prompts, writers, _ = x.shape
+    own = np.eye(writers, dtype=bool).flatten()
+    pairs = [(p, q) for p in range(prompts) for q in range(p)]
+    return float(np.mean([auroc((x[p] @ x[q].T).flatten(), own) for p, q in pairs]))
+
+
+def named(x: np.ndarray, seed: int) -> float:
+    """The share of texts whose writer a logistic regression names: trained on half of the prompts, asked on the
+    rest."""
+    prompts, writers, width = x.shape
+    order = np.random.default_rng(seed).permutation(prompts)
+    known, asked = order[: prompts // 2], order[prompts // 2 :]
+    labels = np.arange(writers)
+    model = LogisticRegression(C=10.0, max_iter=300)
+    model.fit(x[known].reshape(-1, width), np.tile(labels, len(known)))
+    return float(model.score(x[asked].reshape(-1, width), np.tile(labels, len(asked))))
+
+
+def described(texts: Texts, seed: int) -> dict[str, float]:
+    """All measures of one way."""
+    ids = texts.ids.numpy()
+    x = bags(ids)
+    pairs = [(a, b) for text in ids.reshape(-1, ids.shape[-1]) for a, b in itertools.pairwise(text)]
+    return {
+        "diversity": diversity(texts.ids),
+        "same writer": same_writer(x),
+        "writer named": named(x, seed),
+        "surprise": float(texts.surprise.median()),
+        "distinct pairs": len(set(pairs)) / len(pairs),
+    }
+
+
+def of_seed(
+    out: Path, base: str, data: str, size: Sizes, seed: int, seeds: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The measures of every way, of one seed; read from `out` where they were made before. Raises `UserError`."""
+    path = out / "individuals" / f"seed-{seed}-of-{seeds}.json"
+    if path.is_file():
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    texts = texts_of(out / "data", data, size, seed, seeds)
+    say(f"seed {seed}: the start, from the user's texts and prose")
+    mixed = [text for pair in zip(texts["train"], texts["prose"], strict=False) for text in pair] + texts["train"]
+    model, tokenizer = calibrated(base, mixed, seed, size.calibration)
+    prompts = list(PROMPTS[: size.prompts])
+    found: dict[str, Any] = {}
+
+    def tell(name: str, way: Way) -> None:
+        say(f"seed {seed}: {name}, temperature {way.temperature:.3g}")
+        written = write(model.model, tokenizer, prompts, way, size.individuals, size.words, seed)
+        example = [tokenizer.tokenizer.decode(text.tolist()) for text in written.ids[0, :3]]
+        found[name] = {"temperature": way.temperature, **described(written, seed), "examples": example}
+
+    for name, way in FREE.items():
+        tell(name, way)
+    pilot = (prompts[:PILOT_PROMPTS], size.individuals, min(PILOT_WORDS, size.words))
+    ordinary = write(model.model, tokenizer, pilot[0], FREE["ordinary sampling"], *pilot[1:], seed, judged=False)
+    goal = diversity(ordinary.ids)
+    for name, (way, span) in WAYS.items():
+        tell(name, matched(model.model, tokenizer, pilot[0], way, goal, span, *pilot[1:], seed))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(found, indent=1))
+    return found
+
+
+def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
+    """Claims, tables and pictures from the measures of all seeds. writers: N."""
+
+    def of(name: str, measure: str) -> list[float]:
+        return [float(seed[name][measure]) for seed in every]
+
+    def less(measure: str, name: str, other: str) -> list[float]:
+        return [a - b for a, b in zip(of(name, measure), of(other, measure), strict=True)]
+
+    one, replay, constant = (name for name in WAYS if "cut" not in name)
+    cut = next(name for name in WAYS if "cut" in name)
+    claims = [
+        Claim("an individual keeps its manner", "AUROC of the same writer", 0.5, of(one, "same writer")),
+        Claim("its texts name it", "share named", 1 / writers, of(one, "writer named")),
+        Claim("it keeps it better than replayed noise", "AUROC, difference", 0.0, less("same writer", one, replay)),
+        Claim("it keeps it better than constant noise", "AUROC, difference", 0.0, less("same writer", one, constant)),
+        Claim(
+            "sampling the cause is more diverse (temperature 1 of both)",
+            "diversity, individual less ordinary",
+            0.0,
+            less("diversity", "individual, temperature 1", "ordinary sampling"),
+        ),
+        Claim(
+            "at equal diversity its texts are no worse than ordinary samples",
+            "surprise, ordinary less individual (nats)",
+            0.0,
+            less("surprise", "ordinary sampling", one),
+        ),
+        Claim(
+            "the same with the tails cut (eps_truncation 0.05)",
+            "surprise, ordinary less individual (nats)",
+            0.0,
+            less("surprise", "ordinary sampling", cut),
+        ),
+    ]
+    measures = ("temperature", "diversity", "same writer", "writer named", "surprise", "distinct pairs")
+    rows = [[name, *(cell(of(name, measure)) for measure in measures)] for name in every[0]]
+    examples = [[name, text] for name in every[0] for text in every[0][name]["examples"][:2]]
+    points = {name: sorted((seed[name]["surprise"], seed[name]["same writer"]) for seed in every) for name in every[0]}
+    chart = line_chart("Manner kept, and its price", points, "surprise, nats a word", "AUROC, same writer", points=True)
+    return {
+        "claims": [claim.judged() for claim in claims],
+        "tables": [
+            {"title": f"{writers} writers; surprise in nats a word", "head": ["", *measures], "rows": rows},
+            {"title": f"Examples: {PROMPTS[0]} ...", "head": ["", "text"], "rows": examples},
+        ],
+        "pictures": {"manner": chart},
+        "details": every,
+    }

@@ -1,0 +1,98 @@
+"""Runs the experiments by name: seed after seed, each kept when it is done, then one JSON and pictures for each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic_core import to_json
+
+from cqwen_dist.config import UserError
+from cqwen_dist.run.files import write_atomically
+from experiments.claims import individuals, one_vs_rest, uncertainty
+from experiments.claims.page import shown
+from experiments.claims.scores import scores_of
+from experiments.claims.subject import require_base
+from experiments.claims.texts import SIZES, Sizes
+
+NAMES = {"uncertainty": uncertainty.TITLE, "one_vs_rest": one_vs_rest.TITLE, "individuals": individuals.TITLE}
+
+
+def run(
+    names: list[str],
+    base: str,
+    data: str,
+    out: Path,
+    scale: str = "small",
+    seeds: int = 3,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[str, Any]]:
+    """The results of these experiments by name, JSON-ready; each is written to out/NAME.json and out/NAME-*.svg.
+
+    What was measured before is read again: a seed of `uncertainty` and `one_vs_rest` (they share it) or of
+    `individuals`, if base, data, scale and count of seeds are the same. Raises `UserError`.
+    """
+    for name in names:
+        if name not in NAMES:
+            raise UserError("NAME", name, ", ".join(NAMES))
+    if scale not in SIZES:
+        raise UserError("--scale", scale, " or ".join(SIZES))
+    require_base(base)
+    size = SIZES[scale]
+    _refuse_others(out, {"base": base, "data": data, "scale": scale, "sizes": list(size)})
+    found = {}
+    for name in names:
+        began = time.monotonic()
+        result = _result(name, base, data, out, size, seeds, say)
+        spent = out / f"{name}.seconds"  # a resumed experiment counts its earlier parts
+        seconds = time.monotonic() - began + (float(spent.read_text()) if spent.is_file() else 0.0)
+        write_atomically(spent, f"{seconds:.0f}")
+        about = {
+            "command": f"python -m experiments {name}" + ("" if scale == "small" else f" --scale {scale}"),
+            "date": date.today().isoformat(),
+            "seeds": seeds,
+            "seconds": seconds,
+            "machine": _machine(),
+            "data": f"{Path(data).name} on {Path(base).name}",
+        }
+        found[name] = json.loads(to_json({"run": about, **result}, inf_nan_mode="null"))
+        write_atomically(out / f"{name}.json", json.dumps(found[name], indent=1))
+        for picture, drawing in result["pictures"].items():
+            write_atomically(out / f"{name}-{picture}.svg", drawing)
+        for claim in found[name]["claims"]:
+            say(f"{claim['verdict']}: {claim['claim']} ({claim['measure']} {shown(claim['mean'])})")
+    return found
+
+
+def _result(
+    name: str, base: str, data: str, out: Path, size: Sizes, seeds: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Claims, tables, pictures, details of one experiment."""
+    say(f"{NAMES[name]} ({name})")
+    each = (base, data, size)
+    if name == "individuals":
+        every = [individuals.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)]
+        return individuals.summary(every, size.individuals)
+    scores = [scores_of(out, *each, seed, seeds, say) for seed in range(seeds)]
+    return uncertainty.summary(scores) if name == "uncertainty" else one_vs_rest.summary(scores)
+
+
+def _refuse_others(out: Path, asked: dict[str, Any]) -> None:
+    """Raises `UserError` where the folder holds results of another base, data or scale."""
+    note = out / "asked.json"
+    if note.is_file() and (before := json.loads(note.read_text(encoding="utf-8"))) != asked:
+        key = next(name for name in asked if before.get(name) != asked[name])
+        raise UserError("--out", str(out), f"another folder: this one has results with {key} {before.get(key)}")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(note, json.dumps(asked))
+
+
+def _machine() -> str:
+    threads = torch.get_num_threads()
+    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"

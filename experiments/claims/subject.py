@@ -1,0 +1,132 @@
+"""The model that the experiments question: a real base at its calibrated start, its features, a training of its
+heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import Stage, UserError
+from cqwen_dist.config.errors import Said
+from cqwen_dist.data.store import Document
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
+from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.ops.ovr.loss import OvrOptions
+from cqwen_dist.parallel.groups import ALONE
+from cqwen_dist.targets import TargetTransform
+from cqwen_dist.training.optim import HeadOptimizer
+from cqwen_dist.training.parameter_groups import head_members
+from cqwen_dist.training.stages import StagePlan
+from experiments.learn.answers import whole_texts
+
+WARM_UP = 5
+BETAS = (0.9, 0.999)
+
+
+class Positions(NamedTuple):
+    """N label positions of some texts."""
+
+    z: Tensor  # [N,H] features
+    labels: Tensor  # [N] int64
+    values: Tensor  # [N] float64; 0 where the label is no number
+    is_number: Tensor  # [N] bool
+    text: Tensor  # [N] int64: which of the texts
+
+
+def require_base(base: str) -> None:
+    """Raises `UserError` where there is no base in this folder."""
+    if not (Path(base) / "config.json").is_file():
+        raise UserError("--base", Said(f"no model in {base}"), "the folder of a real base: `make base` makes one")
+
+
+def batches_of(texts: list[str], tokenizer: NumericalAwareTokenizer) -> list[Batch]:
+    """A batch for each text, which ends with the end token; every number is to be learnt."""
+    documents = []
+    for encoded in tokenizer.encode_batch(texts):
+        ids = np.array([*encoded.ids, tokenizer.eos_token_id])
+        documents.append(Document(ids, np.array([*encoded.values, 0.0]), ids == tokenizer.num_token_id))
+    return whole_texts(documents, tokenizer, rows=1)
+
+
+def calibrated(
+    base: str, texts: list[str], seed: int, tokens: int
+) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
+    """The base, turned causal and calibrated on about so many tokens of the texts. seed: of w_num and W_reg.
+
+    Raises `UserError`.
+    """
+    require_base(base)
+    tokenizer = NumericalAwareTokenizer.from_pretrained(base)
+    batches, taken = [], 0
+    for batch in batches_of(texts, tokenizer):
+        batches.append(batch)
+        taken += int(batch.attention_mask.sum())
+        if taken >= tokens:
+            break
+    values = torch.cat([batch.numeric_labels[batch.numeric_mask] for batch in batches]).numpy()
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75]) if len(values) else (-1.0, 0.0, 1.0)
+    unit = TargetTransform("standardise", float(median), float((high - low) / 2) or 1.0)
+    torch.manual_seed(seed)
+    model = CausalQwenForCausalLM.from_base(
+        base,
+        start="calibrated",
+        calibration_batches=batches,
+        number_dims=8,
+        target={"name": unit.name, "median": unit.median, "scale": unit.scale},
+    )
+    return model.eval(), tokenizer
+
+
+@torch.no_grad()
+def read(model: CausalQwenModel, texts: list[str], tokenizer: NumericalAwareTokenizer) -> Positions:
+    """The features of every label position of the texts."""
+    parts = []
+    for number, batch in enumerate(batches_of(texts, tokenizer)):
+        keep = batch.kept
+        columns = (batch.labels, batch.numeric_labels, batch.numeric_mask)
+        z = model.kept_features(batch, keep)
+        parts.append((z, *(column.flatten()[keep] for column in columns), torch.full_like(keep, number)))
+    return Positions(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def train_heads(model: CausalQwenModel, seen: Positions, steps: int, tokens: int, seed: int) -> list[float]:
+    """Train the heads on features that were read once, at the rates for a real base (docs/training.md).
+
+    Every step takes `tokens` positions at random. Returns the loss of each step, in nats a token.
+    """
+    rate = 0.012 / model.config.hidden_size
+    rates = {"classifier": rate / 10, "regression": 1e-3, "thresholds": 1e-3}
+    stage = Stage(name="heads", train=["heads"], steps=steps, lr=rate, lr_groups=rates, warmup_steps=WARM_UP)
+    plan = StagePlan(stage, 0, 0, steps)
+    members = head_members(nn.ModuleDict(model.heads), "per-word", False)
+    optimizer = HeadOptimizer(members, ALONE, BETAS, weight_decay=0.0)
+    optimizer.noise_unit = float(model.action.b_noise.detach().abs().median()) or 1.0
+    model.requires_grad_(False)
+    optimizer.enter_stage(plan, plan.stage.groups)
+    options = LossOptions(int(model.config.num_token_id), ovr=OvrOptions(slope_limit=1.0, want_prob_sum=True))
+    targets = model.target.forward(seen.values)
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(len(seen.labels), generator=draw) for _ in range(_epochs(seen, steps, tokens))])
+    losses = []
+    for step in range(steps):
+        at = order[step * tokens : (step + 1) * tokens]
+        labels = TokenLabels(seen.labels[at], targets[at], seen.is_number[at])
+        numbers = max(int(labels.is_number.sum()), 1)
+        u = model.abduction(seen.z[at])
+        terms = fused_loss(model.action, u, labels, options, token_weight=1 / len(at), number_weight=1 / numbers)
+        terms.loss.backward()
+        optimizer.set_lr(plan, step)
+        optimizer.step(torch.ones(()))
+        losses.append(float(terms.cls_sum) / len(at))
+    model.requires_grad_(False)
+    return losses
+
+
+def _epochs(seen: Positions, steps: int, tokens: int) -> int:
+    return -(-steps * tokens // len(seen.labels))

@@ -1,0 +1,253 @@
+"""experiments.claims: its measures by hand, its scores against the model's own, every experiment on a tiny base."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.runs import write_texts
+from support.tiny import tiny_base, tiny_model
+
+from cqwen_dist.config import UserError
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from experiments.claims import individuals, run
+from experiments.claims.lists import PROMPTS, asked_lists
+from experiments.claims.measures import Claim, auroc, calibration_error, rank_correlation, rejection_curve
+from experiments.claims.page import PAGE, committed, filled
+from experiments.claims.scores import scored
+from experiments.claims.subject import Positions, train_heads
+from experiments.claims.texts import LANGUAGES, SIZES, Sizes, shuffled
+from experiments.claims.uncertainty import added, of_errors, of_texts
+from experiments.claims.writers import GumbelNoise, Way, diversity, matched, surprise_of, write
+
+TOY = Sizes(10, 8, 3, calibration=128, steps=3, step_tokens=16, individuals=4, prompts=3, words=4)
+
+
+def positions(count: int = 40, seed: int = 0) -> Positions:
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 91, (count,), generator=g)
+    labels[::4] = 90  # <NUM>
+    values = torch.where(labels == 90, torch.randn(count, generator=g, dtype=torch.float64), 0.0)
+    return Positions(torch.randn(count, 24, generator=g), labels, values, labels == 90, torch.arange(count) // 10)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """(folder of a tiny base whose tokenizer never saw <NUM>, a file of texts with numbers)"""
+    folder = tmp_path_factory.mktemp("base")
+    data = write_texts(folder / "texts.jsonl", 90)
+    lists = [f"{prompt} {words}" for prompt, words in PROMPTS.items()]
+    trained = train_tokenizer([*data.read_text().splitlines(), *individuals.PROMPTS, *lists * 3], 900)
+    trained.save_pretrained(folder)
+    tiny_base(vocab_size=len(trained), max_position_embeddings=640).save_pretrained(folder)
+    return str(folder), str(data)
+
+
+def test_measures_by_hand() -> None:
+    wanted = np.array([True, False, True, False])
+    assert auroc(np.array([3.0, 1.0, 2.0, 0.0]), wanted) == 1.0
+    assert auroc(np.array([0.0, 3.0, 1.0, 2.0]), wanted) == 0.0
+    assert auroc(np.ones(4), wanted) == 0.5, "equal scores say nothing"
+    assert math.isnan(auroc(np.ones(2), np.array([True, True])))
+    p, right = np.array([0.9] * 10 + [0.2] * 10), np.array([True] * 10 + [False] * 10)
+    assert calibration_error(p, right, bins=2) == pytest.approx((0.1 + 0.2) / 2)
+    assert rank_correlation(np.full(5, 2.0), np.arange(5.0)) == 0.0
+    assert rank_correlation(np.arange(5.0), np.arange(5.0) ** 3) == pytest.approx(1.0)
+    curve = rejection_curve(np.array([0.1, 0.2, 0.8, 0.9]), np.array([True, True, False, False]))
+    assert curve[-1] == (1.0, 0.5)
+    assert dict(curve)[0.5] == 1.0
+
+
+def test_a_verdict_needs_the_whole_interval() -> None:
+    def verdict(values: list[float], bar: float = 0.5) -> str:
+        return Claim("c", "m", bar, values).judged()["verdict"]
+
+    assert verdict([0.8, 0.81, 0.79]) == "holds"
+    assert verdict([0.2, 0.21, 0.19]) == "does not hold"
+    assert verdict([0.3, 0.9, 0.6]) == "undecided"
+    assert verdict([0.9]) == "undecided", "one seed decides nothing"
+    assert verdict([0.5, 0.5, 0.5]) == "does not hold", "a score that is always chance is no sign"
+    assert verdict([math.nan, 0.9, 0.9]) == "undecided"
+
+
+def test_scores_are_the_models_own() -> None:
+    model = tiny_model(number_dims=2)
+    torch.nn.init.normal_(model.abduction.scale_net.weight, std=0.3)
+    seen = positions(150)
+    found = scored(model, seen)
+    u = model.abduction(seen.z)
+    loc, scale, loc_y, scale_y = (x.double() for x in model.action(*u))
+    used = int(model.config.used_rows)
+    loc, scale = loc[:, :used], scale[:, :used]
+    p = 0.5 + torch.atan((loc - model.action.threshold[:used]) / scale) / math.pi
+    soft = loc.softmax(1)
+    rows = torch.arange(150)
+    expected = {
+        "p": p.max(1).values,
+        "p_sum": p.sum(1),
+        "p_sq": p.square().sum(1),
+        "p_label": p[rows, seen.labels],
+        "scale": scale[rows, p.argmax(1)],
+        "soft_p": soft.max(1).values,
+        "soft_entropy": -(soft * soft.log()).sum(1),
+        "soft_label": soft[rows, seen.labels],
+        "y_loc": loc_y,
+        "y_scale": scale_y,
+    }
+    for name, column in expected.items():
+        assert found[name] == pytest.approx(column.detach().numpy(), rel=1e-3, abs=1e-5), name
+    assert found["bins softmax"][2].sum() <= 150
+    assert found["bins ovr"][1].sum() <= found["p_sum"].sum() * (1 + 1e-6)
+
+
+def test_constant_scales_are_no_sign_and_a_larger_scale_where_wrong_is_one() -> None:
+    model, seen = tiny_model(), positions()
+    same = scored(model, seen)
+    right = np.flatnonzero(same["is_number"] == 0)[:3]
+    same["label"][right] = same["best"][right]
+    assert of_errors(same)["mean scale_U"] == 0.5, "every U has one scale at the start"
+    assert of_errors(same)["right"] == pytest.approx(3 / 30)
+    same["scale"] = np.where(same["best"] != same["label"], 2.0, 1.0)
+    assert of_errors(same)["scale_S of the chosen word"] == 1.0
+    other = {**same, "p_sum": same["p_sum"] / 2}
+    found = of_texts({"start/held out": same, **{f"start/{kind}": other for kind in run.uncertainty.KINDS}}, "start")
+    assert found["code"]["softmax: entropy"] == 0.5
+    assert found["code"]["small sum of P"] > 0.5
+
+
+def test_what_scales_add_to_entropy() -> None:
+    g = np.random.default_rng(0)
+    wrong = g.random(400) < 0.4
+    words = {"best": wrong.astype(float), "label": np.zeros(400), "text": np.arange(400) // 20, "u_scale": np.ones(400)}
+    words |= {"soft_entropy": wrong + g.normal(0, 1, 400), "scale": np.exp(wrong + g.normal(0, 1, 400))}
+    assert added(words) > 0.05
+    assert added({**words, "scale": np.ones(400)}) == pytest.approx(0.0, abs=1e-9)
+    assert math.isnan(added({**words, "label": words["best"]}))
+
+
+def test_heads_learn_from_features_that_were_read_once() -> None:
+    model, seen = tiny_model(start="seed", number_dims=2), positions(60)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    losses = train_heads(model, seen, steps=25, tokens=30, seed=0)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert {"abduction.loc_net.weight", "action.cls_weight", "action.threshold", "action.reg_weight"} <= changed
+    assert not any(name.startswith("features.") for name in changed)
+
+
+def test_words_of_lists_are_ranked_among_all(base: tuple[str, str]) -> None:
+    tokenizer = NumericalAwareTokenizer.from_pretrained(base[0])
+    model = tiny_model(base={"vocab_size": tokenizer.num_token_id + 1}, num_token_id=tokenizer.num_token_id)
+    found = asked_lists(model, tokenizer)
+    assert set(found) == {"prompt", "p", "soft", "rank_p", "rank_soft"}
+    assert len(found["p"]) > 10
+    assert len(np.unique(found["prompt"])) > 3
+    own = found["prompt"] == found["prompt"][0]
+    assert (np.argsort(found["rank_p"][own]) == np.argsort(-found["p"][own])).all()
+    assert (found["soft"] <= 1).all()
+
+
+def test_gumbel_noise_draws_from_softmax_and_is_kept_as_its_kind_says() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(20_000, -1)
+    ids = torch.zeros(20_000, 5, dtype=torch.int64)
+    drawn = GumbelNoise(Way("fresh", 1.0), 0, 0, 5)(ids, logits).argmax(1)
+    shares = torch.bincount(drawn, minlength=3) / 20_000
+    assert shares.tolist() == pytest.approx(logits[0].softmax(0).tolist(), abs=0.015)
+    zero = torch.zeros(4, 7)
+
+    def noise(kind: str, prompt: int, step: int) -> torch.Tensor:
+        return GumbelNoise(Way(kind, 1.0), 3, prompt, 5)(torch.zeros(4, 5 + step, dtype=torch.int64), zero)
+
+    for kind, by_prompt, by_step in (("fresh", False, False), ("replayed", True, False), ("constant", True, True)):
+        first = noise(kind, 0, 0)
+        assert torch.equal(first, noise(kind, 0, 0))
+        assert torch.equal(first, noise(kind, 1, 0)) == by_prompt
+        assert torch.equal(first, noise(kind, 0, 1)) == by_step
+        assert not torch.equal(first[0], first[1]), "writers differ"
+
+
+def test_a_manner_is_found_where_there_is_one() -> None:
+    g = np.random.default_rng(0)
+    subject = g.integers(0, 50, (6, 1, 8))  # words of the prompt's subject
+    chance = np.concatenate([np.broadcast_to(subject, (6, 5, 8)), g.integers(100, 200, (6, 5, 8))], 2)
+    manner = np.concatenate(
+        [np.broadcast_to(subject, (6, 5, 8)), np.broadcast_to(g.integers(100, 200, (1, 5, 8)), (6, 5, 8))], 2
+    )
+    assert individuals.same_writer(individuals.bags(manner)) == 1.0
+    assert individuals.named(individuals.bags(manner), 0) == 1.0
+    assert individuals.same_writer(individuals.bags(chance)) == pytest.approx(0.5, abs=0.15)
+    assert individuals.named(individuals.bags(chance), 0) < 0.7
+    assert diversity(torch.tensor([[[1, 2], [1, 2]], [[3, 4], [5, 6]]])) == 0.5
+
+
+def test_writers_write_and_are_matched(base: tuple[str, str]) -> None:
+    tokenizer = NumericalAwareTokenizer.from_pretrained(base[0])
+    model = tiny_model(base={"vocab_size": tokenizer.num_token_id + 1}, num_token_id=tokenizer.num_token_id)
+    prompts = list(individuals.PROMPTS[:2])
+    texts = write(model, tokenizer, prompts, Way("individual", 5.0), writers=3, words=5, seed=1)
+    assert texts.ids.shape == (2, 3, 5)
+    again = write(model, tokenizer, prompts[1:], Way("individual", 5.0), writers=3, words=5, seed=1)
+    assert torch.equal(again.ids[0], texts.ids[1]), "a writer is the same one whatever came before"
+    cold = write(model, tokenizer, prompts, Way("constant", 1e-3), writers=3, words=5, seed=1)
+    assert diversity(cold.ids) == 0.0
+    ids = torch.randint(0, 50, (2, 9))
+    values = torch.zeros(2, 9, dtype=torch.float64)
+    loc = model(ids, values)[0]
+    own = -loc.log_softmax(-1)[:, 3:-1].gather(2, ids[:, 4:, None])[..., 0].mean(1)
+    assert surprise_of(model, ids, values, 4).tolist() == pytest.approx(own.tolist(), rel=1e-4)
+    way = matched(model, tokenizer, prompts, Way("constant", 1.0), 0.4, (1e-3, 100.0), 3, 5, seed=1, tries=8)
+    found = diversity(write(model, tokenizer, prompts, way, 3, 5, 1, judged=False).ids)
+    assert found == pytest.approx(0.4, abs=0.3)
+
+
+def test_every_experiment_on_a_tiny_base(
+    tmp_path: Path, base: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "toy", TOY)
+    monkeypatch.setattr(individuals, "PILOT_WORDS", 2)
+    said: list[str] = []
+    found = run.run(list(run.NAMES), *base, tmp_path, scale="toy", seeds=2, say=said.append)
+    assert set(found) == set(run.NAMES)
+    for name, result in found.items():
+        assert result == json.loads((tmp_path / f"{name}.json").read_text())
+        assert {claim["verdict"] for claim in result["claims"]} <= {"holds", "does not hold", "undecided"}
+        assert all(len(claim["values"]) == 2 for claim in result["claims"])
+        for picture, drawing in result["pictures"].items():
+            assert drawing.startswith("<svg"), picture
+            assert len(drawing) < 60_000
+    start = found["uncertainty"]["details"]["errors"]["start"]
+    assert {seed["mean scale_U"] for seed in start} <= {0.5, None}, "None where no word is right"
+    page = filled("".join(f"<!-- {name} -->\nFORMER\n<!-- end -->\n" for name in found), found)
+    assert "FORMER" not in page
+    assert page.count("**") >= 2 * sum(len(result["claims"]) for result in found.values())
+    assert filled(page, found) == page
+    said.clear()
+    again = run.run(["one_vs_rest"], *base, tmp_path, scale="toy", seeds=2, say=said.append)
+    assert again["one_vs_rest"]["claims"] == found["one_vs_rest"]["claims"]
+    assert not [line for line in said if line.startswith("seed")], "what was measured is not measured again"
+
+
+def test_mistakes_of_the_user_are_one_line(tmp_path: Path, base: tuple[str, str]) -> None:
+    with pytest.raises(UserError, match=r"NAME: found 'wine', allowed: uncertainty, one_vs_rest, individuals"):
+        run.run(["wine"], *base, tmp_path)
+    with pytest.raises(UserError, match=r"--base: found no model in nowhere, allowed: .*make base"):
+        run.run(["individuals"], "nowhere", base[1], tmp_path)
+    (tmp_path / "asked.json").write_text(json.dumps({"base": "another"}))
+    with pytest.raises(UserError, match=r"--out: .*another folder: this one has results with base another"):
+        run.run(["individuals"], *base, tmp_path)
+
+
+def test_the_page_shows_the_results_that_lie_beside_it() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert filled(page, committed()) == page, "run `python -m experiments --page`, or do not edit between the marks"
+    for name, result in committed().items():
+        for picture in result["pictures"]:
+            assert (PAGE.parent / "experiments" / f"{name}-{picture}.svg").stat().st_size < 60_000
+
+
+def test_texts_of_other_kinds() -> None:
+    assert sorted(shuffled("a b c d", 1).split()) == ["a", "b", "c", "d"]
+    assert shuffled("a b c d e f", 1) == shuffled("a b c d e f", 1)
+    assert len(set(LANGUAGES)) == len(LANGUAGES) >= TOY.pieces
