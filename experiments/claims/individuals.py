@@ -156,7 +156,13 @@ def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
             less("surprise", "ordinary sampling", one),
         ),
         Claim(
-            "the same with the tails cut (eps_truncation 0.05)",
+            "nor do they repeat themselves more",
+            "distinct pairs of words, individual less ordinary",
+            0.0,
+            less("distinct pairs", one, "ordinary sampling"),
+        ),
+        Claim(
+            "as to surprise, the same with the tails cut (eps_truncation 0.05)",
             "surprise, ordinary less individual (nats)",
             0.0,
             less("surprise", "ordinary sampling", cut),

@@ -14,13 +14,18 @@ from pydantic_core import to_json
 
 from cqwen_dist.config import UserError
 from cqwen_dist.run.files import write_atomically
-from experiments.claims import individuals, one_vs_rest, uncertainty
+from experiments.claims import grid, individuals, one_vs_rest, uncertainty
 from experiments.claims.page import shown
 from experiments.claims.scores import scores_of
 from experiments.claims.subject import require_base
 from experiments.claims.texts import SIZES, Sizes
 
-NAMES = {"uncertainty": uncertainty.TITLE, "one_vs_rest": one_vs_rest.TITLE, "individuals": individuals.TITLE}
+NAMES = {
+    "uncertainty": uncertainty.TITLE,
+    "one_vs_rest": one_vs_rest.TITLE,
+    "individuals": individuals.TITLE,
+    "grid": grid.TITLE,
+}
 
 
 def run(
@@ -78,6 +83,8 @@ def _result(
     if name == "individuals":
         every = [individuals.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)]
         return individuals.summary(every, size.individuals)
+    if name == "grid":
+        return grid.summary([grid.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)])
     scores = [scores_of(out, *each, seed, seeds, say) for seed in range(seeds)]
     return uncertainty.summary(scores) if name == "uncertainty" else one_vs_rest.summary(scores)
 

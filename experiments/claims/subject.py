@@ -3,8 +3,9 @@ heads."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.ovr.loss import OvrOptions
+from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.groups import ALONE
 from cqwen_dist.targets import TargetTransform
 from cqwen_dist.training.optim import HeadOptimizer
@@ -27,6 +29,15 @@ from experiments.learn.answers import whole_texts
 
 WARM_UP = 5
 BETAS = (0.9, 0.999)
+
+
+class Training(NamedTuple):
+    """The loss of a training of the heads: lambda and the gate of the numbers (docs/training.md)."""
+
+    reg_weight: float = 1.0
+    gate: str = "alpha"
+    alpha: float = 0.0
+    gate_grad: str = "stop"
 
 
 class Positions(NamedTuple):
@@ -45,6 +56,12 @@ def require_base(base: str) -> None:
         raise UserError("--base", Said(f"no model in {base}"), "the folder of a real base: `make base` makes one")
 
 
+def hidden_size(base: str) -> int:
+    """H of the base in this folder. Raises `UserError`."""
+    require_base(base)
+    return int(json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))["hidden_size"])
+
+
 def batches_of(texts: list[str], tokenizer: NumericalAwareTokenizer) -> list[Batch]:
     """A batch for each text, which ends with the end token; every number is to be learnt."""
     documents = []
@@ -55,9 +72,10 @@ def batches_of(texts: list[str], tokenizer: NumericalAwareTokenizer) -> list[Bat
 
 
 def calibrated(
-    base: str, texts: list[str], seed: int, tokens: int
+    base: str, texts: list[str], seed: int, tokens: int, **shape: Any
 ) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
-    """The base, turned causal and calibrated on about so many tokens of the texts. seed: of w_num and W_reg.
+    """The base, turned causal and calibrated on about so many tokens of the texts. seed: of w_num and W_reg. shape:
+    of the model (`CausalQwenConfig`).
 
     Raises `UserError`.
     """
@@ -79,6 +97,7 @@ def calibrated(
         calibration_batches=batches,
         number_dims=8,
         target={"name": unit.name, "median": unit.median, "scale": unit.scale},
+        **shape,
     )
     return model.eval(), tokenizer
 
@@ -95,7 +114,9 @@ def read(model: CausalQwenModel, texts: list[str], tokenizer: NumericalAwareToke
     return Positions(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def train_heads(model: CausalQwenModel, seen: Positions, steps: int, tokens: int, seed: int) -> list[float]:
+def train_heads(
+    model: CausalQwenModel, seen: Positions, steps: int, tokens: int, seed: int, training: Training | None = None
+) -> list[float]:
     """Train the heads on features that were read once, at the rates for a real base (docs/training.md).
 
     Every step takes `tokens` positions at random. Returns the loss of each step, in nats a token.
@@ -109,7 +130,10 @@ def train_heads(model: CausalQwenModel, seen: Positions, steps: int, tokens: int
     optimizer.noise_unit = float(model.action.b_noise.detach().abs().median()) or 1.0
     model.requires_grad_(False)
     optimizer.enter_stage(plan, plan.stage.groups)
-    options = LossOptions(int(model.config.num_token_id), ovr=OvrOptions(slope_limit=1.0, want_prob_sum=True))
+    ovr = OvrOptions(slope_limit=1.0, want_prob_sum=True)
+    training = training or Training()
+    loss = (training.alpha, training.gate, training.gate_grad)
+    options = LossOptions(int(model.config.num_token_id), *loss, ovr=ovr)
     targets = model.target.forward(seen.values)
     draw = torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(seen.labels), generator=draw) for _ in range(_epochs(seen, steps, tokens))])
@@ -117,9 +141,10 @@ def train_heads(model: CausalQwenModel, seen: Positions, steps: int, tokens: int
     for step in range(steps):
         at = order[step * tokens : (step + 1) * tokens]
         labels = TokenLabels(seen.labels[at], targets[at], seen.is_number[at])
-        numbers = max(int(labels.is_number.sum()), 1)
+        numbers = len(at) if counts_text(options.gate) else max(int(labels.is_number.sum()), 1)
+        lam = training.reg_weight / numbers
         u = model.abduction(seen.z[at])
-        terms = fused_loss(model.action, u, labels, options, token_weight=1 / len(at), number_weight=1 / numbers)
+        terms = fused_loss(model.action, u, labels, options, token_weight=1 / len(at), number_weight=lam)
         terms.loss.backward()
         optimizer.set_lr(plan, step)
         optimizer.step(torch.ones(()))

@@ -48,14 +48,15 @@ class Sizes(NamedTuple):
     calibration: int  # tokens that the start is fitted to
     steps: int  # of training the heads
     step_tokens: int
+    grid_steps: int  # of each point of `grid`
     individuals: int
     prompts: int
     words: int  # that an individual writes
 
 
 SIZES = {
-    "small": Sizes(56, 24, 8, 4096, 100, 192, individuals=12, prompts=10, words=20),
-    "full": Sizes(1500, 200, 40, 4096, 1000, 4096, individuals=64, prompts=32, words=48),
+    "small": Sizes(56, 24, 8, 4096, 100, 192, 40, individuals=12, prompts=10, words=20),
+    "full": Sizes(1500, 200, 40, 4096, 1000, 4096, 300, individuals=64, prompts=32, words=48),
 }
 
 

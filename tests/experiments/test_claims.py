@@ -22,7 +22,7 @@ from experiments.claims.texts import LANGUAGES, SIZES, Sizes, shuffled
 from experiments.claims.uncertainty import added, of_errors, of_texts
 from experiments.claims.writers import GumbelNoise, Way, diversity, matched, surprise_of, write
 
-TOY = Sizes(10, 8, 3, calibration=128, steps=3, step_tokens=16, individuals=4, prompts=3, words=4)
+TOY = Sizes(10, 8, 3, calibration=128, steps=3, step_tokens=16, grid_steps=2, individuals=4, prompts=3, words=4)
 
 
 def positions(count: int = 40, seed: int = 0) -> Positions:
@@ -230,7 +230,7 @@ def test_every_experiment_on_a_tiny_base(
 
 
 def test_mistakes_of_the_user_are_one_line(tmp_path: Path, base: tuple[str, str]) -> None:
-    with pytest.raises(UserError, match=r"NAME: found 'wine', allowed: uncertainty, one_vs_rest, individuals"):
+    with pytest.raises(UserError, match=r"NAME: found 'wine', allowed: uncertainty, one_vs_rest, individuals, grid"):
         run.run(["wine"], *base, tmp_path)
     with pytest.raises(UserError, match=r"--base: found no model in nowhere, allowed: .*make base"):
         run.run(["individuals"], "nowhere", base[1], tmp_path)
