@@ -42,7 +42,7 @@ PROMPTS = (
     "The doctor looked at the patient and said",
 )
 FRESH = 0.8  # the temperature of ordinary sampling, whose diversity is the goal of the others
-PILOT_WORDS, PILOT_PROMPTS = 12, 2
+PILOT_WORDS, PILOT_PROMPTS = 8, 2
 WAYS = {
     "individual, matched": (Way("individual", 1.0), (1.0, 1e6)),
     "individual, tails cut, matched": (Way("individual", 1.0, cut=0.05), (1.0, 1e6)),

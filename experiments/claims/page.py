@@ -34,7 +34,7 @@ def section(name: str, result: dict[str, Any]) -> str:
     seeds = "one seed" if run["seeds"] == 1 else f"{run['seeds']} seeds (0 to {run['seeds'] - 1})"
     told = (
         f"`{run['command']}`, {run['date']}, {seeds}, {run['machine']}, {run['seconds'] / 60:.0f} minutes. "
-        f"Data: {run['data']}."
+        f"{run['sizes'][0].upper()}{run['sizes'][1:]}. Data: {run['data']}."
     )
     claims = [
         [c["claim"], c["measure"], shown(c["bar"]), shown(c["mean"]), _range(c), f"**{c['verdict']}**"]

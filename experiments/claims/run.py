@@ -64,6 +64,7 @@ def run(
             "seconds": seconds,
             "machine": _machine(),
             "data": f"{Path(data).name} on {Path(base).name}",
+            "sizes": sizes_of(name, size),
         }
         found[name] = json.loads(to_json({"run": about, **result}, inf_nan_mode="null"))
         write_atomically(out / f"{name}.json", json.dumps(found[name], indent=1))
@@ -87,6 +88,15 @@ def _result(
         return grid.summary([grid.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)])
     scores = [scores_of(out, *each, seed, seeds, say) for seed in range(seeds)]
     return uncertainty.summary(scores) if name == "uncertainty" else one_vs_rest.summary(scores)
+
+
+def sizes_of(name: str, size: Sizes) -> str:
+    """The sizes that matter to an experiment, in words."""
+    start = f"{size.held_out} held-out texts a seed; a start from some {size.calibration} tokens"
+    return {
+        "individuals": f"{size.individuals} writers, {size.prompts} prompts, {size.words} words each",
+        "grid": f"{start}; {size.grid_steps} steps of {size.step_tokens} positions",
+    }.get(name, f"{start}; {size.steps} steps of {size.step_tokens} positions")
 
 
 def _refuse_others(out: Path, asked: dict[str, Any]) -> None:

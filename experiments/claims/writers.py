@@ -124,7 +124,7 @@ def matched(
     writers: int,
     words: int,
     seed: int,
-    tries: int = 6,
+    tries: int = 5,
 ) -> Way:
     """The way at the temperature, within the span, whose texts are as different as the goal, by halving its
     logarithm."""
