@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import torch
 
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.generate.modes import Action, prob_words
+from cqwen_dist.generate.modes import prob_words
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 
 PROMPTS = {
@@ -35,7 +33,7 @@ def asked_lists(model: CausalQwenModel, tokenizer: NumericalAwareTokenizer) -> d
     Prompts with fewer than two such words are left out.
     """
     rows = []
-    used, action = int(model.config.used_rows), cast(Action, model.action)
+    used = int(model.config.used_rows)
     for number, (prompt, words) in enumerate(PROMPTS.items()):
         encoded = [tokenizer.encode(f" {word}")[0] for word in words.split()]
         right = [ids[0] for ids in encoded if len(ids) == 1]
@@ -46,7 +44,7 @@ def asked_lists(model: CausalQwenModel, tokenizer: NumericalAwareTokenizer) -> d
         u = model.infer(*given, keep=torch.tensor([len(ids) - 1]))
         seen = model.action.word_part(model.action.add_noise(u))
         loc = seen.loc @ model.action.cls_weight[:used].T + model.action.cls_bias[:used]
-        p, soft = prob_words(action, seen, used)[0], loc.softmax(1)[0]
+        p, soft = prob_words(model.action, seen, used)[0], loc.softmax(1)[0]
         for word in right:
             ranks = [float((every > every[word]).sum()) for every in (p, soft)]
             rows.append([number, float(p[word]), float(soft[word]), *ranks])
