@@ -19,6 +19,8 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.run.files import write_atomically
 from experiments.claims.measures import Claim, auroc, cell
 from experiments.claims.pictures import line_chart
@@ -95,36 +97,58 @@ def described(texts: Texts, seed: int) -> dict[str, float]:
     }
 
 
-def of_seed(
-    out: Path, base: str, data: str, size: Sizes, seed: int, seeds: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """The measures of every way, of one seed; read from `out` where they were made before. Raises `UserError`."""
-    path = out / "individuals" / f"seed-{seed}-of-{seeds}.json"
-    if path.is_file():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    texts = texts_of(out / "data", data, size, seed, seeds)
-    say(f"seed {seed}: the start, from the user's texts and prose")
-    mixed = [text for pair in zip(texts["train"], texts["prose"], strict=False) for text in pair] + texts["train"]
-    model, tokenizer = calibrated(base, mixed, seed, size.calibration)
-    prompts = list(PROMPTS[: size.prompts])
-    found: dict[str, Any] = {}
+def of_seeds(
+    out: Path, base: str, data: str, size: Sizes, seeds: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The measures of every way, of each seed; a seed's are read from `out` where they were made before.
 
-    def tell(name: str, way: Way) -> None:
-        say(f"seed {seed}: {name}, temperature {way.temperature:.3g}")
-        written = write(model.model, tokenizer, prompts, way, size.individuals, size.words, seed)
-        example = [tokenizer.tokenizer.decode(text.tolist()) for text in written.ids[0, :3]]
-        found[name] = {"temperature": way.temperature, **described(written, seed), "examples": example}
+    A seed draws the writers. All have one start, and temperatures that the first seed's writers match.
 
-    for name, way in FREE.items():
-        tell(name, way)
-    pilot = (prompts[:PILOT_PROMPTS], size.individuals, min(PILOT_WORDS, size.words))
-    ordinary = write(model.model, tokenizer, pilot[0], FREE["ordinary sampling"], *pilot[1:], seed, judged=False)
-    goal = diversity(ordinary.ids)
-    for name, (way, span) in WAYS.items():
-        tell(name, matched(model.model, tokenizer, pilot[0], way, goal, span, *pilot[1:], seed))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(found, indent=1))
-    return found
+    Raises `UserError`.
+    """
+    folder = out / "individuals"
+    paths = [folder / f"seed-{seed}.json" for seed in range(seeds)]
+    if any(not path.is_file() for path in paths):
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = texts_of(out / "data", data, size, 0, seeds)
+        say("the start, from the user's texts and prose")
+        mixed = [text for pair in zip(texts["train"], texts["prose"], strict=False) for text in pair] + texts["train"]
+        model, tokenizer = calibrated(base, mixed, 0, size.calibration)
+        prompts = list(PROMPTS[: size.prompts])
+        ways = {**FREE, **_matched_ways(folder / "temperatures.json", model.model, tokenizer, prompts, size, say)}
+        for seed, path in enumerate(paths):
+            if path.is_file():
+                continue
+            found = {}
+            for name, way in ways.items():
+                say(f"seed {seed}: {name}, temperature {way.temperature:.3g}")
+                written = write(model.model, tokenizer, prompts, way, size.individuals, size.words, seed)
+                example = [tokenizer.tokenizer.decode(text.tolist()) for text in written.ids[0, :3]]
+                found[name] = {"temperature": way.temperature, **described(written, seed), "examples": example}
+            write_atomically(path, json.dumps(found, indent=1))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _matched_ways(
+    path: Path,
+    model: CausalQwenModel,
+    tokenizer: NumericalAwareTokenizer,
+    prompts: list[str],
+    size: Sizes,
+    say: Callable[[str], None],
+) -> dict[str, Way]:
+    """`WAYS` at temperatures whose texts differ as much as those of ordinary sampling; kept in the file."""
+    if not path.is_file():
+        pilot = (size.individuals, min(PILOT_WORDS, size.words))
+        few = prompts[:PILOT_PROMPTS]
+        goal = diversity(write(model, tokenizer, few, FREE["ordinary sampling"], *pilot, seed=0, judged=False).ids)
+        found = {}
+        for name, (way, span) in WAYS.items():
+            say(f"{name}: its temperature, for a diversity of {goal:.2f}")
+            found[name] = matched(model, tokenizer, few, way, goal, span, *pilot, seed=0).temperature
+        write_atomically(path, json.dumps(found))
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return {name: way.at(kept[name]) for name, (way, _) in WAYS.items()}
 
 
 def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:

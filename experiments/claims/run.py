@@ -82,8 +82,7 @@ def _result(
     say(f"{NAMES[name]} ({name})")
     each = (base, data, size)
     if name == "individuals":
-        every = [individuals.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)]
-        return individuals.summary(every, size.individuals)
+        return individuals.summary(individuals.of_seeds(out, *each, seeds, say), size.individuals)
     if name == "grid":
         return grid.summary([grid.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)])
     scores = [scores_of(out, *each, seed, seeds, say) for seed in range(seeds)]
