@@ -15,6 +15,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from experiments.claims import individuals, run
 from experiments.claims.lists import PROMPTS, asked_lists
 from experiments.claims.measures import Claim, auroc, calibration_error, rank_correlation, rejection_curve
+from experiments.claims.one_vs_rest import widened
 from experiments.claims.page import PAGE, committed, filled
 from experiments.claims.scores import scored
 from experiments.claims.subject import Positions, train_heads
@@ -115,6 +116,18 @@ def test_constant_scales_are_no_sign_and_a_larger_scale_where_wrong_is_one() -> 
     found = of_texts({"start/held out": same, **{f"start/{kind}": other for kind in run.uncertainty.KINDS}}, "start")
     assert found["code"]["softmax: entropy"] == 0.5
     assert found["code"]["small sum of P"] > 0.5
+
+
+def test_a_scale_that_is_too_narrow_is_widened() -> None:
+    g = np.random.default_rng(0)
+    gap = g.normal(0, 1, 4000)
+    chance = np.arctan2(1.0, gap) / np.pi
+    right = g.random(4000) < chance
+    narrow = np.arctan2(0.01, gap) / np.pi
+    words = {"p": narrow, "scale": np.full(4000, 0.01), "best": np.zeros(4000), "label": 1.0 - right}
+    p, factor = widened({**words, "text": np.arange(4000) // 100})
+    assert factor == pytest.approx(100, rel=0.5)
+    assert calibration_error(p, right) < 0.05 < calibration_error(narrow, right)
 
 
 def test_what_scales_add_to_entropy() -> None:
