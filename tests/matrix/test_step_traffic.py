@@ -42,7 +42,7 @@ OPERATIONS = {
     "reduce_scatter_tensor": "reduce-scatter",
     "all_reduce": "all-reduce",
 }
-TINY = 200  # bytes: the counts of a step, norms, flags; every other message of these cases is larger
+TINY = 64  # bytes for each rank: the counts of a step, norms, flags; every other message of these cases is larger
 
 
 def config_of(zero: int, group: int, precision: str, accumulation: int, world: int, extra: dict[str, Any]) -> Config:
@@ -88,13 +88,14 @@ def _of_one(
     rig.step(batches, plan)
     traffic.on = False
     counted: Counter[Any] = Counter()
+    tiny = TINY * runtime.world_size
     for operation, name, ranks, size in traffic.take()[0]:
-        if size > TINY and ranks > 1:
+        if size > tiny and ranks > 1:
             counted[OPERATIONS[operation], name if name in ("vocabulary", "replica") else "world"] += size
     (s,) = stage_sizes(config, Architecture.of(SIZES), world=runtime.world_size, kind="cpu")
     planned: Counter[Any] = Counter()
     for message in step_messages(s):
-        if message.bytes > TINY:
+        if message.bytes > tiny:
             planned[message.operation, message.group] += message.bytes
     return counted, planned, zero, group
 
