@@ -106,8 +106,8 @@ def _against_forgetting(run: RunData) -> str:
 def _overfit(run: RunData) -> Iterator[Finding]:
     losses = run.raw.get("eval/cls_loss_mean", [])
     if len(losses) >= 4 and losses[-1] > 1.05 * min(losses) and min(losses) > 0:
-        best = losses.index(min(losses))
-        at = run.curves["eval/cls_loss_mean"].x[min(best, len(run.curves["eval/cls_loss_mean"].x) - 1)]
+        steps = run.curves["eval/cls_loss_mean"].x  # fewer than losses in a long run: of the stretch in which it lies
+        at = steps[losses.index(min(losses)) * len(steps) // len(losses)]
         yield warn(
             "The held-out word loss was lower before",
             f"{min(losses):.3g} at step {at:.0f}, {losses[-1]:.3g} at the end: it overfits. Stop earlier "
