@@ -168,7 +168,7 @@ def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
         Claim("it keeps it better than replayed noise", "AUROC, difference", 0.0, less("same writer", one, replay)),
         Claim("it keeps it better than constant noise", "AUROC, difference", 0.0, less("same writer", one, constant)),
         Claim(
-            "sampling the cause is more diverse (temperature 1 of both)",
+            "sampling the cause as written (temperature 1) is more diverse than ordinary sampling at 0.8",
             "diversity, individual less ordinary",
             0.0,
             less("diversity", "individual, temperature 1", "ordinary sampling"),

@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "small": Sizes(30, 16, 6, 3072, 100, 80, 40, individuals=12, prompts=8, words=12),
+    "small": Sizes(30, 16, 6, 3072, 100, 80, 40, individuals=8, prompts=6, words=10),
     "full": Sizes(1500, 200, 40, 4096, 1000, 4096, 300, individuals=64, prompts=32, words=48),
 }
 
