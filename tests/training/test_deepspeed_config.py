@@ -80,6 +80,7 @@ def test_the_number_of_parameters_needs_no_model() -> None:
     counted = sum(p.numel() for name, p in model.features.named_parameters() if ".lora_" in name or "num" in name)
     found = config().model_dump()
     found["model"]["lora"] = {**found["model"]["lora"], **LORA}
+    found["model"]["value_periods"] = model.config.value_periods
     assert feature_parameters(Config.model_validate(found), model.config.base) == counted
 
 
