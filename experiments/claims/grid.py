@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,16 @@ from cqwen_dist.run.files import write_atomically
 from experiments.claims.measures import Claim, cell
 from experiments.claims.pictures import line_chart
 from experiments.claims.scores import scored
-from experiments.claims.subject import Positions, Training, calibrated, hidden_size, read, train_heads
-from experiments.claims.texts import Sizes, texts_of
+from experiments.claims.subject import Ask, Positions, Training, calibrated, hidden_size, read, train_heads
+from experiments.claims.texts import texts_of
 
 TITLE = "Causal dimension, lambda, gate"
 DIMENSIONS: dict[str, Callable[[int], int]] = {
     "C = H/8": lambda hidden: hidden // 8,
+    "C = H/4": lambda hidden: hidden // 4,
     "C = H/2": lambda hidden: hidden // 2,
     "C = H": lambda hidden: hidden,
+    "C = H+8": lambda hidden: hidden + 8,
     "C = H+64": lambda hidden: hidden + 64,
 }
 TRAININGS = {
@@ -47,24 +48,22 @@ KNOBS = {
 BARS = {"words right": 0.02, "numbers, CRPS": 0.05}  # two points of top-1; a twentieth of the numbers' unit
 
 
-def of_seed(
-    out: Path, base: str, data: str, size: Sizes, seed: int, seeds: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def of_seed(ask: Ask) -> dict[str, Any]:
     """The measures of every point, of one seed; each is read from `out` where it was made before. Raises
     `UserError`."""
-    texts, hidden = texts_of(out / "data", data, size, seed, seeds), hidden_size(base)
+    texts, hidden = texts_of(ask.out / "data", ask.data, ask.size, ask.seed, ask.seeds), hidden_size(ask.base)
     found: dict[str, Any] = {}
     seen: dict[str, Positions] = {}
     for name in (*DIMENSIONS, *TRAININGS):
-        path = out / "grid" / f"seed-{seed}-of-{seeds}-{name.replace('/', ' by ')}.json"
+        path = ask.out / "grid" / f"seed-{ask.seed}-of-{ask.seeds}-{name.replace('/', ' by ')}.json"
         if not path.is_file():
-            say(f"seed {seed}: {name}")
+            ask.say(f"seed {ask.seed}: {name}")
             shape = {"causal_size": DIMENSIONS.get(name, DIMENSIONS[USUAL])(hidden)}
-            model, tokenizer = calibrated(base, texts["train"], seed, size.calibration, **shape)
+            model, tokenizer = calibrated(ask.base, texts["train"], ask.seed, ask.size.calibration, **shape)
             if not seen:  # neither the backbone nor the embedding differs between points
                 seen = {kind: read(model.model, texts[kind], tokenizer) for kind in ("train", "held out")}
             training = TRAININGS.get(name, Training())
-            train_heads(model.model, seen["train"], size.grid_steps, size.step_tokens, seed, training)
+            train_heads(model.model, seen["train"], ask.size.grid_steps, ask.size.step_tokens, ask.seed, training)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(measured(model.model, seen["held out"])))
         found[name] = json.loads(path.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.run.files import write_atomically
 from experiments.claims.measures import Claim, auroc, cell
 from experiments.claims.pictures import line_chart
-from experiments.claims.subject import calibrated
+from experiments.claims.subject import Ask, calibrated
 from experiments.claims.texts import Sizes, texts_of
 from experiments.claims.writers import Texts, Way, diversity, matched, write
 
@@ -48,6 +48,7 @@ PILOT_WORDS, PILOT_PROMPTS = 8, 2
 WAYS = {
     "individual, matched": (Way("individual", 1.0), (1.0, 1e6)),
     "individual, tails cut, matched": (Way("individual", 1.0, cut=0.05), (1.0, 1e6)),
+    "nucleus of 0.9, matched": (Way("fresh", 1.0, nucleus=0.9), (0.3, 10.0)),
     "Gumbel noise replayed, matched": (Way("replayed", 1.0), (0.05, 5.0)),
     "Gumbel noise constant, matched": (Way("constant", 1.0), (0.05, 5.0)),
 }
@@ -97,23 +98,22 @@ def described(texts: Texts, seed: int) -> dict[str, float]:
     }
 
 
-def of_seeds(
-    out: Path, base: str, data: str, size: Sizes, seeds: int, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """The measures of every way, of each seed; a seed's are read from `out` where they were made before.
+def of_seeds(asks: list[Ask]) -> list[dict[str, Any]]:
+    """The measures of every way, of each seed; a seed's are read again where they were made before.
 
     A seed draws the writers. All have one start, and temperatures that the first seed's writers match.
 
     Raises `UserError`.
     """
-    folder = out / "individuals"
-    paths = [folder / f"seed-{seed}.json" for seed in range(seeds)]
+    ask, size, say = asks[0], asks[0].size, asks[0].say
+    folder = ask.out / "individuals"
+    paths = [folder / f"seed-{one.seed}.json" for one in asks]
     if any(not path.is_file() for path in paths):
         folder.mkdir(parents=True, exist_ok=True)
-        texts = texts_of(out / "data", data, size, 0, seeds)
+        texts = texts_of(ask.out / "data", ask.data, size, 0, ask.seeds)
         say("the start, from the user's texts and prose")
         mixed = [text for pair in zip(texts["train"], texts["prose"], strict=False) for text in pair] + texts["train"]
-        model, tokenizer = calibrated(base, mixed, 0, size.calibration)
+        model, tokenizer = calibrated(ask.base, mixed, 0, size.calibration)
         prompts = list(PROMPTS[: size.prompts])
         ways = {**FREE, **_matched_ways(folder / "temperatures.json", model.model, tokenizer, prompts, size, say)}
         for seed, path in enumerate(paths):
@@ -160,8 +160,7 @@ def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
     def less(measure: str, name: str, other: str) -> list[float]:
         return [a - b for a, b in zip(of(name, measure), of(other, measure), strict=True)]
 
-    one, replay, constant = (name for name in WAYS if "cut" not in name)
-    cut = next(name for name in WAYS if "cut" in name)
+    one, cut, nucleus, replay, constant = WAYS
     claims = [
         Claim("an individual keeps its manner", "AUROC of the same writer", 0.5, of(one, "same writer")),
         Claim("its texts name it", "share named", 1 / writers, of(one, "writer named")),
@@ -178,6 +177,12 @@ def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
             "surprise, ordinary less individual (nats)",
             0.0,
             less("surprise", "ordinary sampling", one),
+        ),
+        Claim(
+            "nor worse than a nucleus",
+            "surprise, nucleus less individual (nats)",
+            0.0,
+            less("surprise", nucleus, one),
         ),
         Claim(
             "nor do they repeat themselves more",

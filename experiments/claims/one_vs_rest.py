@@ -2,7 +2,7 @@
 
 (S4 3.3.2, 3.3.4.) Both are of one base. Expected calibration error and Brier score of the chosen word, the Brier score
 over all words, and a reliability curve of every P of every word. Prompts with several right words (`lists`): the total
-that they get, how evenly, how many of them are the best, how many have P above 1/2.
+that they get, how evenly, how many of them are the best, how many have P above 1/2. `growth`: parts of the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.claims import growth
 from experiments.claims.lists import PROMPTS
 from experiments.claims.measures import Claim, calibration_error, cell
 from experiments.claims.pictures import line_chart
@@ -90,15 +91,15 @@ def of_lists(lists: Scores) -> dict[str, dict[str, float]]:
     return found
 
 
-def summary(every: list[dict[str, Scores]]) -> dict[str, Any]:
-    """Claims, tables and pictures from the scores of all seeds."""
+def summary(every: list[dict[str, Scores]], parts: list[dict[str, growth.Found]]) -> dict[str, Any]:
+    """Claims, tables and pictures from the scores and the parts of the vocabulary (`growth`) of all seeds."""
     calibration = {stage: [of_calibration(scores[f"{stage}/held out"]) for scores in every] for stage in STAGES}
     lists = {stage: [of_lists(scores[f"{stage}/lists"]) for scores in every] for stage in STAGES}
     return {
-        "claims": [claim.judged() for claim in _claims(calibration, lists)],
-        "tables": [_calibration_table(calibration), _list_table(lists)],
-        "pictures": {"reliability": _reliability(every)},
-        "details": {"calibration": calibration, "lists": lists},
+        "claims": [claim.judged() for claim in (*_claims(calibration, lists), *growth.claims(parts))],
+        "tables": [_calibration_table(calibration), growth.table(parts), _list_table(lists)],
+        "pictures": {"reliability": _reliability(every), "growth": growth.picture(parts)},
+        "details": {"calibration": calibration, "lists": lists, "growth": parts},
     }
 
 

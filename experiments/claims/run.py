@@ -14,10 +14,10 @@ from pydantic_core import to_json
 
 from cqwen_dist.config import UserError
 from cqwen_dist.run.files import write_atomically
-from experiments.claims import grid, individuals, one_vs_rest, uncertainty
+from experiments.claims import forgetting, grid, growth, individuals, one_vs_rest, stages, uncertainty
 from experiments.claims.page import shown
 from experiments.claims.scores import scores_of
-from experiments.claims.subject import require_base
+from experiments.claims.subject import Ask, require_base
 from experiments.claims.texts import SIZES, Sizes
 
 NAMES = {
@@ -25,6 +25,13 @@ NAMES = {
     "one_vs_rest": one_vs_rest.TITLE,
     "individuals": individuals.TITLE,
     "grid": grid.TITLE,
+    "stages": stages.TITLE,
+    "forgetting": forgetting.TITLE,
+}
+SEPARATE: dict[str, tuple[Callable[[Ask], Any], Callable[[list[Any]], dict[str, Any]]]] = {
+    "grid": (grid.of_seed, grid.summary),
+    "stages": (stages.of_seed, stages.summary),
+    "forgetting": (forgetting.of_seed, forgetting.summary),
 }
 
 
@@ -80,21 +87,30 @@ def _result(
 ) -> dict[str, Any]:
     """Claims, tables, pictures, details of one experiment."""
     say(f"{NAMES[name]} ({name})")
-    each = (base, data, size)
+    asks = [Ask(out, base, data, size, seed, seeds, say) for seed in range(seeds)]
     if name == "individuals":
-        return individuals.summary(individuals.of_seeds(out, *each, seeds, say), size.individuals)
-    if name == "grid":
-        return grid.summary([grid.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)])
-    scores = [scores_of(out, *each, seed, seeds, say) for seed in range(seeds)]
-    return uncertainty.summary(scores) if name == "uncertainty" else one_vs_rest.summary(scores)
+        return individuals.summary(individuals.of_seeds(asks), size.individuals)
+    if name in SEPARATE:
+        of_seed, summary = SEPARATE[name]
+        return summary([of_seed(ask) for ask in asks])
+    scores = [scores_of(ask) for ask in asks]
+    if name == "uncertainty":
+        return uncertainty.summary(scores)
+    return one_vs_rest.summary(scores, [growth.of_seed(ask) for ask in asks])
 
 
 def sizes_of(name: str, size: Sizes) -> str:
     """The sizes that matter to an experiment, in words."""
     start = f"{size.held_out} held-out texts a seed; a start from some {size.calibration} tokens"
+    trainings = (
+        f"{start}; heads: {size.grid_steps} steps of {size.step_tokens} positions; "
+        f"LoRA: {size.lora_heads} + {size.lora_steps} steps of {size.lora_texts} texts"
+    )
     return {
         "individuals": f"{size.individuals} writers, {size.prompts} prompts, {size.words} words each",
         "grid": f"{start}; {size.grid_steps} steps of {size.step_tokens} positions",
+        "stages": trainings,
+        "forgetting": trainings,
     }.get(name, f"{start}; {size.steps} steps of {size.step_tokens} positions")
 
 

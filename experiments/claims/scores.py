@@ -7,8 +7,6 @@ is the base's own distribution, but for <NUM> and the digits; words alone are co
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,8 @@ from cqwen_dist.ops.ovr.best import scale_scores
 from cqwen_dist.ops.products import product
 from cqwen_dist.run.files import written_whole
 from experiments.claims.lists import asked_lists
-from experiments.claims.subject import Positions, calibrated, read, train_heads
-from experiments.claims.texts import KINDS, Sizes, texts_of
+from experiments.claims.subject import Ask, Positions, calibrated, read, train_heads
+from experiments.claims.texts import KINDS, texts_of
 
 TOGETHER = 64  # positions in a matrix [N,V]
 STAGES = ("start", "trained")
@@ -104,17 +102,15 @@ def _binned(p: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
     return torch.stack([counts.double(), sums, hits.double()]).numpy()
 
 
-def scores_of(
-    out: Path, base: str, data: str, size: Sizes, seed: int, seeds: int, say: Callable[[str], None]
-) -> dict[str, Scores]:
+def scores_of(ask: Ask) -> dict[str, Scores]:
     """The scores of one seed: "STAGE/KIND" -> columns, KIND "held out", one of `KINDS`, or "lists"
     (`asked_lists`); "training" -> the loss of each step. Read from `out` where they were made before.
 
     Raises `UserError`.
     """
-    path = out / "scores" / f"seed-{seed}-of-{seeds}.npz"
+    path = ask.out / "scores" / f"seed-{ask.seed}-of-{ask.seeds}.npz"
     if not path.is_file():
-        made = _made(out, base, data, size, seed, seeds, say)
+        made = _made(ask)
         path.parent.mkdir(parents=True, exist_ok=True)
         flat: dict[str, Any] = {f"{group}|{name}": c for group, own in made.items() for name, c in own.items()}
         with written_whole(path) as partial, partial.open("wb") as file:
@@ -127,12 +123,11 @@ def scores_of(
     return dict(found)
 
 
-def _made(
-    out: Path, base: str, data: str, size: Sizes, seed: int, seeds: int, say: Callable[[str], None]
-) -> dict[str, Scores]:
-    texts = texts_of(out / "data", data, size, seed, seeds)
+def _made(ask: Ask) -> dict[str, Scores]:
+    size, seed, say = ask.size, ask.seed, ask.say
+    texts = texts_of(ask.out / "data", ask.data, size, seed, ask.seeds)
     say(f"seed {seed}: the start")
-    model, tokenizer = calibrated(base, texts["train"], seed, size.calibration)
+    model, tokenizer = calibrated(ask.base, texts["train"], seed, size.calibration)
     inner = model.model
     say(f"seed {seed}: features")
     seen = {kind: read(inner, texts[kind], tokenizer) for kind in ("train", "held out", *KINDS)}

@@ -4,6 +4,7 @@ heads."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Stage, UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.config.training import HEADS
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
@@ -25,19 +27,35 @@ from cqwen_dist.targets import TargetTransform
 from cqwen_dist.training.optim import HeadOptimizer
 from cqwen_dist.training.parameter_groups import head_members
 from cqwen_dist.training.stages import StagePlan
+from experiments.claims.texts import Sizes
 from experiments.learn.answers import whole_texts
 
 WARM_UP = 5
 BETAS = (0.9, 0.999)
 
 
-class Training(NamedTuple):
-    """The loss of a training of the heads: lambda and the gate of the numbers (docs/training.md)."""
+class Ask(NamedTuple):
+    """What is asked of every experiment of a seed: where results are kept, the base, the texts, how much."""
 
-    reg_weight: float = 1.0
+    out: Path
+    base: str
+    data: str
+    size: Sizes
+    seed: int
+    seeds: int
+    say: Callable[[str], None]
+
+
+class Training(NamedTuple):
+    """A training of the heads: its losses (docs/training.md), what it trains, its rates by the usual ones."""
+
+    cls_weight: float = 1.0  # of the words' loss
+    reg_weight: float = 1.0  # lambda
     gate: str = "alpha"
     alpha: float = 0.0
     gate_grad: str = "stop"
+    groups: tuple[str, ...] = HEADS
+    rate: float = 1.0
 
 
 class Positions(NamedTuple):
@@ -121,9 +139,12 @@ def train_heads(
 
     Every step takes `tokens` positions at random. Returns the loss of each step, in nats a token.
     """
-    rate = 0.012 / model.config.hidden_size
-    rates = {"classifier": rate / 10, "regression": 1e-3, "thresholds": 1e-3}
-    stage = Stage(name="heads", train=["heads"], steps=steps, lr=rate, lr_groups=rates, warmup_steps=WARM_UP)
+    training = training or Training()
+    rate = training.rate * 0.012 / model.config.hidden_size
+    rates = {"classifier": rate / 10, "regression": 1e-3 * training.rate, "thresholds": 1e-3 * training.rate}
+    groups = {group: rates[group] for group in training.groups if group in rates}
+    train = list(training.groups)
+    stage = Stage(name="heads", train=train, steps=steps, lr=rate, lr_groups=groups, warmup_steps=WARM_UP)
     plan = StagePlan(stage, 0, 0, steps)
     members = head_members(nn.ModuleDict(model.heads), "per-word", False)
     optimizer = HeadOptimizer(members, ALONE, BETAS, weight_decay=0.0)
@@ -131,7 +152,6 @@ def train_heads(
     model.requires_grad_(False)
     optimizer.enter_stage(plan, plan.stage.groups)
     ovr = OvrOptions(slope_limit=1.0, want_prob_sum=True)
-    training = training or Training()
     loss = (training.alpha, training.gate, training.gate_grad)
     options = LossOptions(int(model.config.num_token_id), *loss, ovr=ovr)
     targets = model.target.forward(seen.values)
@@ -144,7 +164,7 @@ def train_heads(
         numbers = len(at) if counts_text(options.gate) else max(int(labels.is_number.sum()), 1)
         lam = training.reg_weight / numbers
         u = model.abduction(seen.z[at])
-        terms = fused_loss(model.action, u, labels, options, token_weight=1 / len(at), number_weight=lam)
+        terms = fused_loss(model.action, u, labels, options, training.cls_weight / len(at), lam)
         terms.loss.backward()
         optimizer.set_lr(plan, step)
         optimizer.step(torch.ones(()))

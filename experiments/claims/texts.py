@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.learn.corpora import read_items, write_corpora
+from experiments.learn.corpora import Item, read_items, write_corpora
 
 LANGUAGES = (
     "Anna kauft drei Äpfel für je zwei Euro und bezahlt mit einem Zehner. Wie viel Geld bekommt sie zurück? Sie "
@@ -52,34 +52,56 @@ class Sizes(NamedTuple):
     individuals: int
     prompts: int
     words: int  # that an individual writes
+    lora_heads: int  # steps of a training with LoRA: of the heads first,
+    lora_steps: int  # then of both
+    lora_texts: int  # of a step
 
 
 SIZES = {
-    "small": Sizes(30, 16, 6, 3072, 100, 80, 40, individuals=8, prompts=6, words=10),
-    "full": Sizes(1500, 200, 40, 4096, 1000, 4096, 300, individuals=64, prompts=32, words=48),
+    "small": Sizes(
+        30, 16, 6, 3072, 100, 80, 40, individuals=8, prompts=6, words=10, lora_heads=6, lora_steps=12, lora_texts=2
+    ),
+    "full": Sizes(
+        1500,
+        200,
+        40,
+        4096,
+        1000,
+        4096,
+        300,
+        individuals=64,
+        prompts=32,
+        words=48,
+        lora_heads=100,
+        lora_steps=300,
+        lora_texts=16,
+    ),
 }
 
 
 def texts_of(folder: Path, data: str, size: Sizes, seed: int, seeds: int) -> dict[str, list[str]]:
     """The texts of one seed out of `seeds`: "train", "held out" and each of `KINDS`. No two seeds share a text, but for
     the other languages, which are few. Raises `UserError`."""
-    every = size.held_out * seeds
-    write_corpora(folder, data, size.texts * seeds, every, every, size.pieces * seeds)
-    found = {name: [item.text for item in read_items(folder / f"{name}.jsonl")][seed::seeds] for name in _FILES}
-    held_out = found["words"][: size.held_out]
+    found = {name: [item.text for item in items] for name, items in items_of(folder, data, size, seed, seeds).items()}
+    held_out = found["words"]
     languages = list(LANGUAGES)
     random.Random(seed).shuffle(languages)
     return {
-        "train": found["train"][: size.texts],
+        "train": found["train"],
         "held out": held_out,
-        "prose": found["prose"][: size.pieces],
-        "code": found["code"][: size.pieces],
+        "prose": found["prose"],
+        "code": found["code"],
         "shuffled words": [shuffled(text, seed) for text in held_out[: size.pieces]],
         "other languages": languages[: size.pieces],
     }
 
 
-_FILES = ("train", "words", "prose", "code")
+def items_of(folder: Path, data: str, size: Sizes, seed: int, seeds: int) -> dict[str, list[Item]]:
+    """The seed's texts with their prompts: "train", and each of `HELD_OUT`. Raises `UserError`."""
+    every = size.held_out * seeds
+    write_corpora(folder, data, size.texts * seeds, every, every, size.pieces * seeds)
+    counts = {"train": size.texts, "words": size.held_out, "prose": size.pieces, "code": size.pieces}
+    return {name: read_items(folder / f"{name}.jsonl")[seed::seeds][:count] for name, count in counts.items()}
 
 
 def shuffled(text: str, seed: int) -> str:

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import numpy as np
+from scipy.stats import cauchy, laplace, norm, t
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -31,6 +32,8 @@ SIGNS = {  # larger where the model should be wrong
     "softmax: entropy": lambda s: s["soft_entropy"],
     "softmax: - margin": lambda s: -s["soft_margin"],
 }
+
+LAWS = {"Cauchy": cauchy, "Laplace": laplace, "Gaussian": norm, "Student t": t}
 
 
 def words_of(scores: Scores) -> Scores:
@@ -76,6 +79,20 @@ def of_numbers(scores: Scores) -> dict[str, Any]:
     }
 
 
+def of_laws(scores: Scores) -> dict[str, float]:
+    """The mean log likelihood, in nats a number, of the residuals goal - loc_Y under each of `LAWS` around 0, which is
+    fitted (scale; the t's degrees of freedom) to the other half of the texts. NaN where a half has no number."""
+    keep = scores["is_number"] == 1
+    residual, first = (scores["goal"] - scores["y_loc"])[keep], scores["text"][keep] % 2 == 0
+    if first.all() or not first.any():
+        return dict.fromkeys(LAWS, math.nan)
+    found = {}
+    for name, law in LAWS.items():
+        parts = [law.logpdf(residual[half], *law.fit(residual[~half], floc=0)) for half in (first, ~first)]
+        found[name] = float(np.concatenate(parts).mean())
+    return found
+
+
 def of_texts(scores: dict[str, Scores], stage: str) -> dict[str, dict[str, float]]:
     """For each kind of texts the AUROC of being of that kind and not of the held-out texts' own kind."""
     found = {}
@@ -104,11 +121,12 @@ def summary(every: list[dict[str, Scores]]) -> dict[str, Any]:
     errors = {stage: [of_errors(scores[f"{stage}/held out"]) for scores in every] for stage in STAGES}
     numbers = {stage: [of_numbers(scores[f"{stage}/held out"]) for scores in every] for stage in STAGES}
     texts = {stage: [of_texts(scores, stage) for scores in every] for stage in STAGES}
+    laws = {stage: [of_laws(scores[f"{stage}/held out"]) for scores in every] for stage in STAGES}
     return {
-        "claims": [claim.judged() for claim in _claims(errors, numbers, texts)],
-        "tables": [_error_table(errors), _number_table(numbers), _text_table(texts)],
+        "claims": [claim.judged() for claim in (*_claims(errors, numbers, texts), *_law_claims(laws["trained"]))],
+        "tables": [_error_table(errors), _number_table(numbers), _law_table(laws), _text_table(texts)],
         "pictures": {"rejection": _rejection(every), "intervals": _intervals(numbers["trained"])},
-        "details": {"errors": errors, "numbers": numbers, "texts": texts},
+        "details": {"errors": errors, "numbers": numbers, "laws": laws, "texts": texts},
     }
 
 
@@ -132,6 +150,19 @@ def _claims(errors: dict[str, Any], numbers: dict[str, Any], texts: dict[str, An
     return found
 
 
+def _law_claims(laws: list[dict[str, float]]) -> list[Claim]:
+    """Is a Cauchy the right law of the residuals (S4 5.3 (4))?"""
+    better = {name: [seed["Cauchy"] - seed[name] for seed in laws] for name in LAWS}
+    measure = "log likelihood, Cauchy's less"
+    return [
+        Claim(
+            f"a number's residual is more like a Cauchy's than a {name}'s", f"{measure} the {name}'s", 0.0, better[name]
+        )
+        for name in LAWS
+        if name != "Cauchy"
+    ]
+
+
 def _error_table(errors: dict[str, Any]) -> dict[str, Any]:
     rows = [[name, *(cell([seed[name] for seed in errors[stage]]) for stage in STAGES)] for name in ("right", *SIGNS)]
     rows[0][0] = "(share of words that are right)"
@@ -147,6 +178,11 @@ def _number_table(numbers: dict[str, Any]) -> dict[str, Any]:
         "head": ["", *STAGES],
         "rows": rows,
     }
+
+
+def _law_table(laws: dict[str, Any]) -> dict[str, Any]:
+    rows = [[name, *(cell([seed[name] for seed in laws[stage]]) for stage in STAGES)] for name in LAWS]
+    return {"title": "Log likelihood of the numbers' residuals, in nats, by law", "head": ["", *STAGES], "rows": rows}
 
 
 def _text_table(texts: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Ways to write many texts after one prompt, such that the n-th writer is the same one for every prompt, or is not.
 
 individual      U is drawn once for each writer: the same quantiles at every step and prompt (S3 3.4.1)
-fresh           Gumbel noise on softmax's logits, new at every step and prompt: sampling with a temperature
+fresh           Gumbel noise on softmax's logits, new at every step and prompt: sampling with a temperature; with
+                `nucleus`, among the most probable words that make up this share (top-p)
 replayed        the noise of a step is the same for every prompt (arXiv 2409.17027)
 constant        one noise for each word, the same at every step and prompt
 
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.generator import generate
@@ -28,11 +30,13 @@ KINDS = ("individual", "fresh", "replayed", "constant")
 
 @dataclass(frozen=True)
 class Way:
-    """How texts are written. cut: uniform draws stay so far from 0 and 1 (`eps_truncation`), for individuals."""
+    """How texts are written. cut: uniform draws stay so far from 0 and 1 (`eps_truncation`), for individuals. nucleus:
+    the share of softmax that the words to choose from make up, for the others."""
 
     kind: str
     temperature: float
     cut: float = 0.0
+    nucleus: float = 1.0
 
     def at(self, temperature: float) -> Way:
         """The same at another temperature."""
@@ -61,7 +65,10 @@ class GumbelNoise:
         place = {"fresh": (1 + self.prompt, 1 + step), "replayed": (0, 1 + step), "constant": (0, 0)}[self.way.kind]
         draw = torch.Generator().manual_seed((self.seed * 1009 + place[0]) * 100_003 + place[1])
         uniform = torch.rand(logits.shape, generator=draw).clamp(1e-12, 1 - 1e-7)
-        return logits / self.way.temperature - torch.log(-torch.log(uniform))
+        logits = logits / self.way.temperature
+        if self.way.nucleus < 1:
+            logits = TopPLogitsWarper(self.way.nucleus)(ids, logits)
+        return logits - torch.log(-torch.log(uniform))
 
 
 def write(

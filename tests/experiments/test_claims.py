@@ -23,7 +23,21 @@ from experiments.claims.texts import LANGUAGES, SIZES, Sizes, shuffled
 from experiments.claims.uncertainty import added, of_errors, of_texts
 from experiments.claims.writers import GumbelNoise, Way, diversity, matched, surprise_of, write
 
-TOY = Sizes(10, 8, 3, calibration=128, steps=3, step_tokens=16, grid_steps=2, individuals=4, prompts=3, words=4)
+TOY = Sizes(
+    10,
+    8,
+    3,
+    calibration=128,
+    steps=3,
+    step_tokens=16,
+    grid_steps=2,
+    individuals=4,
+    prompts=3,
+    words=4,
+    lora_heads=1,
+    lora_steps=1,
+    lora_texts=2,
+)
 
 
 def positions(count: int = 40, seed: int = 0) -> Positions:
@@ -168,6 +182,8 @@ def test_gumbel_noise_draws_from_softmax_and_is_kept_as_its_kind_says() -> None:
     drawn = GumbelNoise(Way("fresh", 1.0), 0, 0, 5)(ids, logits).argmax(1)
     shares = torch.bincount(drawn, minlength=3) / 20_000
     assert shares.tolist() == pytest.approx(logits[0].softmax(0).tolist(), abs=0.015)
+    few = GumbelNoise(Way("fresh", 1.0, nucleus=0.6), 0, 0, 5)(ids, logits).argmax(1)
+    assert set(few.tolist()) == {0}, "e^2 of e^2 + e + 1 is 0.67: the most probable word alone makes up the nucleus"
     zero = torch.zeros(4, 7)
 
     def noise(kind: str, prompt: int, step: int) -> torch.Tensor:
@@ -243,7 +259,7 @@ def test_every_experiment_on_a_tiny_base(
 
 
 def test_mistakes_of_the_user_are_one_line(tmp_path: Path, base: tuple[str, str]) -> None:
-    with pytest.raises(UserError, match=r"NAME: found 'wine', allowed: uncertainty, one_vs_rest, individuals, grid"):
+    with pytest.raises(UserError, match=r"NAME: found 'wine', allowed: uncertainty, one_vs_rest, individuals, grid, s"):
         run.run(["wine"], *base, tmp_path)
     with pytest.raises(UserError, match=r"--base: found no model in nowhere, allowed: .*make base"):
         run.run(["individuals"], "nowhere", base[1], tmp_path)
