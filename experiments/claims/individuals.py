@@ -106,7 +106,7 @@ def of_seeds(asks: list[Ask]) -> list[dict[str, Any]]:
     Raises `UserError`.
     """
     ask, size, say = asks[0], asks[0].size, asks[0].say
-    folder = ask.out / "individuals"
+    folder = ask.out / "individuals" / f"of-{ask.seeds}"  # the start depends on how many seeds share the texts
     paths = [folder / f"seed-{one.seed}.json" for one in asks]
     if any(not path.is_file() for path in paths):
         folder.mkdir(parents=True, exist_ok=True)
