@@ -26,7 +26,7 @@ from experiments.claims.subject import Ask, calibrated, read
 from experiments.claims.texts import texts_of
 
 PARTS = {"V/64": 64, "V/16": 16, "V/4": 4, "V": 1}
-MOST = 240  # positions: loc is [MOST,V] float32
+MOST = 800  # positions: loc is [MOST,V] float32
 MEASURES = ("scale", "sum of P", "ECE", "Brier")
 LAWS = ("Cauchy", "logistic")
 NEAR = -0.02  # of the error of calibration: so little worse counts as equal
