@@ -72,7 +72,7 @@ def summary(every: list[dict[str, Measures]]) -> dict[str, Any]:
             }
         ],
         "pictures": {
-            "kept": line_chart("Learnt and forgotten", lines, "own texts: risen surprise", "prose, code", points=True)
+            "kept": line_chart("Learnt and forgotten", lines, "own texts: risen surprise", "prose, code", joined=False)
         },
         "details": every,
     }

@@ -201,7 +201,9 @@ def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
     rows = [[name, *(cell(of(name, measure)) for measure in measures)] for name in every[0]]
     examples = [[name, text] for name in every[0] for text in every[0][name]["examples"][:2]]
     points = {name: sorted((seed[name]["surprise"], seed[name]["same writer"]) for seed in every) for name in every[0]}
-    chart = line_chart("Manner kept, and its price", points, "surprise, nats a word", "AUROC, same writer", points=True)
+    chart = line_chart(
+        "Manner kept, and its price", points, "surprise, nats a word", "AUROC, same writer", joined=False
+    )
     return {
         "claims": [claim.judged() for claim in claims],
         "tables": [

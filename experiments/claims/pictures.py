@@ -1,20 +1,28 @@
-"""A chart of lines as SVG, without a library."""
+"""A chart of lines or points as SVG, without a library."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 280, 60, 40, 210, 48
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 460, 280, 60, 40, 48
+LETTER = 6.6  # pixels, about
 COLOURS = ("#146", "#c50", "#2a7", "#a2a", "#777", "#b90")
 Points = Sequence[tuple[float, float]]
 
 
 def line_chart(
-    title: str, lines: Mapping[str, Points], across: str, up: str, diagonal: bool = False, points: bool = False
+    title: str,
+    lines: Mapping[str, Points],
+    across: str,
+    up: str,
+    diagonal: bool = False,
+    points: bool = False,
+    joined: bool = True,
 ) -> str:
-    """An SVG document: one line for each name, axes over the values. points: with a dot at every value. diagonal: with
-    the line y = x. Raises ValueError without a point."""
+    """An SVG document: one line for each name, axes over the values. points: with a dot at every value. joined: False
+    leaves the lines out. diagonal: with the line y = x. Raises ValueError without a point."""
     every = [point for line in lines.values() for point in line]
     if not every:
         raise ValueError("a chart without points")
@@ -28,24 +36,41 @@ def line_chart(
     if diagonal:
         ends = [at((max(x0, y0), max(x0, y0))), at((min(x1, y1), min(x1, y1)))]
         drawn.append(_path(ends, "#aaa", "4 4"))
-    for i in range(5):
-        x, y = x0 + (x1 - x0) * i / 4, y0 + (y1 - y0) * i / 4
-        (px, _), (_, py) = at((x, y0)), at((x0, y))
-        drawn.append(f'<text x="{px:.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{x:.3g}</text>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{y:.3g}</text>')
+    for x in ticks(x0, x1):
+        px = at((x, y0))[0]
+        drawn.append(f'<path d="M{px:.1f} {TOP + HEIGHT}v4" stroke="#444"/>')
+        drawn.append(f'<text x="{px:.1f}" y="{TOP + HEIGHT + 17}" text-anchor="middle">{x:.5g}</text>')
+    for y in ticks(y0, y1):
+        py = at((x0, y))[1]
+        drawn.append(f'<path d="M{LEFT - 4} {py:.1f}h4" stroke="#444"/>')
+        drawn.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{y:.5g}</text>')
     for i, (name, line) in enumerate(lines.items()):
         colour, places = COLOURS[i % len(COLOURS)], [at(point) for point in line]
-        drawn.append(_path(places, colour, "" if i < len(COLOURS) else "6 3"))
-        if points:
-            drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+        fill, dashes = (colour, "") if i < len(COLOURS) else ("white", "6 3")
+        if joined:
+            drawn.append(_path(places, colour, dashes))
+        if points or not joined:
+            drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" stroke="{colour}" fill="{fill}"/>' for x, y in places]
         beside = LEFT + WIDTH + 14
-        drawn.append(f'<path d="M{beside} {TOP + 8 + 20 * i}h18" stroke="{colour}" stroke-width="2"/>')
+        middle = TOP + 8 + 20 * i
+        if joined:
+            drawn.append(_path([(beside, middle), (beside + 18, middle)], colour, dashes))
+        else:
+            drawn.append(f'<circle cx="{beside + 9}" cy="{middle}" r="3" stroke="{colour}" fill="{fill}"/>')
         drawn.append(f'<text x="{beside + 24}" y="{TOP + 12 + 20 * i}">{escape(name)}</text>')
-    foot, middle = TOP + HEIGHT + 38, TOP + HEIGHT / 2
+    foot, centre = TOP + HEIGHT + 38, TOP + HEIGHT / 2
     drawn.append(f'<text x="{LEFT + WIDTH / 2}" y="{foot}" text-anchor="middle">{escape(across)}</text>')
-    turned = f'text-anchor="middle" transform="rotate(-90 14 {middle})"'
-    drawn.append(f'<text x="14" y="{middle}" {turned}>{escape(up)}</text>')
-    return _drawing(title, drawn)
+    turned = f'text-anchor="middle" transform="rotate(-90 14 {centre})"'
+    drawn.append(f'<text x="14" y="{centre}" {turned}>{escape(up)}</text>')
+    return _drawing(title, drawn, LEFT + WIDTH + 46 + LETTER * max(map(len, lines)))
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from low to high, about as many: multiples of 1, 2 or 5 times a power of ten. low < high."""
+    rough = (high - low) / about
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
@@ -59,8 +84,8 @@ def _path(places: Sequence[tuple[float, float]], colour: str, dashes: str) -> st
     return f'<path d="M{way}" stroke="{colour}" stroke-width="2" fill="none" stroke-dasharray="{dashes}"/>'
 
 
-def _drawing(title: str, drawn: Sequence[str]) -> str:
-    width, height = LEFT + WIDTH + RIGHT, TOP + HEIGHT + BOTTOM
+def _drawing(title: str, drawn: Sequence[str], width: float) -> str:
+    width, height = math.ceil(width), TOP + HEIGHT + BOTTOM
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
     white = '<rect width="100%" height="100%" fill="white"/>'
     named = f'<text x="12" y="22" font-size="14">{escape(title)}</text>'

@@ -82,6 +82,6 @@ def summary(every: list[dict[str, Measures]]) -> dict[str, Any]:
                 "rows": [[n, *(cell(list(of(n, m))) for m in lora), cell(list(others[n]))] for n in LORA_ARMS],
             },
         ],
-        "pictures": {"orders": line_chart("The heads' orders", lines, "CRPS", "surprise, nats", points=True)},
+        "pictures": {"orders": line_chart("The heads' orders", lines, "CRPS", "surprise, nats", joined=False)},
         "details": every,
     }

@@ -17,6 +17,7 @@ from experiments.claims.lists import PROMPTS, asked_lists
 from experiments.claims.measures import Claim, auroc, calibration_error, rank_correlation, rejection_curve
 from experiments.claims.one_vs_rest import widened
 from experiments.claims.page import PAGE, committed, filled
+from experiments.claims.pictures import ticks
 from experiments.claims.scores import scored
 from experiments.claims.subject import Positions, train_heads
 from experiments.claims.texts import LANGUAGES, SIZES, Sizes, shuffled
@@ -73,6 +74,13 @@ def test_measures_by_hand() -> None:
     curve = rejection_curve(np.array([0.1, 0.2, 0.8, 0.9]), np.array([True, True, False, False]))
     assert curve[-1] == (1.0, 0.5)
     assert dict(curve)[0.5] == 1.0
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0.0, 1.0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(0.517, 0.997) == pytest.approx([0.6, 0.7, 0.8, 0.9])
+    assert ticks(-3.0, 41.5) == [0, 10, 20, 30, 40]
+    assert ticks(1e-4, 3e-4) == pytest.approx([1e-4, 1.5e-4, 2e-4, 2.5e-4, 3e-4])
 
 
 def test_a_verdict_needs_the_whole_interval() -> None:
