@@ -12,8 +12,9 @@ All in float64 on the CPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,15 +30,14 @@ from cqwen_dist.model.wide import FOLDS, WidePart, fold_of
 
 REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
-SEARCHED = 1024  # numbers to choose the random features' kernel by
-SETTLED = 2048  # numbers for the weights, the ridge and the shrinkage: from 1,024 the ridge is too small for 8,000
+SEARCHED = 1024  # numbers to choose by; only the ridge is then chosen anew on all
 RIDGES = np.logspace(-3, 1, 9)  # in units of the mean of K's diagonal, of words alone
 VALUE_WEIGHTS = (0.01, 0.1, 1.0)  # of the values' part of K, relative to the words'
 RANDOM_WEIGHT = 10.0  # of the random features' part, while their kernel is chosen
-RANDOM_WEIGHTS = (RANDOM_WEIGHT, 1.0, 100.0)  # then tried
+RANDOM_WEIGHTS = (1.0, 100.0)  # then also tried
 WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of their kernel, in units of a row's root mean square distance from the mean
 STEPS = 2 * len(WIDTHS) + 2  # of progress: kernels, their weight, the fit on all
-Progress = Callable[[int, int], None]
+JUDGES = (0, 1)  # folds by which the ridge is chosen anew
 COMMON = 0.05  # share of texts that hold a name, for random features to read it
 LEAST = 4 * FOLDS
 LEAST_SPREAD = 1e-4  # of phi: below it a value is a constant
@@ -91,14 +91,35 @@ class _Targets:
             found += [_Found(np.log1p((self.t - share * g) ** 2), ridge, share) for share in SHARES]
         return min(found, key=lambda one: one.losses.mean())
 
-    def left_out(self, kernel: np.ndarray, ridge: float, again: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def climbed(self, kernel: np.ndarray, found: _Found) -> float:
+        """The ridge where a neighbour's loss is no less, from that of `found`; by some folds, as `kernel` may be large.
+
+        As many numbers as random features are fitted exactly by a small ridge, and badly: more of them need a larger.
+        """
+
+        @cache
+        def loss(at: int) -> float:
+            g, _ = self.left_out(kernel, RIDGES[at], folds=JUDGES)
+            own = np.isin(self.folds, JUDGES)
+            return float(np.log1p((self.t - found.share * g)[own] ** 2).mean())
+
+        at = int(np.abs(RIDGES - found.ridge).argmin())
+        for step in (1, -1):
+            while 0 <= at + step < len(RIDGES) and loss(at + step) < loss(at):
+                at += step
+        return float(RIDGES[at])
+
+    def left_out(
+        self, kernel: np.ndarray, ridge: float, again: bool = False, folds: Iterable[int] = range(FOLDS)
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(g of each number without its fold [n], a of each fold left out [FOLDS,n], 0 at its own).
 
-        again: each fit is followed by another, for which outliers are those from the first.
+        folds: those that are left out; g is 0 elsewhere. again: each fit is followed by another, for which outliers are
+        those from the first.
         """
         g, solved = np.zeros(len(self.t)), np.zeros((FOLDS, len(self.t)))
         inverse = inv(kernel + np.diag(ridge / self.weights), overwrite_a=True, check_finite=False) if again else None
-        for fold in range(FOLDS):
+        for fold in folds:
             own, rest = self.folds == fold, self.folds != fold
             some = self.of(rest) if inverse is None else self.reweighted(inverse, own, rest)
             system = kernel[np.ix_(rest, rest)] + np.diag(ridge / some.weights)
@@ -144,7 +165,7 @@ def fit_wide(
     targets: Tensor,
     columns: int,
     random_features: int = 0,
-    progress: Progress = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> WideFit | None:
     """Fit the tables to targets [n], in the regression's unit; None where that predicts no better than the median.
 
@@ -162,21 +183,18 @@ def fit_wide(
 
     # On some of the numbers
     random = _random_rows(counts, random_features)
-    features, weight = _search(every.of(slice(SEARCHED)), _kernels(words, values, SEARCHED), random, progress)
-    progress(STEPS - 2, STEPS)
-    some, kernels = every.of(slice(SETTLED)), _kernels(words, values, SETTLED)
-    if features is None:
-        times, (found, weight) = 0.0, _linear(some, kernels)
-    else:
-        tried = [(some.best(_joined(kernels, weight, features, times)), times) for times in RANDOM_WEIGHTS]
-        found, times = min(tried, key=lambda one: one[0].losses.mean())
-    if not found.losses.mean() < np.log1p(t[:SETTLED] ** 2).mean():
+    kernels = [_kernel(part[:SEARCHED]) for part in (words, values)]
+    found, weight, features, times = _search(every.of(slice(SEARCHED)), kernels, random, progress)
+    if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
     # On all
-    kernel = _joined(_kernels(words, values, len(t)), weight, features, times)
+    kernel = _kernel(words) + weight * _kernel(values)
+    if features is not None:
+        kernel += times * (features.x @ features.x.T)
     progress(STEPS - 1, STEPS)
-    left_out, solved = every.left_out(kernel, found.ridge, again=True)
+    ridge = found.ridge if len(t) <= SEARCHED else every.climbed(kernel, found)
+    left_out, solved = every.left_out(kernel, ridge, again=True)
     unit *= found.share
     tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * unit}
     if features is not None:
@@ -188,46 +206,32 @@ def fit_wide(
 
 
 def _search(
-    some: _Targets, kernels: tuple[np.ndarray, np.ndarray], random: Iterator[_RandomRows], progress: Progress
-) -> tuple[_RandomRows | None, float]:
-    """(the random features with which the fit has the least loss, None where they do not help; weight of the values'
-    part without them).
+    some: _Targets, kernels: Sequence[np.ndarray], random: Iterator[_RandomRows], progress: Callable[[int, int], None]
+) -> tuple[_Found, float, _RandomRows | None, float]:
+    """The fit of least loss: (it, weight of the values' part, random features or None, their weight).
 
     kernels: of the words' and of the values' part [n,n]. random: candidates, of these and further numbers.
     """
-    plain, weight = _linear(some, kernels)
+    words, values = kernels
+    linear = [(some.best(words + weight * values), weight) for weight in VALUE_WEIGHTS]
+    plain, weight = min(linear, key=lambda one: one[0].losses.mean())
+
+    def with_random(rows: _RandomRows, times: float) -> _Found:
+        x = rows.x[: len(some.t)]
+        return some.best(words + weight * values + times * (x @ x.T))
+
     best, features = plain, None
     for tried, rows in enumerate(random):
         progress(tried, STEPS)
-        found = some.best(_joined(kernels, weight, rows, RANDOM_WEIGHT))
+        found = with_random(rows, RANDOM_WEIGHT)
         if found.beats(plain) and found.losses.mean() < best.losses.mean():
             best, features = found, rows
-    return features, weight
-
-
-def _linear(some: _Targets, kernels: tuple[np.ndarray, np.ndarray]) -> tuple[_Found, float]:
-    """The fit of least loss without random features, and the weight of the values' part."""
-    tried = [(some.best(_joined(kernels, weight)), weight) for weight in VALUE_WEIGHTS]
-    return min(tried, key=lambda one: one[0].losses.mean())
-
-
-def _kernels(words: csr_matrix, values: csr_matrix, count: int) -> tuple[np.ndarray, np.ndarray]:
-    return _kernel(words[:count]), _kernel(values[:count])
-
-
-def _joined(
-    kernels: tuple[np.ndarray, np.ndarray], weight: float, features: _RandomRows | None = None, times: float = 0.0
-) -> np.ndarray:
-    """K of n numbers: the words' part, and the others' by their weights."""
-    words, values = kernels
-    joined = weight * values
-    joined += words  # in place: on all numbers a matrix takes half a GB
-    if features is not None:
-        x = features.x[: len(words)]
-        random = x @ x.T
-        random *= times
-        joined += random
-    return joined
+    if features is None:
+        return plain, weight, None, 0.0
+    progress(STEPS - 2, STEPS)
+    weighted = [(best, RANDOM_WEIGHT), *((with_random(features, times), times) for times in RANDOM_WEIGHTS)]
+    best, times = min(weighted, key=lambda one: one[0].losses.mean())
+    return best, weight, features, times
 
 
 @dataclass(frozen=True)

@@ -157,11 +157,33 @@ def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
     def of(name: str, measure: str) -> list[float]:
         return [float(seed[name][measure]) for seed in every]
 
+    measures = ("temperature", "diversity", "same writer", "writer named", "surprise", "distinct pairs")
+    rows = [[name, *(cell(of(name, measure)) for measure in measures)] for name in every[0]]
+    examples = [[name, text] for name in every[0] for text in every[0][name]["examples"][:2]]
+    points = {name: sorted((seed[name]["surprise"], seed[name]["same writer"]) for seed in every) for name in every[0]}
+    chart = line_chart(
+        "Manner kept, and its price", points, "surprise, nats a word", "AUROC, same writer", joined=False
+    )
+    return {
+        "claims": [claim.judged() for claim in _claims(every, writers)],
+        "tables": [
+            {"title": f"{writers} writers; surprise in nats a word", "head": ["", *measures], "rows": rows},
+            {"title": f"Examples: {PROMPTS[0]} ...", "head": ["", "text"], "rows": examples},
+        ],
+        "pictures": {"manner": chart},
+        "details": every,
+    }
+
+
+def _claims(every: list[dict[str, Any]], writers: int) -> list[Claim]:
+    def of(name: str, measure: str) -> list[float]:
+        return [float(seed[name][measure]) for seed in every]
+
     def less(measure: str, name: str, other: str) -> list[float]:
         return [a - b for a, b in zip(of(name, measure), of(other, measure), strict=True)]
 
     one, cut, nucleus, replay, constant = WAYS
-    claims = [
+    return [
         Claim("an individual keeps its manner", "AUROC of the same writer", 0.5, of(one, "same writer")),
         Claim("its texts name it", "share named", 1 / writers, of(one, "writer named")),
         Claim("it keeps it better than replayed noise", "AUROC, difference", 0.0, less("same writer", one, replay)),
@@ -197,19 +219,3 @@ def summary(every: list[dict[str, Any]], writers: int) -> dict[str, Any]:
             less("surprise", "ordinary sampling", cut),
         ),
     ]
-    measures = ("temperature", "diversity", "same writer", "writer named", "surprise", "distinct pairs")
-    rows = [[name, *(cell(of(name, measure)) for measure in measures)] for name in every[0]]
-    examples = [[name, text] for name in every[0] for text in every[0][name]["examples"][:2]]
-    points = {name: sorted((seed[name]["surprise"], seed[name]["same writer"]) for seed in every) for name in every[0]}
-    chart = line_chart(
-        "Manner kept, and its price", points, "surprise, nats a word", "AUROC, same writer", joined=False
-    )
-    return {
-        "claims": [claim.judged() for claim in claims],
-        "tables": [
-            {"title": f"{writers} writers; surprise in nats a word", "head": ["", *measures], "rows": rows},
-            {"title": f"Examples: {PROMPTS[0]} ...", "head": ["", "text"], "rows": examples},
-        ],
-        "pictures": {"manner": chart},
-        "details": every,
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 460, 280, 60, 40, 48
@@ -36,14 +36,7 @@ def line_chart(
     if diagonal:
         ends = [at((max(x0, y0), max(x0, y0))), at((min(x1, y1), min(x1, y1)))]
         drawn.append(_path(ends, "#aaa", "4 4"))
-    for x in ticks(x0, x1):
-        px = at((x, y0))[0]
-        drawn.append(f'<path d="M{px:.1f} {TOP + HEIGHT}v4" stroke="#444"/>')
-        drawn.append(f'<text x="{px:.1f}" y="{TOP + HEIGHT + 17}" text-anchor="middle">{x:.5g}</text>')
-    for y in ticks(y0, y1):
-        py = at((x0, y))[1]
-        drawn.append(f'<path d="M{LEFT - 4} {py:.1f}h4" stroke="#444"/>')
-        drawn.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{y:.5g}</text>')
+    drawn += _marks((x0, x1), (y0, y1), at)
     for i, (name, line) in enumerate(lines.items()):
         colour, places = COLOURS[i % len(COLOURS)], [at(point) for point in line]
         fill, dashes = (colour, "") if i < len(COLOURS) else ("white", "6 3")
@@ -71,6 +64,22 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def _marks(
+    across: tuple[float, float], up: tuple[float, float], at: Callable[[tuple[float, float]], tuple[float, float]]
+) -> list[str]:
+    """The ticks of both axes and their numbers."""
+    drawn = []
+    for x in ticks(*across):
+        px = at((x, up[0]))[0]
+        drawn.append(f'<path d="M{px:.1f} {TOP + HEIGHT}v4" stroke="#444"/>')
+        drawn.append(f'<text x="{px:.1f}" y="{TOP + HEIGHT + 17}" text-anchor="middle">{x:.5g}</text>')
+    for y in ticks(*up):
+        py = at((across[0], y))[1]
+        drawn.append(f'<path d="M{LEFT - 4} {py:.1f}h4" stroke="#444"/>')
+        drawn.append(f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{y:.5g}</text>')
+    return drawn
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:

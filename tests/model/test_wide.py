@@ -11,7 +11,17 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.wide import FOLDS, GRAMS, LINE, WidePart, split_value
-from cqwen_dist.model.wide_start import _counts, _kernel, _parts, _scaling, _Targets, fit_wide, texts_before
+from cqwen_dist.model.wide_start import (
+    RIDGES,
+    _counts,
+    _Found,
+    _kernel,
+    _parts,
+    _scaling,
+    _Targets,
+    fit_wide,
+    texts_before,
+)
 
 BUCKETS = 1024
 
@@ -237,6 +247,25 @@ def test_there_are_as_many_tables_as_folds_of_like_size():
     part, (ids, values) = WidePart(64, NUM, VOCAB), texts(800)
     folds = [t.fold for t in texts_before(part, batch_of(ids, values, torch.zeros(800)), torch.arange(800) * 9 + 8)]
     assert np.bincount(folds, minlength=FOLDS).min() > 60  # of 100; four standard deviations
+
+
+def test_as_many_numbers_as_features_need_a_larger_ridge_than_few_of_them() -> None:
+    draw = np.random.default_rng(0)
+    n, features = 500, 480
+    x = draw.standard_normal((n, features)) / np.sqrt(features)
+    t = x @ draw.standard_normal(features) + draw.normal(0, 0.5, n)
+    every = _Targets(t, t.clip(-6, 6), 1 / (1 + t**2), np.arange(n) % FOLDS)
+    few = _Found(np.zeros(0), RIDGES[1], 1.0)
+    ridge = every.climbed(x @ x.T, few)
+
+    def loss(ridge: float) -> float:
+        g, _ = every.left_out(x @ x.T, ridge)
+        return float(np.log1p((t - g) ** 2).mean())
+
+    assert ridge > 10 * RIDGES[1]
+    assert loss(ridge) < 0.8 * loss(RIDGES[1])
+    assert min(loss(other) for other in RIDGES) > 0.95 * loss(ridge), "two folds know it nearly as well as all"
+    assert every.climbed(x @ x.T, _Found(np.zeros(0), RIDGES[-1], 1.0)) == ridge, "from above too"
 
 
 def test_a_fold_left_out_leaves_no_trace_in_its_fit() -> None:
