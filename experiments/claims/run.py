@@ -14,7 +14,7 @@ from pydantic_core import to_json
 
 from cqwen_dist.config import UserError
 from cqwen_dist.run.files import write_atomically
-from experiments.claims import grid, individuals, one_vs_rest, uncertainty
+from experiments.claims import gallery, grid, individuals, one_vs_rest, treatments, uncertainty
 from experiments.claims.page import shown
 from experiments.claims.scores import scores_of
 from experiments.claims.subject import require_base
@@ -25,7 +25,10 @@ NAMES = {
     "one_vs_rest": one_vs_rest.TITLE,
     "individuals": individuals.TITLE,
     "grid": grid.TITLE,
+    "treatments": treatments.TITLE,
+    "gallery": gallery.TITLE,
 }
+OWN_DATA = {"treatments": "made-up people"}
 
 
 def run(
@@ -60,10 +63,10 @@ def run(
         about = {
             "command": f"python -m experiments {name}" + ("" if scale == "small" else f" --scale {scale}"),
             "date": date.today().isoformat(),
-            "seeds": seeds,
+            "seeds": 1 if name == "gallery" else seeds,
             "seconds": seconds,
             "machine": _machine(),
-            "data": f"{Path(data).name} on {Path(base).name}",
+            "data": f"{OWN_DATA.get(name, Path(data).name)} on {Path(base).name}",
             "sizes": sizes_of(name, size),
         }
         found[name] = json.loads(to_json({"run": about, **result}, inf_nan_mode="null"))
@@ -85,6 +88,10 @@ def _result(
         return individuals.summary(individuals.of_seeds(out, *each, seeds, say), size.individuals)
     if name == "grid":
         return grid.summary([grid.of_seed(out, *each, seed, seeds, say) for seed in range(seeds)])
+    if name == "treatments":
+        return treatments.summary([treatments.of_seed(out, base, size, seed, say) for seed in range(seeds)])
+    if name == "gallery":
+        return gallery.of_all(out, *each, seeds, say)
     scores = [scores_of(out, *each, seed, seeds, say) for seed in range(seeds)]
     return uncertainty.summary(scores) if name == "uncertainty" else one_vs_rest.summary(scores)
 
@@ -95,6 +102,8 @@ def sizes_of(name: str, size: Sizes) -> str:
     return {
         "individuals": f"{size.individuals} writers, {size.prompts} prompts, {size.words} words each",
         "grid": f"{start}; {size.grid_steps} steps of {size.step_tokens} positions",
+        "treatments": f"{size.people} people to learn from, {size.asked} others, {size.minutes:g} minutes asked of fit",
+        "gallery": f"{size.individuals} writers, {gallery.WORDS} words each",
     }.get(name, f"{start}; {size.steps} steps of {size.step_tokens} positions")
 
 

@@ -52,11 +52,18 @@ class Sizes(NamedTuple):
     individuals: int
     prompts: int
     words: int  # that an individual writes
+    people: int  # of `treatments`, to learn from
+    asked: int  # others, to ask for
+    minutes: float  # that `cqwen fit` may take for a seed
 
 
 SIZES = {
-    "small": Sizes(30, 16, 6, 3072, 100, 80, 40, individuals=8, prompts=6, words=10),
-    "full": Sizes(1500, 200, 40, 4096, 1000, 4096, 300, individuals=64, prompts=32, words=48),
+    "small": Sizes(
+        30, 16, 6, 3072, 100, 80, 40, individuals=8, prompts=6, words=10, people=400, asked=100, minutes=2.0
+    ),
+    "full": Sizes(
+        1500, 200, 40, 4096, 1000, 4096, 300, individuals=64, prompts=32, words=48, people=4000, asked=500, minutes=20.0
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from experiments.claims.texts import LANGUAGES, SIZES, Sizes, shuffled
 from experiments.claims.uncertainty import added, of_errors, of_texts
 from experiments.claims.writers import GumbelNoise, Way, diversity, matched, surprise_of, write
 
-TOY = Sizes(10, 8, 3, calibration=128, steps=3, step_tokens=16, grid_steps=2, individuals=4, prompts=3, words=4)
+TOY = Sizes(10, 8, 3, 128, 3, 16, 2, individuals=4, prompts=3, words=4, people=30, asked=4, minutes=0.1)
 
 
 def positions(count: int = 40, seed: int = 0) -> Positions:

@@ -1,0 +1,112 @@
+"""Pictures and tables of what the model does: individuals who write, people under treatments, intervals that widen.
+
+It claims nothing. The people and the curve are those of the first seed of `treatments`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.run.files import write_atomically
+from experiments.claims import treatments
+from experiments.claims.people import DOSES
+from experiments.claims.pictures import line_chart
+from experiments.claims.subject import calibrated
+from experiments.claims.texts import Sizes, texts_of
+from experiments.claims.writers import Way, write
+
+TITLE = "Gallery"
+PROMPTS = (
+    "Question: Tom has 3 bags with 12 apples each and gives 8 apples to his sister. How many apples are left?\n"
+    "Answer: Tom",
+    "Once upon a time there was a girl who lived by the sea.",
+)
+WORDS = 20
+WAYS = {
+    "individual, matched": Way("individual", 1500.0),
+    "individual, tails cut, matched": Way("individual", 30000.0, 0.05),
+}
+
+
+def of_all(out: Path, base: str, data: str, size: Sizes, seeds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Tables and pictures, without claims. What writers wrote is read from `out` where it was made before.
+
+    Raises `UserError`.
+    """
+    folder = out / "gallery"
+    folder.mkdir(parents=True, exist_ok=True)
+    wrote = folder / "writers.json"
+    if not wrote.is_file():
+        write_atomically(wrote, json.dumps(written(out, base, data, size, seeds, say), indent=1))
+    found = treatments.of_seed(out, base, size, 0, say)
+    kept = json.loads(wrote.read_text(encoding="utf-8"))
+    return {
+        "claims": [],
+        "tables": [*(_writers(prompt, texts) for prompt, texts in kept.items()), people_table(found["people"])],
+        "pictures": {"interval": _curve(found["curve"]), "width": width_chart(found["width"])},
+        "details": {"writers": kept, "people": found["people"], "curve": found["curve"]},
+    }
+
+
+def written(
+    out: Path, base: str, data: str, size: Sizes, seeds: int, say: Callable[[str], None]
+) -> dict[str, dict[str, list[str]]]:
+    """What the same writers write after each prompt, by the way of drawing; the start is that of `individuals`.
+
+    The temperatures are those that `individuals` matched, where it ran; else those of a run on SmolLM2-135M.
+    """
+    matched = out / "individuals" / "temperatures.json"
+    known = json.loads(matched.read_text(encoding="utf-8")) if matched.is_file() else {}
+    texts = texts_of(out / "data", data, size, 0, seeds)
+    mixed = [text for pair in zip(texts["train"], texts["prose"], strict=False) for text in pair] + texts["train"]
+    model, tokenizer = calibrated(base, mixed, 0, size.calibration)
+    found: dict[str, dict[str, list[str]]] = {prompt: {} for prompt in PROMPTS}
+    for name, fixed in WAYS.items():
+        way = fixed.at(known.get(name, fixed.temperature))
+        cut = f", draws {way.cut:g} away from 0 and 1" if way.cut else ""
+        by = f"temperature {way.temperature:.0f}{cut}, {'matched' if name in known else 'fixed, not matched here'}"
+        say(f"{size.individuals} writers: {by}")
+        for prompt in PROMPTS:
+            ids = write(model.model, tokenizer, [prompt], way, size.individuals, WORDS, 0, judged=False).ids[0]
+            found[prompt][by] = [tokenizer.tokenizer.decode(text.tolist()) for text in ids]
+    return found
+
+
+def _writers(prompt: str, texts: dict[str, list[str]]) -> dict[str, Any]:
+    rows = [[str(number), *row] for number, row in enumerate(zip(*texts.values(), strict=True), 1)]
+    return {
+        "title": f"The same writers after: {' '.join(prompt.split())} ...",
+        "head": ["writer", *texts],
+        "rows": rows,
+    }
+
+
+def people_table(people: list[dict[str, Any]]) -> dict[str, Any]:
+    """Four lines a person: predicted with its interval, the fact kept, the same with the other scale, the truth."""
+    rows = []
+    for person in people:
+        about = f"{person['age']} years, severity {person['severity']}, {person['symptom']}; given {person['dose']}"
+        spans = zip(person["predicted"], person["low"], person["high"], strict=True)
+        rows += [
+            [f"{about}: {person['outcome']:.1f}", "predicted", *(f"{p:.1f} ({a:.1f} to {b:.1f})" for p, a, b in spans)],
+            ["", "the fact kept", *(f"{y:.1f}" for y in person["kept"])],
+            ["", "the fact kept, scale of errors", *(f"{y:.1f}" for y in person["mended"])],
+            ["", "true", *(f"{y:.1f}" for y in person["true"])],
+        ]
+    head = ["person, dose given, its outcome", "", *(f"dose {dose:g}" for dose in DOSES)]
+    return {"title": "People who were not learnt from; y(dose), with 90 % intervals", "head": head, "rows": rows}
+
+
+def _curve(curve: dict[str, Any]) -> str:
+    lines = {name: list(zip(curve["doses"], line, strict=True)) for name, line in curve["lines"].items()}
+    person = curve["person"]
+    title = f"A person of {person['age']} years, severity {person['severity']}, {person['symptom']}"
+    return line_chart(title, lines, "dose", "outcome")
+
+
+def width_chart(width: dict[str, list[float]]) -> str:
+    lines = {name: list(zip(DOSES, line, strict=True)) for name, line in width.items()}
+    return line_chart("Mean width of the 90 % interval", lines, "dose", "width", points=True)
