@@ -46,7 +46,11 @@ def of_all(out: Path, base: str, data: str, size: Sizes, seeds: int, say: Callab
     return {
         "claims": [],
         "tables": [*(_writers(prompt, texts) for prompt, texts in kept.items()), people_table(found["people"])],
-        "pictures": {"interval": _curve(found["curve"]), "width": width_chart(found["width"])},
+        "pictures": {
+            "interval": interval_chart(found["curve"], "CausalQwen"),
+            "mended": interval_chart(found["curve"], "scale of errors"),
+            "width": width_chart(found["width"]),
+        },
         "details": {"writers": kept, "people": found["people"], "curve": found["curve"]},
     }
 
@@ -85,7 +89,7 @@ def _writers(prompt: str, texts: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def people_table(people: list[dict[str, Any]]) -> dict[str, Any]:
-    """Four lines a person: predicted with its interval, the fact kept, the same with the other scale, the truth."""
+    """A table, four lines a person: predicted with its interval, the fact kept by both scales, the truth."""
     rows = []
     for person in people:
         about = f"{person['age']} years, severity {person['severity']}, {person['symptom']}; given {person['dose']}"
@@ -100,13 +104,16 @@ def people_table(people: list[dict[str, Any]]) -> dict[str, Any]:
     return {"title": "People who were not learnt from; y(dose), with 90 % intervals", "head": head, "rows": rows}
 
 
-def _curve(curve: dict[str, Any]) -> str:
-    lines = {name: list(zip(curve["doses"], line, strict=True)) for name, line in curve["lines"].items()}
+def interval_chart(curve: dict[str, Any], law: str) -> str:
+    """A law's 90 % interval for one person over the dose, beside the truth's. law: the lines whose names begin so."""
+    shown = {name: line for name, line in curve["lines"].items() if name.startswith((law, "CausalQwen, med", "truth"))}
+    lines = {name: list(zip(curve["doses"], line, strict=True)) for name, line in shown.items()}
     person = curve["person"]
-    title = f"A person of {person['age']} years, severity {person['severity']}, {person['symptom']}"
+    title = f"90 % interval of a person of {person['age']} years, severity {person['severity']}, {person['symptom']}"
     return line_chart(title, lines, "dose", "outcome")
 
 
 def width_chart(width: dict[str, list[float]]) -> str:
+    """The mean width of intervals by dose, of every law and of the truth."""
     lines = {name: list(zip(DOSES, line, strict=True)) for name, line in width.items()}
     return line_chart("Mean width of the 90 % interval", lines, "dose", "width", points=True)

@@ -35,11 +35,13 @@ def line_chart(
         drawn.append(f'<text x="{LEFT - 6}" y="{py + 4:.1f}" text-anchor="end">{y:.3g}</text>')
     for i, (name, line) in enumerate(lines.items()):
         colour, places = COLOURS[i % len(COLOURS)], [at(point) for point in line]
-        drawn.append(_path(places, colour, "" if i < len(COLOURS) else "6 3"))
+        dashes = "" if i < len(COLOURS) else "6 3"
+        drawn.append(_path(places, colour, dashes))
         if points:
             drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
         beside = LEFT + WIDTH + 14
-        drawn.append(f'<path d="M{beside} {TOP + 8 + 20 * i}h18" stroke="{colour}" stroke-width="2"/>')
+        sample = (beside, TOP + 8 + 20 * i), (beside + 18, TOP + 8 + 20 * i)
+        drawn.append(_path(sample, colour, dashes))
         drawn.append(f'<text x="{beside + 24}" y="{TOP + 12 + 20 * i}">{escape(name)}</text>')
     foot, middle = TOP + HEIGHT + 38, TOP + HEIGHT / 2
     drawn.append(f'<text x="{LEFT + WIDTH / 2}" y="{foot}" text-anchor="middle">{escape(across)}</text>')

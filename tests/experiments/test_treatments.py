@@ -118,6 +118,13 @@ def test_the_gallery_has_tables_pictures_and_no_claims() -> None:
     assert len(table["rows"]) == 4 * 3
     assert {len(row) for row in table["rows"]} == {len(table["head"])}
     assert gallery.width_chart(found["width"]).startswith("<svg")
+    curve = {
+        "person": asked.rows()[0],
+        "doses": [0.0, 4.0],
+        "lines": {"CausalQwen, 5 %": [1.0, 2.0], "truth": [3.0, 4.0]},
+    }
+    assert gallery.interval_chart(curve, "CausalQwen").count("<path") == 1 + 2 * 2, "axes, two lines, two samples"
+    assert gallery.interval_chart(curve, "scale of errors").count("<path") == 1 + 2 * 1
     about = {"command": "c", "date": "d", "seeds": 1, "seconds": 1.0, "machine": "m", "sizes": "s", "data": "d"}
     text = section("gallery", {"run": about, "claims": [], "tables": [table], "pictures": {"width": ""}})
     assert "verdict" not in text
