@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cqwen_dist.generate.continuation import counterfactuals
 from cqwen_dist.run.files import write_atomically
 from experiments.claims import treatments
 from experiments.claims.people import DOSES
 from experiments.claims.pictures import line_chart
 from experiments.claims.subject import calibrated
 from experiments.claims.texts import Sizes, texts_of
-from experiments.claims.writers import Way, write
+from experiments.claims.writers import Way
 
 TITLE = "Gallery"
 PROMPTS = (
@@ -26,6 +27,7 @@ PROMPTS = (
 )
 WORDS = 20
 WAYS = {
+    "individual": Way("individual", 1.0),
     "individual, matched": Way("individual", 1500.0),
     "individual, tails cut, matched": Way("individual", 30000.0, 0.05),
 }
@@ -60,7 +62,7 @@ def written(
 ) -> dict[str, dict[str, list[str]]]:
     """What the same writers write after each prompt, by the way of drawing; the start is that of `individuals`.
 
-    The temperatures are those that `individuals` matched, where it ran; else those of a run on SmolLM2-135M.
+    The temperatures are 1, and those that `individuals` matched; where it did not run, those of SmolLM2-135M.
     """
     matched = out / "individuals" / "temperatures.json"
     known = json.loads(matched.read_text(encoding="utf-8")) if matched.is_file() else {}
@@ -71,11 +73,12 @@ def written(
     for name, fixed in WAYS.items():
         way = fixed.at(known.get(name, fixed.temperature))
         cut = f", draws {way.cut:g} away from 0 and 1" if way.cut else ""
-        by = f"temperature {way.temperature:.0f}{cut}, {'matched' if name in known else 'fixed, not matched here'}"
+        by = f"temperature {way.temperature:.0f}{cut}, {'matched' if name in known else 'not matched'}"
         say(f"{size.individuals} writers: {by}")
         for prompt in PROMPTS:
-            ids = write(model.model, tokenizer, [prompt], way, size.individuals, WORDS, 0, judged=False).ids[0]
-            found[prompt][by] = [tokenizer.tokenizer.decode(text.tolist()) for text in ids]
+            options = {"temperature": way.temperature, "eps_truncation": way.cut, "max_new_tokens": WORDS}
+            written_by = counterfactuals(model, tokenizer, prompt, size.individuals, seed=0, digits=3, **options)
+            found[prompt][by] = [each.text for each in written_by]
     return found
 
 
