@@ -10,6 +10,7 @@ outcome at a dose that the person was not given?
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -207,19 +208,24 @@ def _curve(laws: Laws, person: People) -> dict[str, Any]:
 
 def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
     """Claims, tables and pictures from the measures of all seeds."""
-    arms, laws = list(every[0]["error"]), list(every[0]["held"])
+    mean = {name: np.mean([seed["tenths"][name] for seed in every], 0) for name in every[0]["tenths"]}
+    lines = {name: [(float(a), float(b)) for a, b in line] for name, line in mean.items()}
+    title, across = "Effect of another dose on a person", "true effect (means of tenths)"
+    return {
+        "claims": [claim.judged() for claim in _claims(every)],
+        "tables": _tables(every),
+        "pictures": {"effects": line_chart(title, lines, across, "estimate", diagonal=True, points=True)},
+        "details": [{key: value for key, value in seed.items() if key not in ("curve", "people")} for seed in every],
+    }
 
-    def error(name: str, of: str = "mean") -> np.ndarray:
-        return np.array([seed["error"][name][of] for seed in every])
 
-    def widening(name: str) -> list[float]:
-        wide = [seed["width"][name] for seed in every]
-        return [float(np.log(w[-1] / w[0]) / np.log(1 + WIDENING * DOSES[-1])) for w in wide]
+def _claims(every: list[dict[str, Any]]) -> list[Claim]:
+    def error(name: str) -> np.ndarray:
+        return np.array([seed["error"][name]["mean"] for seed in every])
 
-    def column(kind: str, name: str, at: int) -> str:
-        return cell([seed[kind][name][at] for seed in every], 2)
-
-    claims = [
+    wide = np.array([seed["width"][OURS] for seed in every])
+    widening = np.log(wide[:, -1] / wide[:, 0]) / math.log(1 + WIDENING * DOSES[-1])
+    return [
         Claim("knowing the fact helps", "share of the error that it removes", 0.05, _share(error(KEPT), error(FREE))),
         Claim(
             "its error is no larger than that of least squares with the residual kept",
@@ -243,7 +249,7 @@ def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
             "its intervals widen with the dose as the truth's do",
             "logarithm of the widening from dose 0 to 4, by the true one's",
             0.5,
-            widening(OURS),
+            widening.tolist(),
         ),
         Claim(
             "with a scale from its errors, knowing the fact helps (added after the first figures)",
@@ -258,28 +264,32 @@ def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
             (error(ADDITIVE) - error(MENDED)).tolist(),
         ),
     ]
-    rows = [[name, cell(error(name).tolist()), cell(error(name, "median").tolist())] for name in arms]
-    places = [[name, cell([seed["place"][name] for seed in every])] for name in laws]
-    doses = [f"dose {dose:g}" for dose in DOSES]
-    held = [[name, *(column("held", name, at) for at in range(len(DOSES)))] for name in laws]
-    wide = [[name, *(column("width", name, at) for at in range(len(DOSES)))] for name in every[0]["width"]]
-    mean = {name: np.mean([seed["tenths"][name] for seed in every], 0) for name in arms}
-    lines = {name: [(float(a), float(b)) for a, b in line] for name, line in mean.items()}
-    chart = line_chart(
-        "Effect of another dose on a person", lines, "true effect (means of tenths)", "estimate", True, True
-    )
-    unit = f"u has a standard deviation of {SPREAD_U:g}"
-    return {
-        "claims": [claim.judged() for claim in claims],
-        "tables": [
-            {"title": f"Absolute error of a person's effect; {unit}", "head": ["", "mean", "median"], "rows": rows},
-            {"title": "Does the fact give the person away? Of u", "head": ["", "rank correlation"], "rows": places},
-            {"title": "Share of 90 % intervals that hold y(dose), no fact given", "head": ["", *doses], "rows": held},
-            {"title": "Mean width of the 90 % intervals", "head": ["", *doses], "rows": wide},
-        ],
-        "pictures": {"effects": chart},
-        "details": [{key: value for key, value in seed.items() if key not in ("curve", "people")} for seed in every],
-    }
+
+
+def _tables(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def found(*keys: Any) -> str:
+        values: list[Any] = every
+        for key in keys:
+            values = [value[key] for value in values]
+        return cell(values, 2 if keys[0] in ("held", "width") else 3)
+
+    doses = ["", *(f"dose {dose:g}" for dose in DOSES)]
+
+    def by_dose(kind: str) -> list[list[str]]:
+        return [[name, *(found(kind, name, at) for at in range(len(DOSES)))] for name in every[0][kind]]
+
+    errors = [[name, *(found("error", name, of) for of in ("mean", "median"))] for name in every[0]["error"]]
+    places = [[name, found("place", name)] for name in every[0]["place"]]
+    return [
+        {
+            "title": f"Absolute error of a person's effect; u has a standard deviation of {SPREAD_U:g}",
+            "head": ["", "mean", "median"],
+            "rows": errors,
+        },
+        {"title": "Does the fact give the person away? Of u", "head": ["", "rank correlation"], "rows": places},
+        {"title": "Share of 90 % intervals that hold y(dose), no fact given", "head": doses, "rows": by_dose("held")},
+        {"title": "Mean width of the 90 % intervals", "head": doses, "rows": by_dose("width")},
+    ]
 
 
 def _share(error: np.ndarray, other: np.ndarray) -> list[float]:
