@@ -76,7 +76,11 @@ def written(
         by = f"temperature {way.temperature:.0f}{cut}, {'matched' if name in known else 'not matched'}"
         say(f"{size.individuals} writers: {by}")
         for prompt in PROMPTS:
-            options = {"temperature": way.temperature, "eps_truncation": way.cut, "max_new_tokens": WORDS}
+            options: dict[str, Any] = {
+                "temperature": way.temperature,
+                "eps_truncation": way.cut,
+                "max_new_tokens": WORDS,
+            }
             written_by = counterfactuals(model, tokenizer, prompt, size.individuals, seed=0, digits=3, **options)
             found[prompt][by] = [each.text for each in written_by]
     return found
