@@ -20,7 +20,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.run.files import write_atomically
 from experiments.claims.measures import Claim, auroc, cell
 from experiments.claims.pictures import line_chart
@@ -52,6 +52,7 @@ WAYS = {
     "Gumbel noise replayed, matched": (Way("replayed", 1.0), (0.05, 5.0)),
     "Gumbel noise constant, matched": (Way("constant", 1.0), (0.05, 5.0)),
 }
+TEMPERATURES = "temperatures.json"
 FREE = {"individual, temperature 1": Way("individual", 1.0), "ordinary sampling": Way("fresh", FRESH)}
 
 
@@ -106,16 +107,14 @@ def of_seeds(asks: list[Ask]) -> list[dict[str, Any]]:
     Raises `UserError`.
     """
     ask, size, say = asks[0], asks[0].size, asks[0].say
-    folder = ask.out / "individuals" / f"of-{ask.seeds}"  # the start depends on how many seeds share the texts
+    folder = folder_of(ask)
     paths = [folder / f"seed-{one.seed}.json" for one in asks]
     if any(not path.is_file() for path in paths):
         folder.mkdir(parents=True, exist_ok=True)
-        texts = texts_of(ask.out / "data", ask.data, size, 0, ask.seeds)
         say("the start, from the user's texts and prose")
-        mixed = [text for pair in zip(texts["train"], texts["prose"], strict=False) for text in pair] + texts["train"]
-        model, tokenizer = calibrated(ask.base, mixed, 0, size.calibration)
+        model, tokenizer = start_of(ask)
         prompts = list(PROMPTS[: size.prompts])
-        ways = {**FREE, **_matched_ways(folder / "temperatures.json", model.model, tokenizer, prompts, size, say)}
+        ways = {**FREE, **_matched_ways(folder / TEMPERATURES, model.model, tokenizer, prompts, size, say)}
         for seed, path in enumerate(paths):
             if path.is_file():
                 continue
@@ -127,6 +126,18 @@ def of_seeds(asks: list[Ask]) -> list[dict[str, Any]]:
                 found[name] = {"temperature": way.temperature, **described(written, seed), "examples": example}
             write_atomically(path, json.dumps(found, indent=1))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def folder_of(ask: Ask) -> Path:
+    """Where the writers' measures are kept. The start depends on how many seeds share the texts."""
+    return ask.out / "individuals" / f"of-{ask.seeds}"
+
+
+def start_of(ask: Ask) -> tuple[CausalQwenForCausalLM, NumericalAwareTokenizer]:
+    """The writers' model, the same for all seeds. Raises `UserError`."""
+    texts = texts_of(ask.out / "data", ask.data, ask.size, 0, ask.seeds)
+    mixed = [text for pair in zip(texts["train"], texts["prose"], strict=False) for text in pair] + texts["train"]
+    return calibrated(ask.base, mixed, 0, ask.size.calibration)
 
 
 def _matched_ways(

@@ -40,7 +40,7 @@ def section(name: str, result: dict[str, Any]) -> str:
         [c["claim"], c["measure"], shown(c["bar"]), shown(c["mean"]), _range(c), f"**{c['verdict']}**"]
         for c in result["claims"]
     ]
-    parts = [told, table(CLAIM_HEAD, claims)]
+    parts = [told, *([table(CLAIM_HEAD, claims)] if claims else [])]
     parts += [f"{found['title']}:\n\n{table(found['head'], found['rows'])}" for found in result["tables"]]
     parts += [f"![{picture}](experiments/{name}-{picture}.svg)" for picture in result["pictures"]]
     return "\n" + "\n\n".join(parts) + "\n\n"

@@ -14,7 +14,17 @@ from pydantic_core import to_json
 
 from cqwen_dist.config import UserError
 from cqwen_dist.run.files import write_atomically
-from experiments.claims import forgetting, grid, growth, individuals, one_vs_rest, stages, uncertainty
+from experiments.claims import (
+    forgetting,
+    gallery,
+    grid,
+    growth,
+    individuals,
+    one_vs_rest,
+    stages,
+    treatments,
+    uncertainty,
+)
 from experiments.claims.page import shown
 from experiments.claims.scores import scores_of
 from experiments.claims.subject import Ask, require_base
@@ -27,12 +37,16 @@ NAMES = {
     "grid": grid.TITLE,
     "stages": stages.TITLE,
     "forgetting": forgetting.TITLE,
+    "treatments": treatments.TITLE,
+    "gallery": gallery.TITLE,
 }
 SEPARATE: dict[str, tuple[Callable[[Ask], Any], Callable[[list[Any]], dict[str, Any]]]] = {
     "grid": (grid.of_seed, grid.summary),
     "stages": (stages.of_seed, stages.summary),
     "forgetting": (forgetting.of_seed, forgetting.summary),
+    "treatments": (treatments.of_seed, treatments.summary),
 }
+OWN_DATA = {"treatments": "made-up people"}
 
 
 def run(
@@ -67,10 +81,10 @@ def run(
         about = {
             "command": f"python -m experiments {name}" + ("" if scale == "small" else f" --scale {scale}"),
             "date": date.today().isoformat(),
-            "seeds": seeds,
+            "seeds": 1 if name == "gallery" else seeds,
             "seconds": seconds,
             "machine": _machine(),
-            "data": f"{Path(data).name} on {Path(base).name}",
+            "data": f"{OWN_DATA.get(name, Path(data).name)} on {Path(base).name}",
             "sizes": sizes_of(name, size),
         }
         found[name] = json.loads(to_json({"run": about, **result}, inf_nan_mode="null"))
@@ -90,6 +104,8 @@ def _result(
     asks = [Ask(out, base, data, size, seed, seeds, say) for seed in range(seeds)]
     if name == "individuals":
         return individuals.summary(individuals.of_seeds(asks), size.individuals)
+    if name == "gallery":
+        return gallery.of_first(asks[0])
     if name in SEPARATE:
         of_seed, summary = SEPARATE[name]
         return summary([of_seed(ask) for ask in asks])
@@ -111,6 +127,8 @@ def sizes_of(name: str, size: Sizes) -> str:
         "grid": f"{start}; {size.grid_steps} steps of {size.step_tokens} positions",
         "stages": trainings,
         "forgetting": trainings,
+        "treatments": f"{size.people} people to learn from, {size.asked} others, {size.minutes:g} minutes asked of fit",
+        "gallery": f"{size.individuals} writers, {gallery.WORDS} words each",
     }.get(name, f"{start}; {size.steps} steps of {size.step_tokens} positions")
 
 

@@ -55,26 +55,47 @@ class Sizes(NamedTuple):
     lora_heads: int  # steps of a training with LoRA: of the heads first,
     lora_steps: int  # then of both
     lora_texts: int  # of a step
+    people: int  # of `treatments`, to learn from
+    asked: int  # others, to ask for
+    minutes: float  # that `cqwen fit` may take for a seed
 
 
 SIZES = {
     "small": Sizes(
-        30, 16, 6, 3072, 100, 80, 40, individuals=8, prompts=6, words=10, lora_heads=6, lora_steps=12, lora_texts=2
+        30,
+        16,
+        6,
+        calibration=3072,
+        steps=100,
+        step_tokens=80,
+        grid_steps=40,
+        individuals=8,
+        prompts=6,
+        words=10,
+        lora_heads=6,
+        lora_steps=12,
+        lora_texts=2,
+        people=400,
+        asked=100,
+        minutes=2.0,
     ),
     "full": Sizes(
         1500,
         200,
         40,
-        4096,
-        1000,
-        4096,
-        300,
+        calibration=4096,
+        steps=1000,
+        step_tokens=4096,
+        grid_steps=300,
         individuals=64,
         prompts=32,
         words=48,
         lora_heads=100,
         lora_steps=300,
         lora_texts=16,
+        people=4000,
+        asked=500,
+        minutes=20.0,
     ),
 }
 

@@ -38,6 +38,9 @@ TOY = Sizes(
     lora_heads=1,
     lora_steps=1,
     lora_texts=2,
+    people=30,
+    asked=4,
+    minutes=0.1,
 )
 
 

@@ -1,0 +1,296 @@
+"""Is Y(t) that of the individual? (S3 7.1: one causal function Y = f(t; u, noise), instead of an association.)
+
+People of `people`, whose outcome at every dose is known, are learnt from a table by what `cqwen fit` does. Then others
+are asked for: this person was given this dose, and this was the outcome. What would it have been at another dose? The
+model keeps the person's quantile (decision D50). Its error of the individual's effect, y(other dose) - y(dose), is held
+against the same model without the fact, regressions, and the average effect. Without a fact: do intervals hold the
+outcome at a dose that the person was not given?
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cqwen_dist import train
+from cqwen_dist.checkpoint.export import load_trained
+from cqwen_dist.config import load_config
+from cqwen_dist.generate.continuation import padded
+from cqwen_dist.generate.table import prompts_of, template_of
+from cqwen_dist.intervals import Intervals
+from cqwen_dist.run.files import write_atomically
+from cqwen_dist.tables.fitting import CONFIG, EMPTY, FitRequest, best_checkpoint, prepare
+from cqwen_dist.tables.rows import write_rows
+from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form
+from experiments.claims.measures import Claim, by_tenths, cell, rank_correlation
+from experiments.claims.people import COLUMNS, DOSES, SPREAD_U, TARGET, WIDENING, People, average_effect
+from experiments.claims.pictures import line_chart
+from experiments.claims.subject import Ask
+
+TITLE = "Treatments"
+BATCH = 25  # prompts read at once
+OURS, SQUARES, TRUE = "CausalQwen", "least squares", "least squares, true form"
+MENDED, WIDER = (f"{name}, scale of errors" for name in (OURS, SQUARES))
+KEPT, FREE, AVERAGE = f"{OURS}, fact kept", f"{OURS}, medians", "the true average effect"
+ADDITIVE = f"{SQUARES}, residual kept"
+SHOWN = 4  # people whose values are kept for the gallery
+FINE = np.linspace(0, 4, 17)  # doses of a picture
+
+Laws = Mapping[str, Law]
+
+
+def of_seed(ask: Ask) -> dict[str, Any]:
+    """The measures of one seed, which draws the people and the training; read from `out` where they were made before.
+
+    Raises `UserError`.
+    """
+    size, seed = ask.size, ask.seed
+    path = ask.out / "treatments" / f"seed-{seed}.json"
+    if not path.is_file():
+        learnt, others = People.drawn(size.people, 2 * seed), People.drawn(size.asked, 2 * seed + 1)
+        ask.say(f"seed {seed}: cqwen fit on {size.people} people, about {size.minutes:g} minutes")
+        reader = fitted(ask, learnt, others)
+        ask.say(f"seed {seed}: {size.asked} others at {len(DOSES)} doses")
+        errors = _own(learnt) - reader.honest(learnt).loc[:, 0]
+        found = measured(all_laws(reader, errors, learnt, others, _doses(others, DOSES)), others)
+        first = People(*(column[:1] for column in others))
+        found["curve"] = _curve(all_laws(reader, errors, learnt, first, FINE[None]), first)
+        write_atomically(path, json.dumps(found, indent=1))
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+class Reader:
+    """A fitted run, asked for the law of the outcome of people at doses."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: of a fit that was trained. Raises `UserError`."""
+        self.model, self.tokenizer = load_trained(best_checkpoint(folder / "run"), "auto")
+        self.template = template_of(load_config(folder / CONFIG).data, COLUMNS) or ""
+        self.half = Intervals.from_dict(self.model.config.calibration).half_width(0.9)
+
+    @torch.inference_mode()
+    def law(self, people: People, doses: np.ndarray) -> Law:
+        """The law at doses [n,k], where the number comes next; recalibrated as the fit did it."""
+        rows = [row for column in doses.T for row in people.rows(column)]
+        encoded = [self.tokenizer.encode(prompt)[:2] for prompt in prompts_of(self.template, COLUMNS, rows, EMPTY)]
+        model, parts = self.model.model, []
+        for start in range(0, len(encoded), BATCH):
+            u = model.infer(*padded(self.model, self.tokenizer, encoded[start : start + BATCH]))
+            y = model.action.value(model.action.add_noise(u))
+            parts.append((model.target.inverse(y.loc[:, -1]), model.target.inverse_scale(y.scale[:, -1])))
+        loc, scale = (torch.cat(part).cpu().numpy().reshape(doses.T.shape).T for part in zip(*parts, strict=True))
+        return Law(loc, scale, self.half)
+
+    def honest(self, people: People) -> Law:
+        """The law of people that were learnt from, each by the wide part's fit without it."""
+        self.model.model.wide.train()
+        try:
+            return self.law(people, people.dose[:, None])
+        finally:
+            self.model.model.wide.eval()
+
+
+def fitted(ask: Ask, learnt: People, others: People) -> Reader:
+    """A run that `cqwen fit` prepared and trained on the table of the people learnt from; the same call goes on."""
+    folder = ask.out / "treatments" / f"fit-{ask.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    table, split = folder / "people.csv", folder / "asked.json"
+    if not split.is_file():
+        rows = [
+            {**row, TARGET: f"{y:.2f}"} for of in (learnt, others) for row, y in zip(of.rows(), _own(of), strict=True)
+        ]
+        write_rows(table, [*COLUMNS, TARGET], rows)
+        write_atomically(split, json.dumps(list(range(len(learnt.age), len(rows)))))
+    request = FitRequest(str(table), TARGET, ask.base, [], None, 0.2, str(split), ask.seed, ask.size.minutes)
+    prepare(request, folder / "fit", ask.say)
+    with redirect_stdout(sys.stderr):
+        train(folder / "fit" / CONFIG)
+    return Reader(folder / "fit")
+
+
+def all_laws(reader: Reader, errors: np.ndarray, learnt: People, asked: People, doses: np.ndarray) -> dict[str, Law]:
+    """The law of the people asked for at doses [m,k], by every model. errors [n]: of the fit at people learnt from."""
+    y = _own(learnt)
+    ours, squares = reader.law(asked, doses), least_squares(learnt, y, asked, doses)
+    residuals = y - least_squares(learnt, y, learnt, learnt.dose[:, None]).loc[:, 0]
+    return {
+        OURS: ours,
+        MENDED: ours.rescaled(*scale_of_errors(learnt, errors, asked, doses)),
+        SQUARES: squares,
+        WIDER: squares.rescaled(*scale_of_errors(learnt, residuals, asked, doses)),
+        TRUE: true_form(learnt, y, asked, doses),
+    }
+
+
+def measured(laws: Laws, asked: People) -> dict[str, Any]:
+    """All measures of one seed. laws: at the doses given, then at `DOSES`: [m,1+5]."""
+    y, doses = _own(asked), _doses(asked, DOSES)
+    truth = asked.outcome(doses)[:, 1:]
+    effect = truth - y[:, None]
+    before = {name: law.at(slice(1)) for name, law in laws.items()}
+    after = {name: law.at(slice(1, None)) for name, law in laws.items()}
+    kept = {name: same_quantile(before[name], y, after[name]) for name in laws}
+    guessed = {
+        KEPT: kept[OURS] - y[:, None],
+        FREE: after[OURS].loc - before[OURS].loc,
+        MENDED: kept[MENDED] - y[:, None],
+        ADDITIVE: kept[SQUARES] - y[:, None],
+        WIDER: kept[WIDER] - y[:, None],
+        TRUE: kept[TRUE] - y[:, None],
+        AVERAGE: average_effect(doses[:, :1], doses[:, 1:]),
+    }
+    off = {name: np.abs(found - effect) for name, found in guessed.items()}
+    tenths = np.array(by_tenths(effect.ravel(), *(found.ravel() for found in guessed.values())))
+    return {
+        "error": {name: {"mean": float(e.mean()), "median": float(np.median(e))} for name, e in off.items()},
+        "tenths": {name: tenths[:, [0, 1 + i]].tolist() for i, name in enumerate(guessed)},
+        "held": {name: _held(law, truth) for name, law in after.items()},
+        "width": {name: (2 * law.half * law.scale).mean(0).tolist() for name, law in after.items()}
+        | {"truth": (asked.quantile(doses, 0.95) - asked.quantile(doses, 0.05))[:, 1:].mean(0).tolist()},
+        "place": {
+            name: rank_correlation((y - law.loc[:, 0]) / law.scale[:, 0], asked.u) for name, law in before.items()
+        },
+        "people": [_person(asked, row, after[OURS], kept, truth) for row in range(min(SHOWN, len(y)))],
+    }
+
+
+def _own(people: People) -> np.ndarray:
+    """The outcome [n] at the dose given."""
+    return people.outcome(people.dose[:, None])[:, 0]
+
+
+def _doses(people: People, doses: Sequence[float]) -> np.ndarray:
+    """The dose given, then each of these: [n,1+k]."""
+    return np.column_stack([people.dose, np.tile(doses, (len(people.dose), 1))])
+
+
+def _held(law: Law, truth: np.ndarray) -> list[float]:
+    """The share of 90 % intervals that hold the truth, by dose."""
+    low, high = law.interval()
+    return [float(share) for share in ((low <= truth) & (truth <= high)).mean(0)]
+
+
+def _person(asked: People, row: int, law: Law, kept: Mapping[str, np.ndarray], truth: np.ndarray) -> dict[str, Any]:
+    """What the gallery shows of one person, by dose of `DOSES`."""
+    low, high = law.interval()
+    columns = {
+        "predicted": law.loc,
+        "low": low,
+        "high": high,
+        "kept": kept[OURS],
+        "mended": kept[MENDED],
+        "true": truth,
+    }
+    about = {**asked.rows()[row], "outcome": float(_own(asked)[row])}
+    return {**about, **{name: column[row].tolist() for name, column in columns.items()}}
+
+
+def _curve(laws: Laws, person: People) -> dict[str, Any]:
+    """Predicted intervals and the truth's quantiles of one person over `FINE`."""
+    lines = {"CausalQwen, median": laws[OURS].loc}
+    for name, short in ((OURS, OURS), (MENDED, "scale of errors")):
+        low, high = laws[name].interval()
+        lines |= {f"{short}, 5 %": low, f"{short}, 95 %": high}
+    lines |= {f"truth, {100 * level:g} %": person.quantile(FINE[None], level) for level in (0.05, 0.95)}
+    lines["truth, this person"] = person.outcome(FINE[None])
+    shown = {name: line[0].tolist() for name, line in lines.items()}
+    return {"person": person.rows()[0], "doses": FINE.tolist(), "lines": shown}
+
+
+def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
+    """Claims, tables and pictures from the measures of all seeds."""
+    mean = {name: np.mean([seed["tenths"][name] for seed in every], 0) for name in every[0]["tenths"]}
+    lines = {name: [(float(a), float(b)) for a, b in line] for name, line in mean.items()}
+    title, across = "Effect of another dose on a person", "true effect (means of tenths)"
+    return {
+        "claims": [claim.judged() for claim in _claims(every)],
+        "tables": _tables(every),
+        "pictures": {"effects": line_chart(title, lines, across, "estimate", diagonal=True, points=True)},
+        "details": [{key: value for key, value in seed.items() if key not in ("curve", "people")} for seed in every],
+    }
+
+
+def _claims(every: list[dict[str, Any]]) -> list[Claim]:
+    def error(name: str) -> np.ndarray:
+        return np.array([seed["error"][name]["mean"] for seed in every])
+
+    wide = np.array([seed["width"][OURS] for seed in every])
+    widening = np.log(wide[:, -1] / wide[:, 0]) / math.log(1 + WIDENING * DOSES[-1])
+    return [
+        Claim("knowing the fact helps", "share of the error that it removes", 0.05, _share(error(KEPT), error(FREE))),
+        Claim(
+            "its error is no larger than that of least squares with the residual kept",
+            "error of the effect, least squares less CausalQwen",
+            0.0,
+            (error(ADDITIVE) - error(KEPT)).tolist(),
+        ),
+        Claim(
+            "it says more of a person than the true average effect does",
+            "share of the error that it removes",
+            0.0,
+            _share(error(KEPT), error(AVERAGE)),
+        ),
+        Claim(
+            "intervals hold at doses that were not given",
+            "share of 90 % intervals that hold",
+            0.85,
+            [float(np.mean(seed["held"][OURS])) for seed in every],
+        ),
+        Claim(
+            "its intervals widen with the dose as the truth's do",
+            "logarithm of the widening from dose 0 to 4, by the true one's",
+            0.5,
+            widening.tolist(),
+        ),
+        Claim(
+            "with a scale from its errors, knowing the fact helps (added after the first figures)",
+            "share of the error that it removes",
+            0.05,
+            _share(error(MENDED), error(FREE)),
+        ),
+        Claim(
+            "and the error is no larger than that of least squares (added after the first figures)",
+            "error of the effect, least squares less CausalQwen",
+            0.0,
+            (error(ADDITIVE) - error(MENDED)).tolist(),
+        ),
+    ]
+
+
+def _tables(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def found(*keys: Any) -> str:
+        values: list[Any] = every
+        for key in keys:
+            values = [value[key] for value in values]
+        return cell(values, 2 if keys[0] in ("held", "width") else 3)
+
+    doses = ["", *(f"dose {dose:g}" for dose in DOSES)]
+
+    def by_dose(kind: str) -> list[list[str]]:
+        return [[name, *(found(kind, name, at) for at in range(len(DOSES)))] for name in every[0][kind]]
+
+    errors = [[name, *(found("error", name, of) for of in ("mean", "median"))] for name in every[0]["error"]]
+    places = [[name, found("place", name)] for name in every[0]["place"]]
+    return [
+        {
+            "title": f"Absolute error of a person's effect; u has a standard deviation of {SPREAD_U:g}",
+            "head": ["", "mean", "median"],
+            "rows": errors,
+        },
+        {"title": "Does the fact give the person away? Of u", "head": ["", "rank correlation"], "rows": places},
+        {"title": "Share of 90 % intervals that hold y(dose), no fact given", "head": doses, "rows": by_dose("held")},
+        {"title": "Mean width of the 90 % intervals", "head": doses, "rows": by_dose("width")},
+    ]
+
+
+def _share(error: np.ndarray, other: np.ndarray) -> list[float]:
+    """The share of the other error that this one lacks."""
+    return [float(share) for share in 1 - error / other]
