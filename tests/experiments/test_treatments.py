@@ -123,8 +123,8 @@ def test_the_gallery_has_tables_pictures_and_no_claims() -> None:
         "doses": [0.0, 4.0],
         "lines": {"CausalQwen, 5 %": [1.0, 2.0], "truth": [3.0, 4.0]},
     }
-    assert gallery.interval_chart(curve, "CausalQwen").count("<path") == 1 + 2 * 2, "axes, two lines, two samples"
-    assert gallery.interval_chart(curve, "scale of errors").count("<path") == 1 + 2 * 1
+    assert gallery.interval_chart(curve, "CausalQwen").count('stroke-width="2"') == 2 * 2, "two lines, two samples"
+    assert gallery.interval_chart(curve, "scale of errors").count('stroke-width="2"') == 2 * 1
     about = {"command": "c", "date": "d", "seeds": 1, "seconds": 1.0, "machine": "m", "sizes": "s", "data": "d"}
     text = section("gallery", {"run": about, "claims": [], "tables": [table], "pictures": {"width": ""}})
     assert "verdict" not in text
