@@ -30,7 +30,7 @@ quickstart: setup ## the main job on real data, offline, 2 CPU ranks under the d
 demo: base ## wine prices from text and numbers on a real base: a table, a picture, five wines in words
 	$(BIN)/cqwen fit launch/demo/wine_pl.parquet --target price --base bases/smollm2-135m --minutes 4
 
-experiments: base ## the seeds' claims on a real base, an hour on one core (DATA=train.jsonl NAMES="uncertainty ...")
+experiments: base ## the seeds' claims on a real base, two hours on one core (DATA=train.jsonl NAMES="uncertainty ...")
 	$(BIN)/python -m experiments $(NAMES) $(if $(DATA),--data $(DATA)) --page
 
 test: setup lint ## lint, types and the test suite, on two processes

@@ -23,7 +23,7 @@ def experiments(
         str, typer.Option(help="JSONL: GSM8K's fields (question, answer), or text.", envvar="CQWEN_DATA")
     ] = "bundled:diabetes",
     out: Annotated[Path, typer.Option(help="Folder of the results; the same command continues there.")] = OUT,
-    scale: Annotated[str, typer.Option(help="small (an hour on one core) or full (hours).")] = "small",
+    scale: Annotated[str, typer.Option(help="small (two hours on one core) or full (hours).")] = "small",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 3,
     skip: Annotated[list[str] | None, typer.Option(help="An experiment to leave out; may be repeated.")] = None,
     page: Annotated[bool, typer.Option("--page", help="Then write the tables of docs/experiments.md.")] = False,

@@ -101,7 +101,7 @@ def summary(every: list[dict[str, Any]]) -> dict[str, Any]:
     def mean(name: str, measure: str) -> float:
         return float(np.mean([seed[name][measure] for seed in every]))
 
-    drawn = ("words right", "numbers, CRPS", "coverage")
+    drawn = ("words right", "F1 of <NUM>", "coverage")
     lines = {measure: [(float(i), mean(name, measure)) for i, name in enumerate(every[0])] for measure in drawn}
     chart = line_chart("By point, in the table's order", lines, "point", "", points=True)
     return {

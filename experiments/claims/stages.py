@@ -67,7 +67,8 @@ def summary(every: list[dict[str, Measures]]) -> dict[str, Any]:
     heads = [name for name in crps if name not in LORA_ARMS]
     measures = list(every[0]["start"]["held out"])
     lora = ("words right", "surprise", "CRPS", "median error")
-    lines = {name: list(zip(of(name, "CRPS").tolist(), of(name, "surprise").tolist(), strict=True)) for name in heads}
+    gain = {name: (of("start", "CRPS") - crps[name], of("start", "surprise") - of(name, "surprise")) for name in heads}
+    lines = {name: list(zip(*columns, strict=True)) for name, columns in gain.items() if name != "start"}
     return {
         "claims": [claim.judged() for claim in claims],
         "tables": [
@@ -82,6 +83,8 @@ def summary(every: list[dict[str, Measures]]) -> dict[str, Any]:
                 "rows": [[n, *(cell(list(of(n, m))) for m in lora), cell(list(others[n]))] for n in LORA_ARMS],
             },
         ],
-        "pictures": {"orders": line_chart("The heads' orders", lines, "CRPS", "surprise, nats", joined=False)},
+        "pictures": {
+            "orders": line_chart("What each order learns", lines, "CRPS, fallen", "surprise, fallen", joined=False)
+        },
         "details": every,
     }
