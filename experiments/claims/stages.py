@@ -7,6 +7,7 @@ trainer. The seed's mechanism is tried too: is P of <NUM>, which weighs the numb
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,17 +40,46 @@ def of_seed(ask: Ask) -> dict[str, Measures]:
 def summary(every: list[dict[str, Measures]]) -> dict[str, Any]:
     """Claims, tables and pictures from the measures of all seeds."""
 
-    def of(name: str, measure: str, kind: str = "held out") -> np.ndarray:
-        return np.array([seed[name][kind][measure] for seed in every])
+    of = partial(_of, every)
+    others = {name: np.mean([of(name, "surprise", kind) for kind in OTHERS], 0) for name in LORA_ARMS}
+    heads = [name for name in every[0] if name not in (START, *LORA_ARMS)]
+    measures = list(every[0]["start"]["held out"])
+    lora = ("words right", "surprise", "CRPS", "median error")
+    return {
+        "claims": [claim.judged() for claim in _claims(every, others)],
+        "tables": [
+            {
+                "title": "The heads, at equal positions; CRPS and errors in half the numbers' quartile distance",
+                "head": ["", *measures],
+                "rows": [[name, *(cell(list(of(name, m))) for m in measures)] for name in heads],
+            },
+            {
+                "title": "Heads and LoRA; CRPS and errors in the numbers' unit, surprise in nats",
+                "head": ["", *lora, "surprise of prose and code"],
+                "rows": [[n, *(cell(list(of(n, m))) for m in lora), cell(list(others[n]))] for n in LORA_ARMS],
+            },
+        ],
+        "pictures": {"orders": _picture(every, [name for name in heads if name != "start"])},
+        "details": every,
+    }
+
+
+def _of(every: list[dict[str, Measures]], name: str, measure: str, kind: str = "held out") -> np.ndarray:
+    """A measure of a training, of every seed."""
+    return np.array([seed[name][kind][measure] for seed in every])
+
+
+def _claims(every: list[dict[str, Measures]], others: dict[str, np.ndarray]) -> list[Claim]:
+    """others: the surprise of prose and code."""
+    of = partial(_of, every)
 
     def claim(text: str, of_what: str, worse: np.ndarray, better: np.ndarray) -> Claim:
         return Claim(text, of_what, 0.0, list(worse - better))
 
-    others = {name: np.mean([of(name, "surprise", kind) for kind in OTHERS], 0) for name in LORA_ARMS}
     crps = {name: of(name, "CRPS") for name in every[0] if name != START}
     right = {name: of(name, "words right") for name in crps}
     half, surprise = np.full(len(every), 0.5), {name: of(name, "surprise") for name in LORA_ARMS}
-    claims = [
+    return [
         claim("P of <NUM> is small at the start", "1/2 less P at numbers", half, of("start", "P of <NUM>")),
         claim("words first helps numbers", "CRPS, together less so", crps[TOGETHER], crps[WORDS_FIRST]),
         claim("words first helps words", "words right, so less together", right[WORDS_FIRST], right[TOGETHER]),
@@ -64,27 +94,12 @@ def summary(every: list[dict[str, Measures]]) -> dict[str, Any]:
             others[HEADS_FIRST],
         ),
     ]
-    heads = [name for name in crps if name not in LORA_ARMS]
-    measures = list(every[0]["start"]["held out"])
-    lora = ("words right", "surprise", "CRPS", "median error")
-    gain = {name: (of("start", "CRPS") - crps[name], of("start", "surprise") - of(name, "surprise")) for name in heads}
-    lines = {name: list(zip(*columns, strict=True)) for name, columns in gain.items() if name != "start"}
-    return {
-        "claims": [claim.judged() for claim in claims],
-        "tables": [
-            {
-                "title": "The heads, at equal positions; CRPS and errors in half the numbers' quartile distance",
-                "head": ["", *measures],
-                "rows": [[name, *(cell(list(of(name, m))) for m in measures)] for name in heads],
-            },
-            {
-                "title": "Heads and LoRA; CRPS and errors in the numbers' unit, surprise in nats",
-                "head": ["", *lora, "surprise of prose and code"],
-                "rows": [[n, *(cell(list(of(n, m))) for m in lora), cell(list(others[n]))] for n in LORA_ARMS],
-            },
-        ],
-        "pictures": {
-            "orders": line_chart("What each order learns", lines, "CRPS, fallen", "surprise, fallen", joined=False)
-        },
-        "details": every,
-    }
+
+
+def _picture(every: list[dict[str, Measures]], names: list[str]) -> str:
+    """How far CRPS and surprise fall from the start, a point a seed."""
+    lines = {}
+    for name in names:
+        pairs = [(seed["start"]["held out"], seed[name]["held out"]) for seed in every]
+        lines[name] = [(a["CRPS"] - b["CRPS"], a["surprise"] - b["surprise"]) for a, b in pairs]
+    return line_chart("What each order learns", lines, "CRPS, fallen", "surprise, fallen", joined=False)
