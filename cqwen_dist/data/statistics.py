@@ -63,7 +63,8 @@ def numeric_statistics(parts: Parts, gather: Gather = lambda own: [own]) -> Nume
     spreads = []
     for read in (np.asarray, _logarithms):
         ends = zip(pairs, places, strict=True)
-        low, median, high = (float(np.quantile(read(pair), place % 1)) for pair, place in ends)
+        # Of halves: the distance of the largest numbers is no float64
+        low, median, high = (2 * float(np.quantile(read(pair) / 2, place % 1)) for pair, place in ends)
         scale = high / 2 - low / 2
         if scale <= 1e-12 * abs(median):  # equal numbers, but for rounding
             sums = [float(np.abs(read(part) / 2 - median / 2).sum()) for part in parts()]
