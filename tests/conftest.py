@@ -8,7 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+# The same examples on every machine and in every run; others: --hypothesis-profile=default
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
