@@ -38,7 +38,8 @@ class AbductionNetwork(nn.Module):
         scale_floor: float = 1e-6,
         number_dims: int = 0,
     ) -> None:
-        """number_dims: the last dimensions of U, to which columns behind the features' are added (`model.wide`)."""
+        """number_dims: the last dimensions of U, whose law also depends on columns behind the features' (`model.wide`):
+        the first two are added to its location, the exponential of the third is a factor of its scale."""
         super().__init__()
         self.number_dims = number_dims
         self.loc_net = nn.Linear(hidden_size, causal_hidden_size)
@@ -71,11 +72,16 @@ class AbductionNetwork(nn.Module):
         z, wide = self.bent(features[..., :hidden]), features[..., hidden:]
         loc = self._linear(z, self.loc_net)
         raw = self._linear(z, self.scale_net)
-        if wide.shape[-1]:
-            g = wide.float().sum(-1, keepdim=True).expand(*loc.shape[:-1], self.number_dims)
-            loc = loc + F.pad(g, (loc.shape[-1] - self.number_dims, 0))
         positive = F.softplus(raw) if self.scale_activation == "softplus" else raw.exp()
+        if wide.shape[-1]:
+            loc = loc + self._on_numbers(wide[..., :2].float().sum(-1))
+            positive = positive * self._on_numbers(wide[..., 2].float()).exp()
         return Cauchy(loc, positive + self.scale_floor)
+
+    def _on_numbers(self, x: Tensor) -> Tensor:
+        """x [...] on the number dimensions, 0 on words: [..., C]."""
+        dims = x.unsqueeze(-1).expand(*x.shape, self.number_dims)
+        return F.pad(dims, (self.loc_net.out_features - self.number_dims, 0))
 
     def bent(self, z: Tensor) -> Tensor:
         """What both maps read instead of z [..., H]: here z itself."""

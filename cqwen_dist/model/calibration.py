@@ -40,6 +40,7 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 # what is left of a fold knows the other folds' numbers. On 85 wines and fewer, one was not enough: R2 fell from 0.48
 # to 0.12.
 SURE = 3.0
+LITTLE = 0.05  # the noise's share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
@@ -238,30 +239,34 @@ class _Start:
             if self.groups.world_size == 1:  # progress is collective: other ranks only wait for this one
                 self.progress("the wide part", done, of)
 
-        def ridge() -> tuple[dict[str, Tensor], Tensor, float, float, float, float]:
+        def ridge() -> tuple[dict[str, Tensor], tuple[Tensor, float, float, float], float, float]:
             targets, config = target.forward(values).double(), self.model.config
             before = [*texts[: len(values)], *(text for text, _ in further)]
             raw = torch.cat([values, values.new_tensor([value for _, value in further])])
             every = target.forward(raw).double()
             read = None if wide is None else fit_wide(before, every, config.wide, config.random_features, tell)
+            h = torch.zeros_like(targets)
             if read is None:
-                g, tables, own_folds, shift = torch.zeros_like(targets), {}, folds, 0.0
+                g, tables, own_folds, shift = h, {}, folds, 0.0
             else:
                 # One cross-fit for both regressions, and the median of what the first leaves of all its numbers
                 left = every - read.left_out.to(every)
-                g, tables = read.left_out[: len(values)].to(targets), read.tables
+                g, h = (part[: len(values)].to(targets) for part in (read.left_out, read.spread))
+                tables = read.tables
                 own_folds = folds.new_tensor([text.fold for text in before[: len(values)]])
                 shift = float(left.median() - left[: len(values)].median())
             found = robust_ridge(x, targets - g, own_folds, 0.0 if read is None else SURE)
             error = (target.inverse(found.left_out + shift + g) - values).abs().median()
             of_median = (values - values.quantile(0.5)).abs().median()
-            intercept = found.intercept + shift
-            return tables, found.coefficients.cpu(), intercept, found.scale, float(error), float(of_median)
+            left = (targets - g - found.left_out - shift).abs()
+            scale = found.scale * float((left / h.exp()).median() / left.median().clamp(min=1e-12))
+            law = found.coefficients.cpu(), found.intercept + shift, scale, LITTLE if bool(h.any()) else 0.5
+            return tables, law, float(error), float(of_median)
 
-        tables, coefficients, intercept, scale, error, of_median = self.groups.agreed(ridge)
+        tables, law, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():
             self.model.get_parameter(f"wide.{name}").copy_(table)
-        start_regression(self.model, coefficients, intercept, scale)
+        start_regression(self.model, *law)
         return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
 
     def measured(self, logits: StartLogits, base_best: Tensor, threshold: float, gamma: float) -> dict[str, Any]:

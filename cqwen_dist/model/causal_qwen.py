@@ -24,7 +24,7 @@ from cqwen_dist.model.configuration import BESIDE_Z, CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
 from cqwen_dist.model.lora import inject_lora
-from cqwen_dist.model.wide import WidePart, split_value
+from cqwen_dist.model.wide import WidePart, columns_beside_z
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
 
@@ -218,7 +218,7 @@ class CausalQwenModel(nn.Module):
         keep: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """z of `FeatureStack` with the wide part's g behind it, [...,H+BESIDE_Z]; without a wide part z itself.
+        """z of `FeatureStack` with the wide part's g and h behind it, [...,H+BESIDE_Z]; without a wide part z itself.
 
         A cache keeps what the tokens that follow need. Raises `UserError` for a cache that this model did not fill.
         """
@@ -229,11 +229,11 @@ class CausalQwenModel(nn.Module):
         state = getattr(past_key_values, "wide_state", None)
         if past_key_values is not None and state is None and past_key_values.get_seq_length() > input_ids.shape[1]:
             raise UserError("past_key_values", "a cache without the wide part's state", "one that this model filled")
-        g, state = self.wide(input_ids, numeric_values, position_ids, attention_mask, state)
+        found, state = self.wide(input_ids, numeric_values, position_ids, attention_mask, state)
         if past_key_values is not None:
             past_key_values.wide_state = state
-        g = g if keep is None else g.flatten()[keep]
-        return torch.cat([z, split_value(g.to(z.device), z.dtype)], -1)
+        found = found if keep is None else found.flatten(1)[:, keep]
+        return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype)], -1)
 
     def infer(
         self,

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.targets import TargetTransform
 
-BESIDE_Z = 2  # columns that carry the wide part's g behind z: g rounded to z's dtype, and the rest
+BESIDE_Z = 3  # the wide part's columns behind z: g rounded to z's dtype, the rest of it, and h
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
 
 

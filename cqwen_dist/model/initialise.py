@@ -134,19 +134,20 @@ def _set_parts(heads: Heads, scale: float, noise: float) -> float:
 
 
 @torch.no_grad()
-def set_number_scale(heads: Heads, scale: float) -> None:
-    """Give U' this total scale on number dimensions, half of it noise. It is scale_Y where W_reg sees no words."""
+def set_number_scale(heads: Heads, scale: float, noise: float = 0.5) -> None:
+    """Give U' this total scale on number dimensions, `noise` of it noise. It is scale_Y where W_reg sees no words."""
     if dims := heads.config.number_dims:
-        heads.abduction.set_scale(scale / 2, -dims)
-        heads.action.b_noise[-dims:] = scale / 2
+        heads.abduction.set_scale((1 - noise) * scale, -dims)
+        heads.action.b_noise[-dims:] = noise * scale
 
 
 @torch.no_grad()
-def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale: float) -> None:
+def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale: float, noise: float = 0.5) -> None:
     """Make Y = coefficients . z + intercept with this Cauchy scale, in the target's unit.
 
     coefficients: with number dimensions [H], their rows of W_loc, and W_reg's words' part is 0; else [C_w], W_reg
     itself, and the scale follows from the words' scales. Several values, or the values of several types, start equal.
+    noise: as `set_number_scale`.
     """
     action, words = heads.action, heads.config.causal_size
     action.reg_bias.fill_(intercept)
@@ -154,7 +155,7 @@ def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale
         heads.abduction.loc_net.weight[words:] = coefficients.to(action.reg_weight)
         action.reg_weight[..., :words] = 0.0
         action.reg_weight[..., words:] = 1.0 / heads.config.number_dims
-        set_number_scale(heads, scale)
+        set_number_scale(heads, scale, noise)
     elif bool(coefficients.any()):  # else W_reg stays as drawn: zeros would make scale_Y 0 and the loss infinite
         action.reg_weight.copy_(coefficients.expand_as(action.reg_weight))
     if action.types is not None:

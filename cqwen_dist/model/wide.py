@@ -9,13 +9,15 @@ part infers from z
                            + where j ends a line: LINE w[the line]
           + q_i, in which numbers act together in any smooth way (`model.random_features`), where that is asked for
 
-In a table's prompt a line is a cell behind its column's name, so it is a category, and what stands before a number is
-the column's name. In n-grams and lines a number stands as its value, to four digits. They are hashed into columns of a
-table w (Weinberger et al. 2009), which is fitted in closed form at the start (`model.wide_start`) and never trained.
+and to the logarithm of that law's scale an h_i of the same form, with weights of its own: some texts tell more of their
+number than others. In a table's prompt a line is a cell behind its column's name, so it is a category, and what stands
+before a number is the column's name. In n-grams and lines a number stands as its value, to four digits. They are hashed
+into columns of a table w (Weinberger et al. 2009), which is fitted in closed form at the start (`model.wide_start`) and
+never trained.
 
-There are FOLDS such tables. Each text so far belongs to one fold, by its own hash. In training mode it is read with the
-table that was fitted without that fold: so g errs on training texts as on new ones, and what is trained behind it
-learns from honest residuals. In eval mode the mean of all tables reads it.
+There are FOLDS such tables of each kind. Each text so far belongs to one fold, by its own hash. In training mode it is
+read with the tables that were fitted without that fold: so g errs on training texts as on new ones, and what is trained
+behind it learns from honest residuals. In eval mode the mean of all tables reads it.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from cqwen_dist.model.random_features import RandomFeatures
 FOLDS = 8
 GRAMS = 3  # n-grams of 1, 2 and 3 tokens
 VALUE = GRAMS + 1  # the entry of a number's value; that of its presence is the next
+KINDS = 2  # of tables: location, log scale
+MOST = 2.0  # of |h|: new words and values must not make a number certain, or all numbers possible
 LINE = 3.0  # on wine prices, R2 at 128 and 1,024 rows: 0.33 and 0.65 without lines, 0.38 and 0.66 with 3, 0.64 with 12
 _NOTHING = -1  # the symbol before a text
 _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from splitmix64 and PCG
@@ -52,22 +56,22 @@ class WideState(NamedTuple):
     """What the tokens that follow need of the text so far."""
 
     symbols: Tensor  # [B,GRAMS-1] the last ones
-    sums: Tensor  # [FOLDS,B]
+    sums: Tensor  # [KINDS * FOLDS,B]
     hash: Tensor  # [B] of the text
     line: Tensor  # [B] hash of the line that has not ended
     numbers: Tensor | None  # [NAMES,B] by name; None without random features
 
 
 class WidePart(nn.Module):
-    """g of ids and values. All tables are 0 until the start is calibrated: g = 0."""
+    """g and h of ids and values. All tables are 0 until the start is calibrated: g = h = 0."""
 
     def __init__(self, columns: int, num_token_id: int, vocab_size: int, random_features: int = 0) -> None:
         """columns: of each table. random_features: 0 for none."""
         super().__init__()
         self.num_token_id = num_token_id
-        self.weight = nn.Parameter(torch.zeros(FOLDS, columns), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(KINDS * FOLDS, columns), requires_grad=False)
         self.line_end = nn.Parameter(torch.zeros(vocab_size), requires_grad=False)  # 1: the token ends a line
-        self.random = RandomFeatures(FOLDS, random_features) if random_features else None
+        self.random = RandomFeatures(KINDS * FOLDS, random_features) if random_features else None
 
     def forward(
         self,
@@ -77,7 +81,7 @@ class WidePart(nn.Module):
         mask: Tensor | None = None,
         state: WideState | None = None,
     ) -> tuple[Tensor, WideState]:
-        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g [B,T] fp32, and the state behind them.
+        """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state behind them.
 
         positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
         mask [B, T or more]: 0 at padding; the last T count.
@@ -93,8 +97,10 @@ class WidePart(nn.Module):
             numbers = self.random.read(found.columns[..., VALUE], value, number)
             numbers = _since(numbers, found.begin, None if state is None else state.numbers)
             sums, behind = sums + self.random(numbers), behind._replace(numbers=numbers[..., -1])
-        g = sums.gather(0, fold_of(found.text).unsqueeze(0))[0] if self.training else sums.mean(0)
-        return g.float(), behind
+        sums = sums.unflatten(0, (KINDS, FOLDS))
+        fold = fold_of(found.text).expand(KINDS, 1, *ids.shape)
+        g, h = sums.gather(1, fold)[:, 0] if self.training else sums.mean(1)
+        return torch.stack([g, h.clamp(-MOST, MOST)]).float(), behind
 
     def entries(
         self,
@@ -145,10 +151,11 @@ def fold_of(text: Tensor) -> Tensor:
     return (_mixed(text) >> 40) % FOLDS
 
 
-def split_value(g: Tensor, dtype: torch.dtype) -> Tensor:
-    """[...] fp32 -> [..., 2] in dtype, whose sum is g: to 16 bits in bf16."""
+def columns_beside_z(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """g and h [2,...] fp32 -> [...,3] in dtype: two columns whose sum is g, to 16 bits in bf16, and h."""
+    g, h = found
     rounded = g.to(dtype)
-    return torch.stack([rounded, (g - rounded.float()).to(dtype)], -1)
+    return torch.stack([rounded, (g - rounded.float()).to(dtype), h.to(dtype)], -1)
 
 
 def _symbols_before(symbols: Tensor, state: WideState | None) -> Tensor:

@@ -6,7 +6,7 @@ parts, each of mean square 1 a row and with a weight of its own:
 - words: an n-gram that m of n texts hold weighs the square root of its idf ln((1+n)/(1+m)) + 1
 - values by their names, centred and brought to variance 1
 - random features of these values together (`model.random_features`)
-All in float64 on the CPU.
+What it leaves is then explained in the same way (`model.wide_spread`). All in float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.model.random_features import NAMES, bytes_of
 from cqwen_dist.model.ridge import SHARES, around_median
 from cqwen_dist.model.wide import FOLDS, WidePart, fold_of
+from cqwen_dist.model.wide_spread import fit_spread
 
 REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
@@ -52,10 +53,11 @@ class TextBefore(NamedTuple):
 
 
 class WideFit(NamedTuple):
-    """The wide part's tables by their names, fp32; g of each number by the table without its fold, [n] float64."""
+    """The wide part's tables by name, fp32; of each number, by the tables without its fold, g and h [n] float64."""
 
     tables: dict[str, Tensor]
     left_out: Tensor
+    spread: Tensor
 
 
 class _Found(NamedTuple):
@@ -167,7 +169,7 @@ def fit_wide(
     random_features: int = 0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> WideFit | None:
-    """Fit the tables to targets [n], in the regression's unit; None where that predicts no better than the median.
+    """Fit the tables to targets [n], in the regression's unit; None where g predicts no better than the median.
 
     Targets are clamped and weighted as `ridge.robust_ridge` does; on all numbers then by what a first fit leaves. The
     parts' weights, the ridge and a shrinkage have the least Cauchy loss on the folds left out.
@@ -195,13 +197,16 @@ def fit_wide(
     progress(STEPS - 1, STEPS)
     ridge = found.ridge if len(t) <= SEARCHED else every.climbed(kernel, found)
     left_out, solved = every.left_out(kernel, ridge, again=True)
+    spread = fit_spread(kernel, t - found.share * left_out, folds, SEARCHED)
     unit *= found.share
-    tables = {"weight": (scaling @ ((words + weight * values).T @ solved.T)).T * unit}
+    both = np.concatenate([unit * solved, spread.solved])
+    tables = {"weight": (scaling @ ((words + weight * values).T @ both.T)).T}
     if features is not None:
-        tables |= features.tables(times * unit * (solved @ features.x))
+        tables |= features.tables(times * (both @ features.x))
     return WideFit(
         {name: torch.from_numpy(np.ascontiguousarray(table, np.float32)) for name, table in tables.items()},
         torch.from_numpy(left_out * unit),
+        torch.from_numpy(spread.left_out),
     )
 
 
@@ -247,7 +252,7 @@ class _RandomRows:
     offsets: np.ndarray
 
     def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:
-        """weight [FOLDS,D] of x -> the tables of `RandomFeatures`, as the wide part names them."""
+        """weight [tables,D] of x -> the tables of `RandomFeatures`, as the wide part names them."""
         spare = [0, NAMES - len(self.columns)]
         found = {
             "names": np.pad(bytes_of(torch.from_numpy(self.columns)), [spare, [0, 0]]),

@@ -64,10 +64,10 @@ def test_numbers_that_act_together_are_read():
     part, ids, values, left_out = fitted(400)
     y = truth_of(values)
     assert (left_out - y).abs().mean() < 0.25 * (y - y.median()).abs().mean()
-    assert_close(part.train()(ids, values)[0][:, -1], left_out.float(), 1e-4)
+    assert_close(part.train()(ids, values)[0][0, :, -1], left_out.float(), 1e-4)
     new, new_values = rows(200, seed=4)
     truth = truth_of(new_values)
-    error = (part.eval()(new, new_values)[0][:, -1] + y.median() - truth).abs().mean()
+    error = (part.eval()(new, new_values)[0][0, :, -1] + y.median() - truth).abs().mean()
     assert error < 0.2 * (truth - y.median()).abs().mean()
 
 
@@ -79,9 +79,9 @@ def test_a_text_in_pieces_is_the_text(cuts):
     for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
         piece, state = part(ids[:5, start:stop], values[:5, start:stop], state=state)
         pieces.append(piece)
-    assert_close(torch.cat(pieces, 1), whole, 1e-5)
+    assert_close(torch.cat(pieces, -1), whole, 1e-5)
     packed, _ = part(ids[:5].view(1, -1), values[:5].view(1, -1), positions=torch.arange(9).repeat(5)[None])
-    assert_close(packed.view(5, 9), whole, 1e-5)
+    assert_close(packed.view(2, 5, 9), whole, 1e-5)
 
 
 def test_numbers_of_unknown_names_do_not_count():

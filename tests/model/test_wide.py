@@ -10,7 +10,7 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_causal_lm, tiny_model
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.wide import FOLDS, GRAMS, LINE, WidePart, split_value
+from cqwen_dist.model.wide import FOLDS, GRAMS, LINE, WidePart, columns_beside_z
 from cqwen_dist.model.wide_start import (
     RIDGES,
     _counts,
@@ -78,7 +78,7 @@ def test_a_text_in_pieces_is_the_text(cuts):
     for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
         piece, state = part(ids[:, start:stop], values[:, start:stop], state=state)
         pieces.append(piece)
-    assert_close(torch.cat(pieces, 1), whole, 1e-6)
+    assert_close(torch.cat(pieces, -1), whole, 1e-6)
     assert whole.std() > 0.5  # the tables are not 0
 
 
@@ -87,22 +87,22 @@ def test_packed_and_padded_texts_are_read_alone(training):
     part, (ids, values) = worn_part().train(training), texts(2)
     alone, _ = part(ids, values)
     packed, _ = part(ids.view(1, -1), values.view(1, -1), positions=torch.arange(9).repeat(2)[None])
-    assert_close(packed.view(2, 9), alone, 1e-6)
+    assert_close(packed.view(2, 2, 9), alone, 1e-6)
     mask = torch.tensor([[0] * 4 + [1] * 9] * 2)
     pad = torch.full((2, 4), 7)
     padded, _ = part(torch.cat([pad, ids], 1), torch.cat([pad * 0.0, values], 1), mask=mask)
-    assert_close(padded[:, 4:], alone, 1e-6)
+    assert_close(padded[..., 4:], alone, 1e-6)
 
 
 def test_order_words_and_values_all_count():
     part, (ids, values) = worn_part(), texts(1)
-    last = part(ids, values)[0][0, -1]
+    last = part(ids, values)[0][0, 0, -1]
     turned, other, more = ids.clone(), ids.clone(), values.clone()
     turned[0, [0, 1]] = ids[0, [1, 0]]
     other[0, 3] = 31
     more[0, 5] += 1
     for changed in ((turned, values), (other, values), (ids, more)):
-        assert (part(*changed)[0][0, -1] - last).abs() > 1e-4
+        assert (part(*changed)[0][0, 0, -1] - last).abs() > 1e-4
 
 
 def test_a_value_before_which_the_same_words_stand_is_read_in_a_line_of_its_logarithm():
@@ -111,7 +111,7 @@ def test_a_value_before_which_the_same_words_stand_is_read_in_a_line_of_its_loga
     ids, values = torch.tensor([[3, 4, NUM]]), torch.zeros(1, 3, dtype=torch.float64)
     for value in (0.0, 1.0, -20.0, 1e6):
         values[0, 2] = value
-        assert part(ids, values)[0][0, -1] == pytest.approx(0.5 * np.sign(value) * np.log1p(abs(value)), rel=1e-6)
+        assert part(ids, values)[0][0, 0, -1] == pytest.approx(0.5 * np.sign(value) * np.log1p(abs(value)), rel=1e-6)
 
 
 def test_a_line_counts_as_a_whole_wherever_it_stands():
@@ -123,7 +123,7 @@ def test_a_line_counts_as_a_whole_wherever_it_stands():
     assert columns[9] != columns[5]
     assert columns[9] != columns[13]
     part.weight.data[:, columns[9]] = 1.0
-    g = part(torch.tensor([[5, 0, 7, 8, 9, 0, 6]]), torch.zeros(1, 7))[0]
+    g = part(torch.tensor([[5, 0, 7, 8, 9, 0, 6]]), torch.zeros(1, 7))[0][0]
     assert float(g[0, 5] - g[0, 4]) == pytest.approx(LINE)
 
 
@@ -155,12 +155,12 @@ def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_table
     batch = batch_of(ids, values, y)
     found = fit_wide(texts_before(part, batch, torch.arange(200) * 9 + 8), y, BUCKETS)
     part.weight.data.copy_(found.tables["weight"])
-    assert_close(part.train()(ids, values)[0][:, -1], found.left_out.float(), 1e-4)
-    everyone = part.eval()(ids, values)[0][:, -1]
+    assert_close(part.train()(ids, values)[0][0, :, -1], found.left_out.float(), 1e-4)
+    everyone = part.eval()(ids, values)[0][0, :, -1]
     assert (everyone - y).abs().mean() < 0.7 * (found.left_out - y).abs().mean()  # 7 of 8 tables know the answer
     new, new_values = texts(200, seed=5)
     truth = truth_of(new, new_values)
-    error = (part(new, new_values)[0][:, -1] - (truth - y.median())).abs().mean()
+    error = (part(new, new_values)[0][0, :, -1] - (truth - y.median())).abs().mean()
     assert error < 0.75 * (truth - y.median()).abs().mean()
 
 
@@ -205,7 +205,7 @@ def test_further_texts_are_fitted_too_and_each_is_read_without_its_own_fold():
     truth = truth_of(new, new_values) - y.median()
 
     def error(model, ids, values, truth) -> float:
-        return float((model.wide(ids, values)[0][:, -1] - truth).square().mean() / truth.square().mean())
+        return float((model.wide(ids, values)[0][0, :, -1] - truth).square().mean() / truth.square().mean())
 
     assert error(more.eval(), new, new_values, truth) < 0.8 * error(few.eval(), new, new_values, truth)
     known = ids[40:], values[40:], y[40:] - y.median()
@@ -238,9 +238,11 @@ def test_a_cache_of_another_model_is_refused():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.0), (torch.bfloat16, 2**-15)])
 def test_g_survives_the_dtype_of_z(dtype, tolerance):
-    g = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 5
-    back = split_value(g, dtype).float().sum(-1)
+    g, h = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)) * 5
+    *parts, spread = columns_beside_z(torch.stack([g, h]), dtype).unbind(-1)
+    back = sum(part.float() for part in parts)
     assert ((back - g).abs() <= tolerance * g.abs()).all()
+    assert torch.equal(spread, h.to(dtype))
 
 
 def test_there_are_as_many_tables_as_folds_of_like_size():
