@@ -1,0 +1,115 @@
+"""The spread of the wide part: its closed form against scikit-learn, what it finds and what not, and the law of Y."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from model.test_wide import BUCKETS, batch_of, texts
+from sklearn.linear_model import Ridge
+from support.numerics import assert_close
+from support.tiny import NUM, VOCAB, tiny_model
+
+from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.model.calibration import calibrate
+from cqwen_dist.model.wide import FOLDS, MOST, WidePart
+from cqwen_dist.model.wide_spread import RIDGES, fit_spread
+from cqwen_dist.model.wide_start import fit_wide, texts_before
+
+WORD = 30  # where it stands, errors are FACTOR times as large
+FACTOR = 6.0
+
+
+def law_of(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, values, targets, whether WORD stands in the text): half the texts have it as their fourth word, and half
+    have another as their fifth, which alone tells the number's location."""
+    ids, values = texts(count, seed=seed)
+    draw = torch.Generator().manual_seed(seed + 1)
+    loud, high = torch.rand(2, count, generator=draw) < 0.5
+    ids[:, 3] = torch.where(loud, WORD, 31)
+    ids[:, 4] = torch.where(high, 32, 33)
+    noise = torch.randn(count, generator=draw, dtype=torch.float64)
+    y = 10 * high + noise * torch.where(loud, FACTOR, 1.0)
+    return ids, values, y, loud
+
+
+def test_the_closed_form_is_a_ridge_regression_of_the_errors_logarithms():
+    """To 1e-8: both in float64. Each fold's numbers do not enter its own fit."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((300, 12))
+    error = draw.standard_normal(300) * np.exp(x[:, 0])
+    folds = np.arange(300) % FOLDS
+    found = fit_spread(x @ x.T, error, folds, 300)
+    size = np.abs(error) / np.median(np.abs(error))
+    goal = np.log(size.clip(0.05))
+    goal -= goal.mean()
+    unit = (x**2).sum() / 300
+    gaps = []
+    for ridge in RIDGES:
+        for share in (1.0, 0.75, 0.5, 0.25):
+            h = np.zeros(300)
+            for fold in range(FOLDS):
+                own = folds == fold
+                h[own] = share * Ridge(ridge * unit, fit_intercept=False).fit(x[~own], goal[~own]).predict(x[own])
+            gaps.append(np.abs(h.clip(-MOST, MOST) - found.left_out).max())
+    assert min(gaps) < 1e-8
+    for fold in range(FOLDS):
+        own = folds == fold
+        assert not found.solved[fold, own].any()
+        h = (x @ x.T)[own] @ found.solved[fold]
+        np.testing.assert_allclose(h.clip(-MOST, MOST), found.left_out[own], atol=1e-8)
+
+
+def test_one_scale_for_all_stays_one():
+    draw = np.random.default_rng(1)
+    x = draw.standard_normal((300, 40))
+    for law in (draw.standard_normal, draw.standard_cauchy):
+        found = fit_spread(x @ x.T, law(300), np.arange(300) % FOLDS, 300)
+        assert not found.left_out.any()
+        assert not found.solved.any()
+
+
+def test_no_error_at_all_is_one_scale():
+    found = fit_spread(np.eye(64), np.zeros(64), np.arange(64) % FOLDS, 64)
+    assert not found.left_out.any()
+
+
+def test_a_word_behind_which_errors_are_larger_is_found():
+    ids, values, y, _ = law_of(400)
+    part = WidePart(BUCKETS, NUM, VOCAB)
+    found = fit_wide(texts_before(part, batch_of(ids, values, y), torch.arange(400) * 9 + 8), y, BUCKETS)
+    part.weight.data.copy_(found.tables["weight"])
+    assert_close(part.train()(ids, values)[0][1, :, -1], found.spread.float(), 1e-4)
+    new, new_values, _, louder = law_of(200, seed=4)
+    h = part.eval()(new, new_values)[0][1, :, -1]
+    apart = h[louder].mean() - h[~louder].mean()
+    assert 0.2 * math.log(FACTOR) < apart < math.log(FACTOR)  # shrunk, and the location errs too
+
+
+def test_the_calibrated_start_gives_each_number_its_own_scale():
+    """The median of |error| / scale_Y is 1 for a Cauchy, whatever the text says."""
+    shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 1.0, "scale": 2.0}}
+    ids, values, y, _ = law_of(400)
+    model = tiny_model(**shape, wide=BUCKETS)
+    calibrate(model, [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 400, 40)])
+    new, new_values, truth, loud = law_of(400, seed=4)
+    _, _, loc, scale = (part[:, -1].detach() for part in model.eval()(new, new_values))
+    error = (loc - model.target.forward(truth)).abs()
+    plain, own = (float((e[loud].median() / e[~loud].median()).log()) for e in (error, error / scale))
+    assert plain > 0.5
+    assert 0 < own < 0.75 * plain
+    assert 0.7 < float((error / scale).median()) < 1.4
+
+
+@pytest.mark.parametrize("activation", ["softplus", "exp"])
+def test_h_is_a_factor_of_the_number_dimensions_scale_and_no_words(activation):
+    network = AbductionNetwork(6, 8, scale_activation=activation, number_dims=2)
+    network.scale_net.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    z = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    plain = network(torch.cat([z, torch.zeros(5, 3)], 1))
+    beside = torch.tensor([[0.25, 0.5, 1.0]]).expand(5, 3)
+    moved = network(torch.cat([z, beside], 1))
+    for a, b in zip(plain, moved, strict=True):
+        assert torch.equal(a[:, :6], b[:, :6])
+    assert_close(moved.loc[:, 6:], plain.loc[:, 6:] + 0.75, 1e-6)
+    assert_close(moved.scale[:, 6:], plain.scale[:, 6:] * math.e, 1e-5)  # but for the floor of 1e-6
