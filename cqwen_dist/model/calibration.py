@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, set_scales, start_regression
+from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
@@ -40,7 +40,7 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 # what is left of a fold knows the other folds' numbers. On 85 wines and fewer, one was not enough: R2 fell from 0.48
 # to 0.12.
 SURE = 3.0
-LITTLE = 0.05  # the noise's share of a number's scale where the individual's own differs from text to text
+LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
@@ -258,9 +258,11 @@ class _Start:
             found = robust_ridge(x, targets - g, own_folds, 0.0 if read is None else SURE)
             error = (target.inverse(found.left_out + shift + g) - values).abs().median()
             of_median = (values - values.quantile(0.5)).abs().median()
-            left = (targets - g - found.left_out - shift).abs()
-            scale = found.scale * float((left / h.exp()).median() / left.median().clamp(min=1e-12))
-            law = found.coefficients.cpu(), found.intercept + shift, scale, LITTLE if bool(h.any()) else 0.5
+            scale, noise = found.scale, NOISE
+            if bool(h.any()):
+                left = (targets - g - found.left_out - shift).abs()
+                scale, noise = scale * float((left / h.exp()).median() / left.median()), LITTLE_NOISE
+            law = found.coefficients.cpu(), found.intercept + shift, scale, noise
             return tables, law, float(error), float(of_median)
 
         tables, law, error, of_median = self.groups.agreed(ridge)

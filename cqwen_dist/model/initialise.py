@@ -24,6 +24,7 @@ SEED_NOISE = 0.1  # not the seeds' 0: |b| has no gradient at 0, so b_noise would
 # |w_num| relative to the mean norm of the digits' rows. On SmolLM2 (GSM8K) the base's accuracy changes by less than
 # 0.2 points for 0 to 0.08; 0.2 costs 0.3 points.
 VALUE_SHARE = 0.08
+NOISE = 0.5  # share of a number's scale
 PRESET_THRESHOLD = {"seed": 0.0, "seed-100": 100.0, "calibrated": 0.0}
 
 
@@ -134,7 +135,7 @@ def _set_parts(heads: Heads, scale: float, noise: float) -> float:
 
 
 @torch.no_grad()
-def set_number_scale(heads: Heads, scale: float, noise: float = 0.5) -> None:
+def set_number_scale(heads: Heads, scale: float, noise: float = NOISE) -> None:
     """Give U' this total scale on number dimensions, `noise` of it noise. It is scale_Y where W_reg sees no words."""
     if dims := heads.config.number_dims:
         heads.abduction.set_scale((1 - noise) * scale, -dims)
@@ -142,7 +143,7 @@ def set_number_scale(heads: Heads, scale: float, noise: float = 0.5) -> None:
 
 
 @torch.no_grad()
-def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale: float, noise: float = 0.5) -> None:
+def start_regression(heads: Heads, coefficients: Tensor, intercept: float, scale: float, noise: float = NOISE) -> None:
     """Make Y = coefficients . z + intercept with this Cauchy scale, in the target's unit.
 
     coefficients: with number dimensions [H], their rows of W_loc, and W_reg's words' part is 0; else [C_w], W_reg

@@ -22,24 +22,28 @@ LEAST = 0.05  # of an error, in median errors: the logarithm of 0 says nothing
 SURE = 2.0  # standard errors by which the loss must fall
 
 
-class Spread(NamedTuple):
+class SpreadFit(NamedTuple):
     """h of each number by the fit without its fold, [n]; of each fold left out the a with h = K a, [FOLDS,n]."""
 
     left_out: np.ndarray
     solved: np.ndarray
 
 
-def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searched: int) -> Spread:
+def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searched: int) -> SpreadFit:
     """kernel [n,n], error [n], folds [n] in [0, FOLDS). All 0 where one scale for all is as good.
 
     Ridge and shrinkage have the least Cauchy loss on the folds left out, of the first `searched` numbers.
     """
-    size = np.abs(error) / max(float(np.median(np.abs(error))), 1e-12)
+    nothing = SpreadFit(np.zeros(len(error)), np.zeros((FOLDS, len(error))))
+    middle = float(np.median(np.abs(error)))
+    if not middle > 0:
+        return nothing
+    size = np.abs(error) / middle
     goal = np.log(size.clip(LEAST))
     goal -= goal.mean()
     unit = float(kernel.trace()) / len(error)
 
-    def fit(ridge: float, some: slice) -> Spread:
+    def fit(ridge: float, some: slice) -> SpreadFit:
         own_goal, own_folds = goal[some], folds[some]
         h, solved = np.zeros(len(own_goal)), np.zeros((FOLDS, len(own_goal)))
         for fold in range(FOLDS):
@@ -47,7 +51,7 @@ def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searche
             system = kernel[some, some][np.ix_(rest, rest)] + ridge * unit * np.eye(int(rest.sum()))
             solved[fold, rest] = solve(system, own_goal[rest], assume_a="pos", overwrite_a=True, check_finite=False)
             h[own] = kernel[some, some][np.ix_(own, rest)] @ solved[fold, rest]
-        return Spread(h, solved)
+        return SpreadFit(h, solved)
 
     some = slice(min(searched, len(error)))
     one_scale = _losses(size[some], np.zeros(len(size[some])))
@@ -56,9 +60,9 @@ def fit_spread(kernel: np.ndarray, error: np.ndarray, folds: np.ndarray, searche
     losses, ridge, share = min(scored, key=lambda one: one[0].mean())
     gain = one_scale - losses
     if not gain.mean() > SURE * gain.std() / math.sqrt(len(gain)):
-        return Spread(np.zeros(len(error)), np.zeros((FOLDS, len(error))))
+        return nothing
     found = fit(ridge, slice(None))
-    return Spread((share * found.left_out).clip(-MOST, MOST), share * found.solved)
+    return SpreadFit((share * found.left_out).clip(-MOST, MOST), share * found.solved)
 
 
 def _losses(size: np.ndarray, h: np.ndarray) -> np.ndarray:
