@@ -46,9 +46,9 @@ class ModelConfig(Section):
     number_dims: Count | None = None
     """Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."""
     wide: Count = Field(0, multiple_of=4)
-    """Columns of the wide part's tables, 0: none. With it the number's location and the logarithm of its scale
-    have a linear part in the words and numbers so far, fitted in closed form by the calibrated start (docs/tables.md); 262144 suits tables of some thousand
-    rows."""
+    """Columns of the wide part's tables, 0: none. With it the number's location and the logarithm of its scale have a
+    linear part in the words and numbers so far, fitted in closed forms by the calibrated start (docs/tables.md); 262144
+    suits tables of some thousand rows."""
     wide_from_eval: bool = False
     """Whether the wide part is also fitted to data.eval. A text of it is then read in evaluations as a training text
     is, by the fit that left it out, so metrics and recalibrated intervals stay honest."""
