@@ -36,6 +36,21 @@ def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad_token_id
     return Padded(ids, values, mask)
 
 
+def recent_numbers(is_number: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """The last numbers of each position's text, itself among them, latest first: [B,T,count] float64, NaN where there
+    are fewer. is_number, values [B,T]; positions [B,T]: 0 where a text begins, and at padding before it."""
+    if not values.numel():
+        return values.new_zeros(*values.shape, count)
+    back = torch.arange(count, device=values.device)
+    number = is_number.flatten()
+    before = is_number.long().cumsum(1)  # of the row, up to here
+    begun = torch.where(positions == 0, before - is_number.long(), 0).cummax(1).values  # of them in earlier texts
+    known = (before - begun).unsqueeze(-1) > back
+    rank = (number.long().cumsum(0).view_as(before) - 1).unsqueeze(-1) - back
+    listed = values.flatten().gather(0, number.long().argsort(descending=True, stable=True))
+    return listed[rank.clamp(min=0)].masked_fill(~known, torch.nan)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch. Labels are already shifted: labels[:, t] is the token after position t."""
@@ -84,6 +99,11 @@ class Batch:
         mask = self.label_mask
         mask.view(-1)[self.partial[:, 0]] = True
         return mask
+
+    def copied(self, keep: torch.Tensor, num_token_id: int, count: int) -> torch.Tensor:
+        """What the labels at positions `keep` [N] may be copies of: [N,count], as `recent_numbers`."""
+        is_number = (self.input_ids == num_token_id) & self.attention_mask
+        return recent_numbers(is_number, self.numeric_values, self.position_ids, count).flatten(0, 1)[keep]
 
     def number_labels(
         self, keep: torch.Tensor, typed: bool, further: int, weights: Sequence[float] | None = None

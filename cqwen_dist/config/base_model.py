@@ -52,6 +52,9 @@ class ModelConfig(Section):
     wide_from_eval: bool = False
     """Whether the wide part is also fitted to data.eval. A text of it is then read in evaluations as a training text
     is, by the fit that left it out, so metrics and recalibrated intervals stay honest."""
+    copies: Annotated[int, Field(ge=0, le=64)] = 0
+    """K: a number may be a copy of one of the last K numbers of its text. Each has a probability of its own, one
+    against the rest. The likeliest is written as it stands, if above 1/2. 8 suits worked solutions; 0: none."""
     random_features: Count = 0
     """Random Fourier features of the wide part: the numbers so far, known by the words before them in their line, act
     on the next one together and in any smooth way; 2048 suits tables. It needs model.wide."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import is_accelerate_available
 
+from cqwen_dist.batch import recent_numbers
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
 from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
@@ -92,7 +93,10 @@ class _Continuation:
             self.mask[:, :prompt] = attention_mask.bool()
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
         intervals = Intervals.from_dict(config.calibration)
-        self.numbers = empty_numbers(values, model.target, intervals, config.number_types, config.more_values)
+        named = config.number_types, config.more_values
+        self.numbers = empty_numbers(values, model.target, intervals, *named, copies=config.copies)
+        is_number = (self.ids == self.num_token_id) & self.mask
+        self.recent = recent_numbers(is_number, values, self.positions, config.copies)[:, prompt - 1]  # [B,copies]
         self.done = torch.zeros(b, dtype=torch.bool, device=device)  # rows that have ended
         self.cache = DynamicCache(config=base) if settings.use_cache else None
         # how words and numbers are chosen
@@ -140,6 +144,8 @@ class _Continuation:
         numbers.p_num[:, at] = p[:, 0].where(~self.done, math.nan)
         numbers.p_word[:, at] = p[:, 1:].diagonal().where(~self.done, math.nan)
         numbers.generated[:, at] = number
+        if numbers.copied is not None:
+            self.copy(u_prime, number)
         if numbers.kinds is not None:
             numbers.kinds[:, at] = action.number_type(u_prime).to(device)
         if numbers.more is not None:
@@ -148,8 +154,20 @@ class _Continuation:
         if self.digits is not None:
             for row in number.nonzero()[:, 0].tolist():
                 numbers.values[row, at] = numbers.written(row, at, self.digits)
+        if numbers.copied is not None:
+            latest = torch.cat([numbers.values[:, at, None], self.recent[:, :-1]], 1)
+            self.recent = latest.where(number[:, None], self.recent)
         self.done = self.done | torch.isin(word, self.eos)
         self.start, self.end = (0 if self.cache is None else at), at + 1
+
+    def copy(self, u_prime: Cauchy, number: Tensor) -> None:
+        """Where the new token is a number (number [B]), write the earlier one that it copies, if any."""
+        numbers, at = self.numbers, self.end
+        found = self.action.copied(u_prime, self.recent.to(u_prime.loc.device)).to(number.device)
+        assert numbers.copied is not None
+        numbers.copied[:, at] = copied = number & ~found.isnan()
+        numbers.values[:, at] = found.where(copied, numbers.values[:, at])
+        numbers.loc[:, at] = self.model.target.forward(numbers.values[:, at]).double().where(copied, numbers.loc[:, at])
 
 
 @contextmanager

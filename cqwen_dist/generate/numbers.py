@@ -47,6 +47,7 @@ class GeneratedNumbers:
     kinds: Tensor | None = None  # [B,T'] int64: the type of each generated number
     more_values: list[str] | None = None  # names of further values
     more: Cauchy | None = None  # [B,T',R-1] float64: their laws in the target's unit, where generated
+    copied: Tensor | None = None  # [B,T'] bool: the number is one of those before it (`model.copies`)
 
     def until(self, end: int) -> GeneratedNumbers:
         """The first `end` positions, as views."""
@@ -60,7 +61,9 @@ class GeneratedNumbers:
         return low.where(self.generated, math.nan), high.where(self.generated, math.nan)
 
     def written(self, row: int, position: int, digits: Digits = "auto") -> float:
-        """The value in the text (`shown`). A prompt's number has no spread."""
+        """The value in the text (`shown`). A prompt's number has no spread; a copied one stands as it is."""
+        if self.is_copy(row, position):
+            return float(self.values[row, position])
         spread = 0.0
         if digits == "auto" and bool(self.generated[row, position]):
             low, high = number_interval(self._law(row, position), self.target, self.intervals, 0.5)
@@ -71,24 +74,30 @@ class GeneratedNumbers:
         """The record of a number that the model wrote; None at any other position."""
         if not bool(self.generated[row, position]):
             return None
+        copy = self.is_copy(row, position)
         more = {}
         for i, name in enumerate(self.more_values or ()):
             assert self.more is not None
             law = Cauchy(self.more.loc[row, position, i], self.more.scale[row, position, i])
             more[name] = FurtherValue(float(self.target.inverse(law.loc)), self._intervals(law, Intervals()))
         return NumberRecord(
-            value=float(self.target.inverse(self.loc[row, position])),
+            value=float((self.values if copy else self.target.inverse(self.loc))[row, position]),
             written=self.written(row, position, digits),
             intervals=self._intervals(self._law(row, position), self.intervals),
             p_num=float(self.p_num[row, position]),
             type=None if self.types is None or self.kinds is None else self.types[int(self.kinds[row, position])],
             more=more,
+            copied=copy,
         )
 
     def records(self, row: int = 0, digits: Digits = "auto") -> list[NumberRecord]:
         """The records of a row's generated numbers, in their order."""
         found = (self.record(row, position, digits) for position in range(self.values.shape[1]))
         return [each for each in found if each is not None]
+
+    def is_copy(self, row: int, position: int) -> bool:
+        """Whether the number is one of those before it."""
+        return self.copied is not None and bool(self.copied[row, position])
 
     def _law(self, row: int, position: int) -> Cauchy:
         return Cauchy(self.loc[row, position], self.scale[row, position])
@@ -116,6 +125,7 @@ class NumberRecord:
     p_num: float  # P(<NUM>) at the position
     type: str | None = None  # the likeliest type, if the model has types
     more: dict[str, FurtherValue] = field(default_factory=dict)  # further values by name
+    copied: bool = False  # it is one of the numbers before it, and the intervals are around that one
 
     def __str__(self) -> str:
         """The written value and its 90 % interval, with the digits that its uncertainty leaves."""
@@ -149,12 +159,19 @@ def check_digits(digits: Digits) -> None:
 
 
 def empty_numbers(
-    values: Tensor, target: TargetTransform, intervals: Intervals, types: list[str] | None, more: list[str] | None
+    values: Tensor,
+    target: TargetTransform,
+    intervals: Intervals,
+    types: list[str] | None,
+    more: list[str] | None,
+    copies: int = 0,
 ) -> GeneratedNumbers:
-    """Buffers for a generation; values [B,T'] hold the prompt's. types, more: the model's names of types and values."""
+    """Buffers for a generation; values [B,T'] hold the prompt's. types, more: the model's names of types and values.
+    copies: how many numbers it may copy."""
     generated = torch.zeros_like(values, dtype=torch.bool)
     loc, scale = torch.zeros_like(values), torch.zeros_like(values)
     p_num, p_word = torch.full_like(values, math.nan), torch.full_like(values, math.nan)
     kinds = torch.zeros_like(values, dtype=torch.int64) if types else None
     laws = Cauchy(*values.new_zeros(2, *values.shape, len(more))) if more else None
-    return GeneratedNumbers(values, generated, loc, scale, p_num, p_word, target, intervals, types, kinds, more, laws)
+    laid = values, generated, loc, scale, p_num, p_word, target, intervals, types, kinds, more, laws
+    return GeneratedNumbers(*laid, copied=torch.zeros_like(generated) if copies else None)

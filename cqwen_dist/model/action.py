@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead
 
+COPY_NOISE = 0.3  # where S_j is fitted to -1 and 1
+
 
 class ActionNetwork(nn.Module):
     """U' = U + noise; S_k = W_cls,k U' + b_cls,k for every word and Y = W_reg U' + b_reg, in closed form.
@@ -19,7 +21,8 @@ class ActionNetwork(nn.Module):
     vocabulary: all V, or a rank's range [vocab_start, vocab_start + rows). word_size: how many of U's dimensions words
     see (default all; the rest are number dimensions). W_reg is [C]; with R values a position (S4 4.7.1) [R, C]; with T
     types of numbers (S4 4.7.2) [2T, C]: the values of each type, then the types' own scores S_t, P_t = P(S_t > 0).
-    Weights are fp32 masters.
+    With K copies a number may also be the j-th last one before it: a type of number whose value is known. Its score
+    S_j is of U's word part plus a Cauchy of its own with scale |c_j|; P_j = P(S_j > 0). Weights are fp32 masters.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class ActionNetwork(nn.Module):
         scalar_threshold: bool = False,
         values: int | None = None,
         types: int | None = None,
+        copies: int = 0,
     ) -> None:
         super().__init__()
         rows = vocab_size if rows is None else rows
@@ -48,6 +52,11 @@ class ActionNetwork(nn.Module):
         self.reg_weight = nn.Parameter(torch.empty(*shape, causal_hidden_size))
         self.reg_bias = nn.Parameter(torch.zeros(shape))
         self.b_noise = nn.Parameter(torch.full((causal_hidden_size,), 0.1))
+        self.copies = copies
+        if copies:
+            self.copy_weight = nn.Parameter(torch.zeros(copies, self.word_size))
+            self.copy_bias = nn.Parameter(torch.full((copies,), -1.0))  # until the start is calibrated: none is likely
+            self.copy_noise = nn.Parameter(torch.full((copies,), COPY_NOISE))
         self.reset()
 
     @torch.no_grad()
@@ -107,6 +116,22 @@ class ActionNetwork(nn.Module):
         """The likeliest type [...] int64, by the decision strength, which has the order of P_t."""
         scores = self.type_scores(u_prime)
         return (scores.loc / scores.scale.clamp(min=1e-30)).argmax(-1)  # an individual without noise has scale 0
+
+    def copy_scores(self, u_prime: Cauchy) -> Cauchy:
+        """S_j of the K last numbers, [..., K]."""
+        scores = self.word_part(u_prime).affine(self.copy_weight, self.copy_bias)
+        return Cauchy(scores.loc, scores.scale + self.copy_noise.abs())
+
+    def copied(self, u_prime: Cauchy, recent: Tensor) -> Tensor:
+        """The number that is copied, [...] float64; NaN where none is: where no P_j of a number there is exceeds 1/2.
+
+        recent [..., K]: the numbers, raw unit, NaN where there are fewer (`batch.recent_numbers`).
+        """
+        scores = self.copy_scores(u_prime)
+        strength = (scores.loc / scores.scale.clamp(min=1e-30)).masked_fill(recent.isnan(), -torch.inf)
+        best = strength.max(-1)
+        found = recent.gather(-1, best.indices.unsqueeze(-1))[..., 0]
+        return found.masked_fill(best.values <= 0, torch.nan)
 
     def scores(self, u_prime: Cauchy) -> Cauchy:
         """S of U' [..., C]: Cauchy [..., rows], materialised, so for one position, small models and tests."""

@@ -27,7 +27,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scales, start_regression
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
-from cqwen_dist.model.ridge import FOLDS, robust_ridge
+from cqwen_dist.model.ridge import FOLDS, ridge_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
 from cqwen_dist.model.wide_start import TextBefore, fit_wide, texts_before
 from cqwen_dist.ops.cauchy import Cauchy
@@ -135,6 +135,7 @@ class _Positions(NamedTuple):
     values: Tensor  # [N] float64
     folds: Tensor  # [N] int64: the row's fold
     texts: list[TextBefore]  # before each value that is learnt; empty without a wide part
+    recent: Tensor  # [N,K] float64: what each value may be a copy of
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ class _Start:
         batches = list(batches)
         none = torch.zeros(0, device=self.model.action.cls_weight.device)
         no_z = none.new_zeros(0, self.model.config.feature_size)
-        parts: list[tuple[Tensor, ...]] = [(no_z, none.long(), none.bool(), none.double(), none.long())]
+        config = self.model.config
+        no_recent = none.double().new_zeros(0, config.copies)
+        parts: list[tuple[Tensor, ...]] = [(no_z, none.long(), none.bool(), none.double(), none.long(), no_recent)]
         texts: list[TextBefore] = []
         for i, batch in enumerate(batches):
             self.progress(what, i, len(batches))
@@ -163,13 +166,14 @@ class _Start:
             z = self.features(batch, kept).float()
             folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
-            parts.append((z, *(part.flatten()[kept] for part in per_position)))
+            recent = batch.copied(kept, config.num_token_id, config.copies)
+            parts.append((z, *(part.flatten()[kept] for part in per_position), recent))
             if self.model.wide is not None:
                 texts += texts_before(self.model.wide, batch, kept[batch.numeric_mask.flatten()[kept]])
             if self.groups is ALONE and most is not None and sum(len(labels) for _, labels, *_ in parts) >= most:
                 break
-        z, labels, learnt, values, folds = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
-        return _Positions(z, labels, learnt, values, folds, texts[: int(learnt.sum())])
+        z, labels, learnt, values, folds, recent = (torch.cat(column)[:most] for column in zip(*parts, strict=True))
+        return _Positions(z, labels, learnt, values, folds, texts[: int(learnt.sum())], recent)
 
     def word_loc(self, z: Tensor) -> Tensor:
         """loc_U [N,C_w] of features."""
@@ -265,11 +269,28 @@ class _Start:
             law = found.coefficients.cpu(), found.intercept + shift, scale, noise
             return tables, law, float(error), float(of_median)
 
+        if self.model.config.copies:
+            self.fit_copies(fit)
         tables, law, error, of_median = self.groups.agreed(ridge)
         for name, table in tables.items():
             self.model.get_parameter(f"wide.{name}").copy_(table)
         start_regression(self.model, *law)
         return {"numbers": len(values), "reg_mdae": error, "reg_median_mdae": of_median}
+
+    def fit_copies(self, fit: _Positions) -> None:
+        """Start the scores of copies: each is a ridge regression of 1, where the value is that number, and -1 else."""
+        action = self.model.action
+        parts = self.word_loc(fit.z), fit.values, fit.recent
+        x, values, recent = self.of_all_ranks(*(part[fit.learnt] for part in parts))
+        signs = (recent == values.unsqueeze(-1)).double() * 2 - 1
+
+        def ridge() -> tuple[Tensor, Tensor]:
+            found = torch.stack([ridge_by_leave_one_out(x.double(), of)[0] for of in signs.T])
+            return found.cpu(), (signs.mean(0) - found @ x.double().mean(0)).cpu()
+
+        weight, bias = self.groups.agreed(ridge)
+        action.copy_weight.copy_(weight)
+        action.copy_bias.copy_(bias)
 
     def measured(self, logits: StartLogits, base_best: Tensor, threshold: float, gamma: float) -> dict[str, Any]:
         """`Calibration`'s fields of the start as it is set, on the positions that (C, gamma) were chosen on.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
-from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.batch import IGNORE_INDEX, Batch, recent_numbers
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
@@ -176,7 +176,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             y = action.value(u_prime)
             scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs
             scores: Any = self._scores(u_prime, logits_to_keep, output_scales, output_log_probs) if scored else {}
-            loss = None if labels is None else self._loss(u, labels, numeric_values, attention_mask)
+            loss = None if labels is None else self._loss(u, input_ids, labels, numeric_values, attention_mask)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
         inside: Any = {name.removeprefix("output_"): seen.get(name.removeprefix("output_")) for name in asked}
         output = CausalQwenOutput(loss=loss, past_key_values=past_key_values, **scores, **laws, **inside)
@@ -217,7 +217,9 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             further["log_probs"] = found.log_sf(action.threshold)
         return {"logits": found.loc, **further}
 
-    def _loss(self, u: Cauchy, labels: Tensor, values: Tensor | None, mask: Tensor | None) -> Tensor:
+    def _loss(
+        self, u: Cauchy, ids: Tensor | None, labels: Tensor, values: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         """`fused_loss` of one process: S0 5.3 with alpha 0, the gate without gradient, lambda 1."""
         num, width, labels = self.config.num_token_id, labels.shape[1], labels[:, 1:]
         if mask is not None:
@@ -226,16 +228,23 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         kept = (labels.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         if values is None:
             values = torch.zeros((len(labels), width), dtype=torch.float64, device=labels.device)
+        recent = None if ids is None else self._recent(ids, values, mask)[:, :-1].flatten(0, 1)[kept]
         labels, values = labels.flatten()[kept], values[:, 1:].flatten()[kept]
         is_number = labels == num
         return fused_loss(
             self.model.action,
             Cauchy(*(t[:, :-1].flatten(0, 1)[kept] for t in u)),
-            TokenLabels(labels, self.model.target.forward(values), is_number),
+            TokenLabels(labels, self.model.target.forward(values), is_number, recent=recent, raw=values),
             LossOptions(num),
             token_weight=1.0 / max(len(labels), 1),
             number_weight=1.0 / max(int(is_number.sum()), 1),
         ).loss
+
+    def _recent(self, ids: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """[B,T,K]: the numbers that the next token of each position may copy."""
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -ids.shape[1] :].bool()
+        is_number = (ids == self.config.num_token_id) & real
+        return recent_numbers(is_number, values, (real.cumsum(1) - 1).clamp(min=0), self.config.copies)
 
     @torch.no_grad()
     def generate(  # type: ignore[override]  # numbers go with the ids

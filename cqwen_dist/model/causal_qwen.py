@@ -112,6 +112,7 @@ class CausalQwenModel(nn.Module):
             scalar_threshold=config.scalar_threshold,
             values=1 + len(config.more_values) if config.more_values else None,
             types=len(config.number_types) if config.number_types else None,
+            copies=config.copies,
         )
         if config.lora is not None:
             inject_lora(transformer, LoraConfig(**config.lora))

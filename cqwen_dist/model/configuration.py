@@ -21,7 +21,8 @@ class CausalQwenConfig(PretrainedConfig):
     base: the base model's own config, as a dict, and `added_rows` in it, if any. num_token_id: the row used for
     <NUM>. used_rows: words from here on are spare and never written (default num_token_id + 1). causal_size: C without
     the number dimensions (default H). number_dims: m. wide: columns of the wide part's tables (`model.wide`; it needs
-    number dimensions), 0: none; random_features: how many it has (`model.random_features`). value_periods: as
+    number dimensions), 0: none; random_features: how many it has (`model.random_features`). copies: K, of
+    the last K numbers any may be copied, 0: none. value_periods: as
     `model.value_periods`. abduction: a name of `ABDUCTIONS`. scalar_threshold: one C for all words.
     target: the regression's unit (`TargetTransform.to_dict`).
     number_types: names of T types of number (S4 4.7.2); more_values: names of the further R - 1 values of a number (S4
@@ -52,6 +53,7 @@ class CausalQwenConfig(PretrainedConfig):
         wide: int = 0,
         random_features: int = 0,
         value_periods: Sequence[float] = (),
+        copies: int = 0,
         **kwargs: Any,
     ) -> None:
         base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
@@ -75,6 +77,7 @@ class CausalQwenConfig(PretrainedConfig):
         self.number_types, self.more_values = number_types, more_values
         self.wide, self.random_features = wide, random_features
         self.value_periods = list(value_periods)
+        self.copies = copies
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 

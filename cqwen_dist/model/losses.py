@@ -169,6 +169,8 @@ class TokenLabels:
     is_number: Tensor  # [N] bool: positions whose value is learnt
     value_weights: Tensor | None = None  # [R] or [N,R]
     types: Tensor | None = None  # [N] int64: the type of the value, -1 for none
+    recent: Tensor | None = None  # [N,K]: what each value may be a copy of, NaN where there are fewer
+    raw: Tensor | None = None  # [N]: the values in the raw unit, with `recent`
     partial: Tensor | None = None  # [M,2] int64: a place among the N with word IGNORE_INDEX; w, or ~w for "not w"
     partial_counts: list[int] | None = None  # M of every rank of the vocabulary group
 
@@ -245,11 +247,13 @@ def _number_losses(action: ActionNetwork, u_prime: Cauchy, labels: TokenLabels, 
     """(NLL [N], loss of the types []), by `number_nll`.
 
     The NLL is finite everywhere, so a gate of 0 drops value and gradient. A type is one more word of the position: the
-    cross entropies of all types, one against the rest, belong to L_cls. stop: P_t gates without gradient.
+    cross entropies of all types, one against the rest, belong to L_cls. So do those of copies. stop: P_t gates without
+    gradient.
     """
+    copies = _copy_loss(action, u_prime, labels)
     if labels.types is None:
         y = action.value(u_prime) if labels.value_weights is None else action.values(u_prime)
-        return number_nll(y.nll(labels.values), labels.value_weights), u_prime.loc.new_zeros(())
+        return number_nll(y.nll(labels.values), labels.value_weights), copies
     y = action.values(u_prime)
     nll = y.nll(labels.values.unsqueeze(-1))
     scores = action.type_scores(u_prime)
@@ -257,7 +261,16 @@ def _number_losses(action: ActionNetwork, u_prime: Cauchy, labels: TokenLabels, 
     true = torch.arange(y.loc.shape[-1], device=known.device) == labels.types.unsqueeze(-1)
     bce = -torch.where(true, scores.log_sf(0.0), scores.log_cdf(0.0)).sum(-1)
     nll = number_nll(nll, None, p_type.detach() if stop else p_type, labels.types)
-    return nll, torch.where(known, bce, 0.0).sum()
+    return nll, torch.where(known, bce, 0.0).sum() + copies
+
+
+def _copy_loss(action: ActionNetwork, u_prime: Cauchy, labels: TokenLabels) -> Tensor:
+    """[]: the cross entropies of the numbers before each, one against the rest: whether the label equals it."""
+    if labels.recent is None or labels.raw is None or not action.copies:
+        return u_prime.loc.new_zeros(())
+    scores, known = action.copy_scores(u_prime), labels.is_number.unsqueeze(-1) & ~labels.recent.isnan()
+    bce = -torch.where(labels.recent == labels.raw.unsqueeze(-1), scores.log_sf(0.0), scores.log_cdf(0.0))
+    return torch.where(known, bce, 0.0).sum()
 
 
 def _with_partial(

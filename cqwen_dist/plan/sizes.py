@@ -54,7 +54,8 @@ class Sizes:
         self.regressions = 2 * len(types) if types else 1 + len(config.data.more_values)
         c, h = self.causal, base.hidden
         # numbers of the heads' parts that every rank holds whole
-        self.whole_heads = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1), "noise": c}
+        copies = config.model.copies * (self.words + 2)
+        self.whole_heads = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1) + copies, "noise": c}
         # linear maps with an adapter; trained numbers in DeepSpeed's engine by part, always the embedding's two vectors
         lora, self.adapters = config.model.lora, frozenset[str]()
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}

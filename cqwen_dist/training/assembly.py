@@ -52,7 +52,7 @@ from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 
 # Keys of the section `model` that the model takes as they are: of its start, of its shape.
 _START_KEYS = {"b_noise_init", "num_bias_init", "reg_gain"}
-_SHAPE_KEYS = {"abduction", "causal_size", "wide", "random_features", "scale_activation", "value_periods"}
+_SHAPE_KEYS = {"abduction", "causal_size", "copies", "wide", "random_features", "scale_activation", "value_periods"}
 
 
 class Base(NamedTuple):

@@ -16,6 +16,7 @@ _ACTION = {
     "reg_weight": "regression",
     "reg_bias": "regression",
     "threshold": "thresholds",
+    **dict.fromkeys(("copy_weight", "copy_bias", "copy_noise"), "regression"),
 }
 
 

@@ -41,6 +41,7 @@ _SHAPE = {
     "causal_size": "model.causal_size",
     "number_dims": "model.number_dims",
     "wide": "model.wide",
+    "copies": "model.copies",
     "random_features": "model.random_features",
     "abduction": "model.abduction",
     "scale_activation": "model.scale_activation",

@@ -132,6 +132,8 @@ class Stepper:
                 batch.numeric_mask.flatten()[keep],
                 weights,
                 types,
+                recent=batch.copied(keep, shape.num_token_id, shape.copies) if shape.copies else None,
+                raw=batch.numeric_labels.flatten()[keep],
                 partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
                 partial_counts=counts.partial[i],
             ),

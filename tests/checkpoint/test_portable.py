@@ -43,7 +43,7 @@ def same(found: Any, wanted: Any, where: str = "") -> None:
 
 
 def test_a_folder_answers_without_the_package_as_with_it(tmp_path: Path) -> None:
-    shape = {"more_values": ["high"], "number_dims": 2, "wide": 64, "value_periods": [10.0, 100.0]}
+    shape = {"more_values": ["high"], "number_dims": 2, "wide": 64, "value_periods": [10.0, 100.0], "copies": 2}
     merged = write_folder(tmp_path / "a", *tiny_pair(lora=LORA, **shape))
     factors = {"levels": {"0.5": 0.9, "0.9": 0.25}, "n": 80}
     (merged / "calibration.json").write_text(json.dumps(factors))

@@ -7,6 +7,7 @@ eval/accuracy_words_*                                              by the label'
 dist/C_words_*                                                     the mean threshold, by the same bands
 eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
 eval/type_accuracy, eval/mdae_*                                    types of numbers, further values
+eval/copied, eval/copy_accuracy                                    share of numbers copied; of these, the right ones
 eval/multilabel_*, eval/reject_*                                   on request: sets of words, saying "I don't know"
 dist/U_*               over all tokens and dimensions (`Spread`)   dist/ovr_prob_sum_*    1 is calibrated
 """
@@ -154,7 +155,8 @@ class Evaluator:
         numbers = None
         if len(gathered["true"]):
             columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
-            found = number_metrics(Numbers(*columns), self.model.target, self.baseline_value, self.known)
+            copied = gathered["copied"].astype(bool) if self.model.config.copies else None
+            found = number_metrics(Numbers(*columns, copied), self.model.target, self.baseline_value, self.known)
             metrics.update(found.metrics)
             self.factors, numbers = found.factors, found.drawing
         if self.band is not None:
@@ -211,8 +213,15 @@ class Evaluator:
         texts: the number of texts in the batches before.
         """
         is_number = batch.numeric_mask.flatten()[keep]
-        y = self.model.action.value(Cauchy(u_prime.loc[is_number], u_prime.scale[is_number]))
-        lists["true"].append(batch.numeric_labels.flatten()[keep][is_number])
+        own, true = Cauchy(u_prime.loc[is_number], u_prime.scale[is_number]), batch.numeric_labels.flatten()[keep]
+        y, config = self.model.action.value(own), self.model.config
+        if config.copies:
+            recent = batch.copied(keep[is_number], config.num_token_id, config.copies)
+            found = self.model.action.copied(own, recent)
+            lists["copied"].append(~found.isnan())
+            sums["copied_right"] += (found == true[is_number]).sum()
+            y = Cauchy(self.model.target.forward(found).where(lists["copied"][-1], y.loc), y.scale)
+        lists["true"].append(true[is_number])
         lists["loc"].append(y.loc)
         lists["scale"].append(y.scale)
         lists["text"].append(texts + torch.div(keep[is_number], batch.labels.shape[1], rounding_mode="floor"))
@@ -255,6 +264,9 @@ class Evaluator:
             metrics["eval/reject_accuracy_answered"] = c["answered_right"] / max(c["answered"], 1)
         if "types" in c:
             metrics["eval/type_accuracy"] = c["types_right"] / max(c["types"], 1)
+        if "copied" in lists:
+            metrics["eval/copied"] = lists["copied"].mean() if len(lists["copied"]) else 0.0
+            metrics["eval/copy_accuracy"] = c["copied_right"] / max(lists["copied"].sum(), 1)
         for name in self.model.config.more_values or ():
             metrics[f"eval/mdae_{name}"] = _median(lists[f"error {name}"])
         metrics["dist/ovr_prob_sum_median_standard"] = _median(lists["prob_sum"])

@@ -60,6 +60,7 @@ class Numbers:
     loc: np.ndarray
     scale: np.ndarray
     text: np.ndarray  # int64: the number of the text (packed row) in the held-out data
+    copied: np.ndarray | None = None  # bool: loc is one of the numbers before it, not Y's own (`model.copies`)
 
     def __len__(self) -> int:
         return len(self.true)
@@ -84,6 +85,7 @@ def number_metrics(
     eval/coverage_50, _90, _95        share inside the Cauchy's own interval, of all numbers
     eval/coverage_90_conformal, ...   the same, recalibrated: each half with the factors of the other
     eval/coverage_90_known, ...       with the known factors, of all numbers
+    Where numbers are copied, recalibration is by and of the others: the errors of copies are 0 or anything.
     eval/width_90, _90_conformal      median width of those intervals, raw unit
     eval/crps                         mean CRPS, raw unit (`Cauchy.crps`); eval/crps_target: in the target's unit
     A transform that is not linear has eval/crps_target only: a log-Cauchy's CRPS is infinite.
@@ -94,9 +96,10 @@ def number_metrics(
 
     # Coverage and widths of the intervals
     scores = ((goal - y.loc).abs() / y.scale).numpy()
-    factors = interval_factors(scores)
+    new = np.ones(len(scores), bool) if numbers.copied is None else ~numbers.copied
+    factors = interval_factors(scores[new])
     raw = {level: float((scores <= RAW.half_width(level)).mean()) for level in CURVE}
-    inside = {level: _inside(scores, for_calibration(numbers.text), level) for level in CURVE}
+    inside = {level: _inside(scores[new], for_calibration(numbers.text)[new], level) for level in CURVE}
     for level in LEVELS:
         percent = f"{100 * level:.0f}"
         metrics[f"eval/coverage_{percent}"] = raw[level]
