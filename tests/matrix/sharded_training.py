@@ -153,6 +153,8 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
                 batch.labels.flatten()[keep],
                 batch.numeric_labels.flatten()[keep].float(),
                 batch.numeric_mask.flatten()[keep],
+                recent=batch.copied(keep, NUM, model.config.copies),
+                raw=batch.numeric_labels.flatten()[keep],
             ),
             LossOptions(
                 NUM,
