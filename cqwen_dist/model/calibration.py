@@ -42,6 +42,7 @@ from cqwen_dist.parallel.vocab_parallel import vocab_parallel_scores
 SURE = 3.0
 LITTLE_NOISE = 0.05  # its share of a number's scale where the individual's own differs from text to text
 LEVEL_TOKENS = 4096  # of all ranks, about: the fits decompose a matrix of them
+NUMBERS = 12_288  # of all ranks, at most: the wide part's kernel has as many rows and columns, 1.2 GB
 NORM_TOKENS = 256  # a rank's, between two looks at whether to go on
 Progress = Callable[[str, int, int], None]  # (what is being done, units done, units in all)
 TextNumber = tuple[TextBefore, float]  # a number in the raw unit that the wide part alone learns, after its text
@@ -179,14 +180,14 @@ class _Start:
         """loc_U [N,C_w] of features."""
         return self.model.action.word_part(self.model.abduction(z)).loc.contiguous()
 
-    def of_all_ranks(self, *parts: Tensor) -> list[Tensor]:
-        """Values [N, ...] of this rank's positions -> those of all ranks, at most 2 LEVEL_TOKENS.
+    def of_all_ranks(self, *parts: Tensor, most: int = 2 * LEVEL_TOKENS) -> list[Tensor]:
+        """Values [N, ...] of this rank's positions -> the first `most` of all ranks.
 
         Texts are of unequal lengths: there may be more positions than were asked for.
         """
         world, own = self.groups.world, parts[0]
         counts = exchange_counts(len(own), world, own.device)
-        return [gather_tokens(part, counts, world)[: 2 * LEVEL_TOKENS] for part in parts]
+        return [gather_tokens(part, counts, world)[:most] for part in parts]
 
     def normalisers(self, loc: Tensor) -> Tensor:
         """log sum_k exp loc_S,k [N] of this rank's tokens; the first of the two word-head products."""
@@ -234,7 +235,8 @@ class _Start:
         """Start the wide part, W_reg, b_reg and U's number dimensions; `Calibration`'s fields of it."""
         target, wide = self.model.target, self.model.wide
         x = fit.z[:, : self.model.config.hidden_size] if self.model.config.number_dims else self.word_loc(fit.z)
-        x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in (x, fit.values, fit.folds)))
+        parts = x, fit.values, fit.folds
+        x, values, folds = self.of_all_ranks(*(part[fit.learnt] for part in parts), most=NUMBERS)
         if not len(values):
             return {"numbers": 0, "reg_mdae": None, "reg_median_mdae": None}
         texts, further = self.wide_numbers(fit, wide_batches)
