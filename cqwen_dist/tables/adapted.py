@@ -17,6 +17,7 @@ from cqwen_dist.tables.heads import READ
 from cqwen_dist.training.parameter_groups import feature_members
 
 LORA = LoraConfig(r=16, alpha=32)  # as `cqwen fit` has it
+RATES, BATCH = (2e-4, 1e-3, 5e-3), 16
 
 
 class Adapted:
@@ -26,7 +27,7 @@ class Adapted:
     and <NUM>'s row learn; the base's own weights do not.
     """
 
-    rates, batch = (2e-4, 1e-3, 5e-3), 16
+    rates, batch = RATES, BATCH
 
     def __init__(self, base: str, prompts: Sequence[str], train: np.ndarray, epochs: int) -> None:
         """base: a model's folder or hub name. train: indices of the rows to learn from. Raises `UserError`."""

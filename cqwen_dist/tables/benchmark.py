@@ -32,7 +32,7 @@ from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.baselines import natural_boosting
 from cqwen_dist.tables.fitting import CONFIG, OURS, REQUEST, FitRequest, Prepared, prepare
-from cqwen_dist.tables.predicted_laws import LAWS, Predicted, laws
+from cqwen_dist.tables.predicted_laws import LAWS, QUANTILES, Predicted, laws
 from cqwen_dist.tables.rows import write_rows
 
 SPLITS = 20
@@ -178,11 +178,23 @@ class Benchmark:
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
 
     def adapted(self, folder: Path, title: str) -> dict[str, dict[str, float]]:
-        """The scores of heads that learn with adapters, by name: the title, with the arm's in braces."""
+        """The scores of what learns with adapters, by name: the title, with the arm's in braces."""
         from cqwen_dist.tables.adapted import Adapted
+        from cqwen_dist.tables.digit_text import DigitText
+        from cqwen_dist.tables.heads import SAMPLES
 
         made = self.prepared(folder)
-        return _arms(Adapted(self.base, made.prompts, made.parts.train, self.lora_epochs), made, title)
+        values, parts = made.table.values(), made.parts
+        found = _arms(Adapted(self.base, made.prompts, parts.train, self.lora_epochs), made, title)
+        start = time.perf_counter()
+        text = DigitText(self.base, made.prompts, values, self.lora_epochs)
+        text.learn(parts.train, parts.valid)
+        for name, copies in (("text, greedy", 1), (f"text, median of {SAMPLES}", SAMPLES)):
+            numbers = text.write(parts.test, copies)
+            numbers[np.isnan(numbers).all(1)] = np.median(values[parts.train])
+            scores = Predicted(np.nanquantile(numbers, QUANTILES, axis=1).T).scores(values[parts.test])
+            found[title.format(name)] = {**scores, "seconds": time.perf_counter() - start}
+        return found
 
     def prepared(self, folder: Path) -> Prepared:
         """What `cqwen fit` read into its folder."""

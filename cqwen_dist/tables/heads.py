@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from cqwen_dist.generate.continuation import padded
 from cqwen_dist.tables.predicted_laws import QUANTILES, Predicted
 
+T = TypeVar("T")
 HIDDEN = 256
 READ = 32  # rows at once, without gradients
 DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
@@ -146,10 +147,7 @@ def _standardised(y: np.ndarray, train: np.ndarray) -> tuple[Tensor, float, floa
 
 
 def learnt(arm: Arm, features: Features, train: np.ndarray, valid: np.ndarray) -> Predicted:
-    """Every row's law by a head of two layers, trained on the rows `train`, then on `valid` too.
-
-    Rate and number of epochs have the least loss on the rows `valid`, before these are learnt from.
-    """
+    """Every row's law by a head of two layers. train, valid: as `best`."""
 
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
         torch.manual_seed(0)
@@ -165,12 +163,30 @@ def learnt(arm: Arm, features: Features, train: np.ndarray, valid: np.ndarray) -
     def read(rows: np.ndarray) -> Tensor:
         return torch.cat([features(some) for some in torch.from_numpy(rows).split(READ)])
 
-    best = (math.inf, 0.0, 0)
-    for rate in features.rates:
-        for epoch, head in enumerate(epochs(rate, train)):
-            with torch.no_grad():
-                best = min(best, (float(arm.loss(head, read(valid), arm.goal[valid])), rate, epoch))
-    lost, rate, epoch = best
-    head = next(islice(epochs(rate, np.concatenate([train, valid])), epoch, None))
+    def lost(head: nn.Module) -> float:
+        return float(arm.loss(head, read(valid), arm.goal[valid]))
+
+    head, least = best(epochs, lost, features.rates, train, valid)
     with torch.no_grad():
-        return arm.read(head, read(np.arange(len(arm.goal))), lost)
+        return arm.read(head, read(np.arange(len(arm.goal))), least)
+
+
+def best(
+    epochs: Callable[[float, np.ndarray], Iterator[T]],
+    lost: Callable[[T], float],
+    rates: Sequence[float],
+    train: np.ndarray,
+    valid: np.ndarray,
+) -> tuple[T, float]:
+    """(What was trained on the rows `train` and `valid`, its loss on `valid` before it learnt from these).
+
+    Rate and number of epochs have the least such loss. epochs: (rate, rows) -> what is trained, after each epoch; lost:
+    its loss on the rows `valid`.
+    """
+    found = (math.inf, 0.0, 0)
+    for rate in rates:
+        for epoch, trained in enumerate(epochs(rate, train)):
+            with torch.no_grad():
+                found = min(found, (lost(trained), rate, epoch))
+    least, rate, epoch = found
+    return next(islice(epochs(rate, np.concatenate([train, valid])), epoch, None)), least

@@ -50,7 +50,7 @@ class Predicted:
         return Predicted(self.quantiles[rows], None if self.log_density is None else self.log_density[rows])
 
     def scores(self, truth: np.ndarray) -> dict[str, float]:
-        """Scores by truth [n].
+        """Scores by truth [n]; without an interval where every law is a point.
 
         crps: 2 int pinball(level) d level, each quantile for the levels next to it; of a point the absolute error.
         """
@@ -60,12 +60,13 @@ class Predicted:
         error = truth[:, None] - self.quantiles
         pinball = np.maximum(levels * error, (levels - 1) * error)
         ends = [QUANTILES.index(at) for at in ((1 - 0.9) / 2, (1 + 0.9) / 2)]
-        known = {} if self.log_density is None else {"log_likelihood": float(self.log_density.mean())}
+        further = {} if self.log_density is None else {"log_likelihood": float(self.log_density.mean())}
+        if np.ptp(self.quantiles, axis=1).any():
+            further |= intervals(self.quantiles[:, ends], truth)
         return {
             **errors(middle, truth),
             "crps": 2 * float((pinball @ np.diff(between)).mean()),
-            **known,
-            **intervals(self.quantiles[:, ends], truth),
+            **further,
             "exact": float((np.abs(middle - truth) < 0.5).mean()),
             "relative": float(np.median(np.abs(middle - truth) / np.abs(truth).clip(min=1e-9))),
         }

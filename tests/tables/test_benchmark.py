@@ -48,7 +48,7 @@ def test_a_set_is_measured_once_and_its_page_names_every_model(one_rank: Path, t
     assert again.returncode == 0, again.stderr
     assert again.stdout.splitlines()[0] == "wine_pl, split 0: heads with adapters", "nothing else is done again"
     (more,) = json.loads((tmp_path / "out" / "numbers.json").read_text())["sets"]["wine_pl"]
-    arms = [f"{name}, LoRA, epochs: 1" for name in ARMS]
+    arms = [f"{name}, LoRA, epochs: 1" for name in (*ARMS, "text, greedy", "text, median of 64")]
     assert list(more) == [*results, *arms]
     assert all(np.isfinite(list(more[name].values())).all() for name in arms)
     assert {name: more[name] for name in results} == results

@@ -9,6 +9,7 @@ from support.tiny import tiny_base
 
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.tables.adapted import Adapted
+from cqwen_dist.tables.digit_text import DigitText
 from cqwen_dist.tables.heads import ARMS, Stored, digits, learnt, pinball, squared_error
 
 Y = np.random.default_rng(0).uniform(-5, 5, 160)
@@ -82,3 +83,30 @@ def test_the_same_training_gives_the_same_bits(base: str) -> None:
     found = [learnt(pinball(Y, TRAIN), features, TRAIN, VALID).quantiles for features in (first, again, first)]
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2]), "an arm before it leaves nothing behind"
+
+
+def test_the_base_learns_to_write_the_number_as_text_and_reads_a_prompt_once_for_all_samples(tmp_path: Path) -> None:
+    sizes = [("small", 7.5), ("quite large", 120.0), ("enormous indeed", -3.0)]  # prompts of different lengths
+    prompts, y = [f"it is {sizes[i % 3][0]}: " for i in range(90)], np.array([sizes[i % 3][1] for i in range(90)])
+    model = tiny_base(vocab_size=300)
+    model.lm_head.weight.data.mul_(10)  # it can be sure of a word
+    model.save_pretrained(tmp_path)
+    NumericalAwareTokenizer(train_tokenizer(prompts, 290), vocab_size=300).save_pretrained(tmp_path)
+    text = DigitText(str(tmp_path), prompts, y, epochs=6)
+    before = {key: value.clone() for key, value in text.model.state_dict().items()}
+    text.learn(np.arange(60), np.arange(60, 75))
+    moved = {key for key, value in text.model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved
+    assert all(".lora_" in key for key in moved), "the base's weights stay as they are to the bit"
+    test = np.arange(75, 90)
+    assert text.write(test, 1)[:, 0].tolist() == y[test].tolist()
+    sampled = text.write(test, 8)
+    assert sampled.shape == (15, 8)
+    assert np.nanmedian(sampled, axis=1).tolist() == y[test].tolist()
+    assert np.array_equal(sampled, text.write(test, 8), equal_nan=True)
+    with torch.no_grad():  # by hand: without a cache, padding or a batch
+        for row in (0, 1, 2):
+            ids = text.tokenizer.encode(prompts[row])[0]
+            for _ in range(12):
+                ids.append(int(text.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            assert text.tokenizer.decode(ids).startswith(f"{prompts[row]}{y[row]:g}<|endoftext|>")
