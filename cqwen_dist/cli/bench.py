@@ -103,6 +103,9 @@ def numbers(
     splits: Annotated[int, typer.Option(min=1, max=20, help="Splits of each set.")] = 3,
     minutes: Annotated[float, typer.Option(help="Of each fit, about.")] = 10.0,
     heads: Annotated[bool, typer.Option(help="Also heads of squared error and of quantiles on the same z.")] = True,
+    lora_epochs: Annotated[
+        int, typer.Option(min=0, help="Also these heads learnt with LoRA, so many epochs at most; 0: not.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Folder to write; the same command goes on there.")] = Path("bench-numbers"),
     table: Annotated[Path | None, typer.Option(help="Write the tables as Markdown here.")] = None,
     as_json: AsJson = False,
@@ -116,7 +119,7 @@ def numbers(
     def say(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    found = Benchmark(data, out, base, minutes, heads, say).run(only or [], splits)
+    found = Benchmark(data, out, base, minutes, heads, lora_epochs, say).run(only or [], splits)
     if table is not None:
         table.write_text(page(found), encoding="utf-8")
     print_document(found, as_json, lambda made: Markdown(page(made)))

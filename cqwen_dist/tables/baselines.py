@@ -1,8 +1,12 @@
-"""What a person would use without a language model, on the same rows: scikit-learn's, each with its own defaults."""
+"""What a person would use without a language model, on the same rows, each with its own defaults.
+
+They are scikit-learn's; CatBoost and NGBoost come along where they are installed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -25,6 +29,20 @@ def baselines(
     words = _words(table, prepared, train, texts)
     yield "ridge, TF-IDF and one-hot", _ridge(words[train], y, words[test])
     yield "gradient boosting", _boosted(table, numbers, train, test)
+    if find_spec("catboost"):
+        yield "CatBoost", _catboost(table, numbers, train, test)
+
+
+def natural_boosting(table: Table, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Means and standard deviations [m] of the test rows by NGBoost's normal law; None where it is not installed."""
+    if not find_spec("ngboost"):
+        return None
+    from ngboost import NGBRegressor
+
+    x, _ = _columns(table, _prepared(_numbers(table), train), train)
+    x = np.nan_to_num(x, nan=-1.0)  # a text that training never had
+    law = NGBRegressor(verbose=False, random_state=0).fit(x[train], table.values()[train]).pred_dist(x[test])
+    return law.params["loc"], law.params["scale"]
 
 
 def _numbers(table: Table) -> np.ndarray:
@@ -66,14 +84,40 @@ def _words(table: Table, numbers: np.ndarray, train: np.ndarray, texts: Sequence
 def _boosted(table: Table, numbers: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
     """HistGradientBoosting on numbers and categories; of a column of more than 255 texts each is a number."""
     from sklearn.ensemble import HistGradientBoostingRegressor
+
+    x, texts = _columns(table, numbers, train)
+    categorical = [0 < found <= CATEGORIES for found in texts]
+    model = HistGradientBoostingRegressor(categorical_features=categorical, random_state=0)
+    return np.asarray(model.fit(x[train], table.values()[train]).predict(x[test]))
+
+
+def _columns(table: Table, numbers: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """x [n, columns], each text of training a number, other texts NaN, then the numbers; how many texts a column has,
+    0 of numbers."""
     from sklearn.preprocessing import OrdinalEncoder
 
+    texts = [0] * numbers.shape[1]
+    cells = _cells(table)
+    if not cells.shape[1]:
+        return numbers, texts
+    encoder = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan).fit(cells[train])
+    return np.hstack([encoder.transform(cells), numbers]), [len(found) for found in encoder.categories_] + texts
+
+
+def _cells(table: Table) -> np.ndarray:
+    """The columns of text [n, columns], of objects."""
     named = [name for name in table.columns if name not in table.numeric]
-    x, categorical = numbers, [False] * len(table.numeric)
-    if named:
-        cells = np.array([[row[name] for name in named] for row in table.rows], dtype=object)
-        encoder = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan).fit(cells[train])
-        x = np.hstack([encoder.transform(cells), numbers])
-        categorical = [len(found) <= CATEGORIES for found in encoder.categories_] + categorical
-    model = HistGradientBoostingRegressor(categorical_features=categorical, random_state=0)
+    rows = [[row[name] for name in named] for row in table.rows]
+    return np.array(rows, dtype=object).reshape(len(rows), len(named))
+
+
+def _catboost(table: Table, numbers: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """CatBoost on numbers and categories."""
+    from catboost import CatBoostRegressor
+
+    cells = _cells(table)
+    x = np.hstack([cells, numbers.astype(object)])
+    model = CatBoostRegressor(
+        cat_features=list(range(cells.shape[1])), random_seed=0, verbose=False, allow_writing_files=False
+    )
     return np.asarray(model.fit(x[train], table.values()[train]).predict(x[test]))

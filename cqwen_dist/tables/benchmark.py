@@ -20,23 +20,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.recipes import records_of
 from cqwen_dist.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
-from cqwen_dist.tables.fitting import OURS, REQUEST, FitRequest, Prepared, errors, intervals, prepare
+from cqwen_dist.tables.baselines import natural_boosting
+from cqwen_dist.tables.fitting import CONFIG, OURS, REQUEST, FitRequest, Prepared, prepare
+from cqwen_dist.tables.predicted_laws import LAWS, QUANTILES, Predicted, laws
 from cqwen_dist.tables.rows import write_rows
 
 SPLITS = 20
 ADDITIONS = 4000
-QUANTILES = sorted([0.5, *((1 - level) / 2 for level in LEVELS), *((1 + level) / 2 for level in LEVELS)])
-LAWS = {"Cauchy": "cauchy", "Laplace": "laplace", "Student t": "t", "Gauss": "norm"}
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,15 @@ PROTOCOLS = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark. out: the folder of its files. heads: compare with heads trained on z too."""
+    """A benchmark. out: the folder of its files. heads: compare with heads trained on z too; lora_epochs: and with such
+    heads and adapters, so many epochs at most; 0: not."""
 
     data: Path
     out: Path
     base: str
     minutes: float
     heads: bool
+    lora_epochs: int
     say: Callable[[str], None]
 
     def run(self, names: Sequence[str], splits: int) -> dict[str, Any]:
@@ -124,13 +126,25 @@ class Benchmark:
         }
 
     def one_split(self, name: str, split: int) -> dict[str, Any]:
-        """{"results": {model: its scores}, "errors": ours [m]}; read from numbers.json if it exists."""
-        folder = self.out / name
-        made = folder / f"split-{split}"
+        """{"results": {model: its scores}, "errors": ours [m]}; read from numbers.json as far as it has them."""
+        made = self.out / name / f"split-{split}"
         done = made / "numbers.json"
         if done.is_file():
-            return dict(json.loads(done.read_text(encoding="utf-8")))
-        self.say(f"{name}, split {split}")
+            found = dict(json.loads(done.read_text(encoding="utf-8")))
+        else:
+            self.say(f"{name}, split {split}")
+            found = self.fitted(name, split, made)
+            write_atomically(done, json.dumps(found))
+        title = f"{{}}, LoRA, epochs: {self.lora_epochs}"
+        if self.lora_epochs and title.format("quantiles") not in found["results"]:
+            self.say(f"{name}, split {split}: heads with adapters")
+            found["results"] |= self.adapted(made, title)
+            write_atomically(done, json.dumps(found))
+        return found
+
+    def fitted(self, name: str, split: int, made: Path) -> dict[str, Any]:
+        """`one_split`'s result by `cqwen fit` in the folder `made`. Raises `UserError`."""
+        folder = self.out / name
         command = [sys.executable, "-m", "cqwen_dist", "fit", str(folder / "table.csv")]
         command += ["--target", PROTOCOLS[name].target, "--base", self.base, "--minutes", f"{self.minutes:g}"]
         command += ["--split", f"{folder / 'splits.json'}#{split}", "--seed", str(split), "--out", str(made), "--json"]
@@ -143,21 +157,48 @@ class Benchmark:
         seconds = time.perf_counter() - start
         found = self.scores(made, json.loads(ended.stdout)["results"])
         found["results"][OURS]["seconds"] = seconds
-        write_atomically(done, json.dumps(found))
         return found
 
     def scores(self, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
         """`one_split`'s result, from the folder that `cqwen fit` wrote."""
-        made = prepare(FitRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8"))), folder, self.say)
-        truth = made.table.values()[made.parts.test]
-        middle = float(np.median(made.table.values()[made.parts.train]))
+        made = self.prepared(folder)
+        values, parts = made.table.values(), made.parts
+        truth = values[parts.test]
         quantiles = _predicted(folder / "predicted.csv")
-        quantiles = np.where(np.isnan(quantiles), middle, quantiles)
+        silent = np.isnan(quantiles)
+        quantiles = np.where(silent, float(np.median(values[parts.train])), quantiles)
+        by_log = load_config(folder / CONFIG).loss.target_transform == "standardise_log"
+        ours = Predicted(quantiles) if silent.any() else Predicted.cauchy(quantiles, truth, by_log)
         found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
-        found[OURS] = scored(quantiles, truth)
+        found[OURS] = ours.scores(truth)
+        if law := natural_boosting(made.table, np.sort(np.concatenate([parts.train, parts.valid])), parts.test):
+            found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
-            found |= {name: scored(of, truth) for name, of in _heads(folder, made)}
+            found |= _on_z(folder, made)
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
+
+    def adapted(self, folder: Path, title: str) -> dict[str, dict[str, float]]:
+        """The scores of what learns with adapters, by name: the title, with the arm's in braces."""
+        from cqwen_dist.tables.adapted import Adapted
+        from cqwen_dist.tables.digit_text import DigitText
+        from cqwen_dist.tables.heads import SAMPLES
+
+        made = self.prepared(folder)
+        values, parts = made.table.values(), made.parts
+        found = _arms(Adapted(self.base, made.prompts, parts.train, self.lora_epochs), made, title)
+        start = time.perf_counter()
+        text = DigitText(self.base, made.prompts, values, self.lora_epochs)
+        text.learn(parts.train, parts.valid)
+        for name, copies in (("text, greedy", 1), (f"text, median of {SAMPLES}", SAMPLES)):
+            numbers = text.write(parts.test, copies)
+            numbers[np.isnan(numbers).all(1)] = np.median(values[parts.train])
+            scores = Predicted(np.nanquantile(numbers, QUANTILES, axis=1).T).scores(values[parts.test])
+            found[title.format(name)] = {**scores, "seconds": time.perf_counter() - start}
+        return found
+
+    def prepared(self, folder: Path) -> Prepared:
+        """What `cqwen fit` read into its folder."""
+        return prepare(FitRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8"))), folder, self.say)
 
 
 def _predicted(file: Path) -> np.ndarray:
@@ -203,60 +244,25 @@ def _sums(sign: int) -> Iterator[dict[str, int]]:
         yield {"a": a, "b": b, "target": a + sign * b}
 
 
-def _heads(folder: Path, made: Prepared) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, quantiles [m,7] of the test rows) of heads on the features of the trained model's backbone."""
-    from scipy.stats import norm
-
+def _on_z(folder: Path, made: Prepared) -> dict[str, dict[str, float]]:
+    """The scores of heads on the features of the trained model's backbone."""
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.tables.heads import Examples, digit_head, features_of, mean_head, quantile_head
+    from cqwen_dist.tables.heads import Stored
 
     checkpoint = Path(json.loads((folder / "fit.json").read_text(encoding="utf-8"))["checkpoint"])
     model, tokenizer = load_trained(checkpoint, "auto")
-    y, parts = made.table.values(), made.parts
-    rows = Examples.of(features_of(model, tokenizer, made.prompts), y, parts.train, parts.valid)
-    mean_of, spread = mean_head(rows)
-    yield "squared error, on z", mean_of[parts.test, None] + spread * norm.ppf(QUANTILES)
-    yield "quantiles, on z", quantile_head(rows, QUANTILES)[parts.test]
-    yield "digits, median of 64, on z", digit_head(rows, QUANTILES)[parts.test]
+    return _arms(Stored.of(model, tokenizer, made.prompts, made.parts.train), made, "{}, on z")
 
 
-def scored(quantiles: np.ndarray, truth: np.ndarray) -> dict[str, float]:
-    """Scores of predicted quantiles [m,7] at `QUANTILES`.
+def _arms(features: Any, made: Prepared, title: str) -> dict[str, dict[str, float]]:
+    """Scores on the test rows of every arm, by name. features: `heads.Features`."""
+    from cqwen_dist.tables.heads import ARMS, learnt
 
-    crps: 2 int pinball(level) d level, each quantile for the levels next to it; of a point the absolute error.
-    """
-    middle = quantiles[:, len(LEVELS)]
-    levels = np.array(QUANTILES)
-    between = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
-    error = truth[:, None] - quantiles
-    pinball = np.maximum(levels * error, (levels - 1) * error)
-    ends = [QUANTILES.index(at) for at in ((1 - 0.9) / 2, (1 + 0.9) / 2)]
-    return {
-        **errors(middle, truth),
-        "crps": 2 * float((pinball @ np.diff(between)).mean()),
-        **intervals(quantiles[:, ends], truth),
-        "exact": float((np.abs(middle - truth) < 0.5).mean()),
-        "relative": float(np.median(np.abs(middle - truth) / np.abs(truth).clip(min=1e-9))),
-    }
-
-
-def laws(error: np.ndarray) -> dict[str, dict[str, float]]:
-    """Each law's mean log likelihood of the errors [n], and the share of them in its 90 % interval.
-
-    It is fitted to one half and measured on the other, and the other way round.
-    """
-    from scipy import stats
-
-    order = np.random.default_rng(0).permutation(len(error))
-    halves = error[order[::2]], error[order[1::2]]
-    found = {}
-    for name, law in LAWS.items():
-        both = [(getattr(stats, law), getattr(stats, law).fit(own), other) for own, other in (halves, halves[::-1])]
-        inside = [np.mean((law.ppf(0.05, *at) <= e) & (e <= law.ppf(0.95, *at))) for law, at, e in both]
-        found[name] = {
-            "log_likelihood": mean(float(law.logpdf(e, *at).mean()) for law, at, e in both),
-            "coverage_90": float(np.mean(inside)),
-        }
+    y, parts, found = made.table.values(), made.parts, {}
+    for name, arm in ARMS.items():
+        start = time.perf_counter()
+        law = learnt(arm(y, parts.train), features, parts.train, parts.valid).of(parts.test)
+        found[title.format(name)] = {**law.scores(y[parts.test]), "seconds": time.perf_counter() - start}
     return found
 
 
@@ -270,10 +276,13 @@ def page(document: dict[str, Any]) -> str:
         published = PROTOCOLS[name].published
         known = "" if published is None else f", RMSE published {published:g} (Monte Carlo dropout, 20 splits)"
         lines += ["", f"### {name}: {len(splits)} splits{known}", ""]
-        lines += ["| | MAE | RMSE | R2 | CRPS | 90 % holds | width | s |", "|---|---|---|---|---|---|---|---|"]
+        lines += [
+            "| | MAE | RMSE | R2 | CRPS | log likelihood | 90 % holds | width | s |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
         for model in splits[0]:
             of_model = [split[model] for split in splits]
-            keys = ("mae", "rmse", "r2", "crps", "coverage_90", "width_90", "seconds")
+            keys = ("mae", "rmse", "r2", "crps", "log_likelihood", "coverage_90", "width_90", "seconds")
             cells = [_median(of_model, key) for key in keys]
             lines.append(f"| {model} | {' | '.join(cells)} |")
         if name in ("addition", "subtraction"):

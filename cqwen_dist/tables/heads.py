@@ -1,11 +1,15 @@
-"""Heads on the base's features that a benchmark compares: squared error, quantiles, and digits one after another."""
+"""Heads that a benchmark compares: squared error, quantiles, and digits one after another.
+
+An `Arm` is a head's shape, its loss, and how its outputs are read. It learns from `Features`: those of a base that
+stays as it is (`Stored`), or of a base with adapters, which learn with it (`adapted`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,69 +17,98 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cqwen_dist.generate.continuation import padded
+from cqwen_dist.tables.predicted_laws import QUANTILES, Predicted
 
-RATES = (1e-4, 1e-3, 1e-2)
-HIDDEN, BATCH, EPOCHS = 256, 64, 50
+T = TypeVar("T")
+HIDDEN = 256
+READ = 32  # rows at once, without gradients
 DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (head, x [n,H], its targets [n]) -> scalar
+
+class Features(Protocol):
+    """x [m,H] fp32 of rows, by their indices [m]. rates, epochs (at most) and batch: of a training."""
+
+    rates: Sequence[float]
+    epochs: int
+    batch: int
+    width: int
+
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+    def begin(self) -> list[nn.Parameter]:
+        """What learns with a head, as it was at the start."""
+        ...
 
 
-class Examples(NamedTuple):
-    """x [n,H] of all rows, standardised; their values [n]; the rows to learn from, and to choose rate and epoch by."""
+class Stored:
+    """z [n,H] that does not change, standardised by the rows to learn from."""
 
-    x: Tensor
-    y: np.ndarray
-    train: np.ndarray
-    valid: np.ndarray
+    rates, epochs, batch = (1e-4, 1e-3, 1e-2), 50, 64
+
+    def __init__(self, z: Tensor, train: np.ndarray) -> None:
+        """z [n,H] fp32; train: indices of the rows to learn from."""
+        self.x = (z - z[train].mean(0)) / z[train].std(0).clamp(min=1e-6)
+        self.width = z.shape[1]
 
     @classmethod
-    def of(cls, z: Tensor, y: np.ndarray, train: np.ndarray, valid: np.ndarray) -> Examples:
-        """z [n,H] fp32."""
-        return cls((z - z[train].mean(0)) / z[train].std(0).clamp(min=1e-6), y, train, valid)
+    def of(cls, model: Any, tokenizer: Any, prompts: Sequence[str], train: np.ndarray) -> Stored:
+        """At the last token of each prompt."""
+        rows = [tokenizer.encode(prompt)[:2] for prompt in prompts]
+        batches = (padded(model, tokenizer, rows[at : at + READ]) for at in range(0, len(rows), READ))
+        with torch.inference_mode():
+            return cls(torch.cat([model.model.features(*batch)[:, -1].float().cpu() for batch in batches]), train)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.x[rows]
+
+    def begin(self) -> list[nn.Parameter]:
+        return []
 
 
-def features_of(model: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
-    """z [n,H] fp32 on the CPU at the last token of each prompt."""
-    rows = [tokenizer.encode(prompt)[:2] for prompt in prompts]
-    batches = (padded(model, tokenizer, rows[at : at + 32]) for at in range(0, len(rows), 32))
-    with torch.inference_mode():
-        return torch.cat([model.model.features(*batch)[:, -1].float().cpu() for batch in batches])
+class Arm(NamedTuple):
+    """goal [n]: what the head learns of each row. outputs: of the head. further: its inputs beside x."""
+
+    goal: Tensor
+    outputs: int
+    further: int
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]  # (head, x [m,H], its goals [m]) -> scalar
+    read: Callable[[nn.Module, Tensor, float], Predicted]  # (head, x [n,H], its loss on rows that it did not learn)
 
 
-def mean_head(rows: Examples) -> tuple[np.ndarray, float]:
-    """(Means [n], by squared error; its root mean square on the rows `valid`, before these are learnt from)."""
+def squared_error(y: np.ndarray, train: np.ndarray) -> Arm:
+    """Means of normal laws; their spread is the error on the rows for evaluation. y [n]; train: as `Stored`."""
+    goal, centre, unit = _standardised(y, train)
 
-    def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(head(x)[:, 0], y)
+    def read(head: nn.Module, x: Tensor, lost: float) -> Predicted:
+        return Predicted.normal(head(x)[:, 0].double().numpy() * unit + centre, math.sqrt(lost) * unit, y)
 
-    goal, centre, unit = _standardised(rows)
-    head, lost = _best(rows, goal, 0, 1, loss)
-    return np.asarray(head(rows.x)[:, 0].double().numpy() * unit + centre), math.sqrt(lost) * unit
+    return Arm(goal, 1, 0, lambda head, x, goals: F.mse_loss(head(x)[:, 0], goals), read)
 
 
-def quantile_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
-    """Quantiles [n,levels], ascending, by the pinball loss."""
-    at = torch.tensor(levels)
+def pinball(y: np.ndarray, train: np.ndarray) -> Arm:
+    """Quantiles, ascending. y [n]; train: as `Stored`."""
+    at = torch.tensor(QUANTILES)
+    goal, centre, unit = _standardised(y, train)
 
-    def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        error = y[:, None] - head(x)
+    def loss(head: nn.Module, x: Tensor, goals: Tensor) -> Tensor:
+        error = goals[:, None] - head(x)
         return torch.maximum(at * error, (at - 1) * error).mean()
 
-    goal, centre, unit = _standardised(rows)
-    head, _ = _best(rows, goal, 0, len(levels), loss)
-    return np.sort(head(rows.x).double().numpy() * unit + centre, 1)
+    def read(head: nn.Module, x: Tensor, lost: float) -> Predicted:
+        return Predicted(np.sort(head(x).double().numpy() * unit + centre, 1))
+
+    return Arm(goal, len(QUANTILES), 0, loss, read)
 
 
-def digit_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
-    """Quantiles [n,levels] of values sampled digit by digit (Song and Bahri 2025, "Decoding-based Regression").
+def digits(y: np.ndarray, train: np.ndarray) -> Arm:
+    """Values sampled digit by digit (Song and Bahri 2025, "Decoding-based Regression"). y [n]; train: as `Stored`.
 
     A value between the least and the greatest is written by `DIGITS` decimal digits. The head reads x and the digits
     before this one; later digits are -1.
     """
-    low, high = float(rows.y[rows.train].min()), float(rows.y[rows.train].max())
+    low, high = float(y[train].min()), float(y[train].max())
     most = 10**DIGITS - 1
-    goal = torch.from_numpy((rows.y - low) / max(high - low, 1e-12) * most).round().clamp(0, most).long()
+    goal = torch.from_numpy((y - low) / max(high - low, 1e-12) * most).round().clamp(0, most).long()
 
     def digit(value: Tensor, place: int) -> Tensor:
         return value // 10 ** (DIGITS - 1 - place) % 10
@@ -90,46 +123,70 @@ def digit_head(rows: Examples, levels: Sequence[float]) -> np.ndarray:
             [F.cross_entropy(logits(head, x, value, place), digit(value, place)) for place in range(DIGITS)]
         ).mean()
 
-    head, _ = _best(rows, goal, 11 * DIGITS, 10, loss)
-    draw = torch.Generator().manual_seed(0)
-    sampled = []
-    for _ in range(SAMPLES):
-        value = torch.zeros(len(rows.y), dtype=torch.int64)
-        for place in range(DIGITS):
-            law = logits(head, rows.x, value, place).softmax(-1)
-            value += torch.multinomial(law, 1, generator=draw)[:, 0] * 10 ** (DIGITS - 1 - place)
-        sampled.append(value.numpy() / most * (high - low) + low)
-    return np.quantile(np.stack(sampled), levels, axis=0).T
+    def read(head: nn.Module, x: Tensor, lost: float) -> Predicted:
+        draw = torch.Generator().manual_seed(0)
+        sampled = []
+        for _ in range(SAMPLES):
+            value = torch.zeros(len(y), dtype=torch.int64)
+            for place in range(DIGITS):
+                law = logits(head, x, value, place).softmax(-1)
+                value += torch.multinomial(law, 1, generator=draw)[:, 0] * 10 ** (DIGITS - 1 - place)
+            sampled.append(value.numpy() / most * (high - low) + low)
+        return Predicted(np.quantile(np.stack(sampled), QUANTILES, axis=0).T)
+
+    return Arm(goal, 10, 11 * DIGITS, loss, read)
 
 
-def _standardised(rows: Examples) -> tuple[Tensor, float, float]:
+ARMS = {"squared error": squared_error, "quantiles": pinball, "digits, median of 64": digits}
+
+
+def _standardised(y: np.ndarray, train: np.ndarray) -> tuple[Tensor, float, float]:
     """(Values by mean and standard deviation of the rows to learn from, fp32; these two)."""
-    centre, unit = float(rows.y[rows.train].mean()), float(rows.y[rows.train].std()) or 1.0
-    return torch.from_numpy((rows.y - centre) / unit).float(), centre, unit
+    centre, unit = float(y[train].mean()), float(y[train].std()) or 1.0
+    return torch.from_numpy((y - centre) / unit).float(), centre, unit
 
 
-def _best(rows: Examples, goal: Tensor, further: int, outputs: int, loss: Loss) -> tuple[nn.Module, float]:
-    """Two layers on x and `further` other inputs, without gradients, and their loss on the rows `valid`.
+def learnt(arm: Arm, features: Features, train: np.ndarray, valid: np.ndarray) -> Predicted:
+    """Every row's law by a head of two layers. train, valid: as `best`."""
 
-    Rate and number of epochs have the least such loss; then these rows are learnt from too.
-    """
-
-    def epochs(rate: float, learnt: np.ndarray) -> Iterator[nn.Module]:
+    def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
         torch.manual_seed(0)
-        head = nn.Sequential(nn.Linear(rows.x.shape[1] + further, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, outputs))
-        optimizer = torch.optim.AdamW(head.parameters(), lr=rate)
-        for _ in range(EPOCHS):
-            for some in torch.from_numpy(learnt)[torch.randperm(len(learnt))].split(BATCH):
+        head = nn.Sequential(nn.Linear(features.width + arm.further, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, arm.outputs))
+        optimizer = torch.optim.AdamW([*head.parameters(), *features.begin()], lr=rate)
+        for _ in range(features.epochs):
+            for some in torch.from_numpy(rows)[torch.randperm(len(rows))].split(features.batch):
                 optimizer.zero_grad()
-                loss(head, rows.x[some], goal[some]).backward()
+                arm.loss(head, features(some), arm.goal[some]).backward()
                 optimizer.step()
             yield head
 
-    best = (math.inf, 0.0, 0)
-    for rate in RATES:
-        for epoch, head in enumerate(epochs(rate, rows.train)):
+    def read(rows: np.ndarray) -> Tensor:
+        return torch.cat([features(some) for some in torch.from_numpy(rows).split(READ)])
+
+    def lost(head: nn.Module) -> float:
+        return float(arm.loss(head, read(valid), arm.goal[valid]))
+
+    head, least = best(epochs, lost, features.rates, train, valid)
+    with torch.no_grad():
+        return arm.read(head, read(np.arange(len(arm.goal))), least)
+
+
+def best(
+    epochs: Callable[[float, np.ndarray], Iterator[T]],
+    lost: Callable[[T], float],
+    rates: Sequence[float],
+    train: np.ndarray,
+    valid: np.ndarray,
+) -> tuple[T, float]:
+    """(What was trained on the rows `train` and `valid`, its loss on `valid` before it learnt from these).
+
+    Rate and number of epochs have the least such loss. epochs: (rate, rows) -> what is trained, after each epoch; lost:
+    its loss on the rows `valid`.
+    """
+    found = (math.inf, 0.0, 0)
+    for rate in rates:
+        for epoch, trained in enumerate(epochs(rate, train)):
             with torch.no_grad():
-                best = min(best, (float(loss(head, rows.x[rows.valid], goal[rows.valid])), rate, epoch))
-    lost, rate, epoch = best
-    learnt = np.concatenate([rows.train, rows.valid])
-    return next(islice(epochs(rate, learnt), epoch, None)).requires_grad_(False), lost
+                found = min(found, (lost(trained), rate, epoch))
+    least, rate, epoch = found
+    return next(islice(epochs(rate, np.concatenate([train, valid])), epoch, None)), least

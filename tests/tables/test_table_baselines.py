@@ -1,9 +1,13 @@
 """The baselines find what is there to find, and nothing breaks on what a table may hold."""
 
-import numpy as np
+from importlib.util import find_spec
 
-from cqwen_dist.tables.baselines import baselines
+import numpy as np
+import pytest
+
+from cqwen_dist.tables.baselines import baselines, natural_boosting
 from cqwen_dist.tables.fitting import errors, numbers_of
+from cqwen_dist.tables.predicted_laws import Predicted
 from cqwen_dist.tables.rows import Table
 
 TRAIN, TEST = np.arange(160), np.arange(160, 200)
@@ -43,6 +47,29 @@ def test_a_table_of_words_or_of_numbers_alone() -> None:
     assert "ridge, numeric columns" not in words
     assert words["ridge, TF-IDF and one-hot"] > 0.9
     assert r2(table(True, False))["ridge, numeric columns"] > 0.9
+
+
+@pytest.mark.skipif(find_spec("catboost") is None, reason="catboost is not installed")
+@pytest.mark.parametrize("kinds", [(True, True), (False, True), (True, False)])
+def test_catboost_is_compared_with_where_it_is_installed(kinds: tuple[bool, bool]) -> None:
+    assert r2(table(*kinds))["CatBoost"] > 0.8
+
+
+@pytest.mark.skipif(find_spec("ngboost") is None, reason="ngboost is not installed")
+@pytest.mark.parametrize("kinds", [(True, True), (False, True), (True, False)])
+def test_ngboost_gives_a_normal_law_where_it_is_installed(kinds: tuple[bool, bool]) -> None:
+    found = table(*kinds)
+    law = natural_boosting(found, TRAIN, TEST)
+    assert law is not None
+    truth = found.values()[TEST]
+    scores = Predicted.normal(*law, truth).scores(truth)
+    assert scores["r2"] > 0.8
+    assert np.isfinite(scores["log_likelihood"])
+
+
+@pytest.mark.skipif(find_spec("ngboost") is not None, reason="ngboost is installed")
+def test_without_ngboost_there_is_no_law_of_its() -> None:
+    assert natural_boosting(table(True, True), TRAIN, TEST) is None
 
 
 def test_errors_are_those_of_the_textbook() -> None:

@@ -1,0 +1,102 @@
+"""Numbers written as text by the base itself, with adapters: as language models predict numbers without ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cqwen_dist.batch import IGNORE_INDEX, pad_rows
+from cqwen_dist.data.tokenizer import DigitTokenizer
+from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.lora import inject_lora, is_lora
+from cqwen_dist.tables.adapted import BATCH, LORA, RATES
+from cqwen_dist.tables.heads import READ, best
+
+WRITTEN = 7  # digits of an answer, at most
+
+
+class DigitText:
+    """A base with adapters that learns to write a row's number after its prompt, all numerals as their digits."""
+
+    def __init__(self, base: str, prompts: Sequence[str], y: np.ndarray, epochs: int) -> None:
+        """base: a model's folder or hub name. y [n]: the number of each prompt. Raises `UserError`."""
+        torch.manual_seed(0)  # the adapters
+        self.epochs = epochs
+        self.tokenizer = DigitTokenizer.from_pretrained(base)
+        self.model = load_base(base, torch.float32).eval().requires_grad_(False)
+        inject_lora(self.model.base_model, LORA)
+        self.parameters = [p.requires_grad_() for name, p in self.model.named_parameters() if is_lora(name)]
+        self._start = [parameter.detach().clone() for parameter in self.parameters]
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(self._device)
+        end = self.tokenizer.eos_token_id
+        self._end = self.tokenizer.encode("\n")[0][0] if end is None else end
+        self._prompts = [self.tokenizer.encode(prompt)[0] for prompt in prompts]
+        self._answers = [[*self.tokenizer.encode(f"{value:.{WRITTEN}g}")[0], self._end] for value in y]
+
+    def learn(self, train: np.ndarray, valid: np.ndarray) -> None:
+        """Train the adapters. train, valid: as `heads.best`."""
+        best(self._epochs, lambda _: float(np.mean([float(self._loss(s)) for s in _split(valid)])), RATES, train, valid)
+
+    def write(self, rows: np.ndarray, copies: int) -> np.ndarray:
+        """Numbers [m,copies] of rows [m], sampled, or a single one greedily; NaN where the text is no number."""
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return np.concatenate([self._write(some, copies) for some in _split(rows, READ // 8)])
+
+    def _epochs(self, rate: float, rows: np.ndarray) -> Iterator[None]:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, self._start, strict=True):
+                parameter.copy_(value)
+        optimizer = torch.optim.AdamW(self.parameters, lr=rate)
+        for _ in range(self.epochs):
+            for some in _split(rows[torch.randperm(len(rows)).numpy()], BATCH):
+                optimizer.zero_grad()
+                self._loss(some).backward()
+                optimizer.step()
+            yield
+
+    def _loss(self, rows: np.ndarray) -> Tensor:
+        """Mean cross-entropy of the answers' tokens and the end's."""
+        prompts, answers = ([of[row] for row in rows] for of in (self._prompts, self._answers))
+        batch = self._batch([p + a for p, a in zip(prompts, answers, strict=True)])
+        labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
+        for row, answer in enumerate(answers):
+            labels[row, -len(answer) :] = batch["input_ids"][row, -len(answer) :]
+        return self.model(**batch, labels=labels).loss
+
+    def _write(self, rows: np.ndarray, copies: int) -> np.ndarray:
+        """The prompt is read once for all copies."""
+        batch = self._batch([self._prompts[row] for row in rows])
+        found = self.model(**batch, use_cache=True, logits_to_keep=1)
+        found.past_key_values.batch_repeat_interleave(copies)
+        logits, mask = (part.repeat_interleave(copies, 0) for part in (found.logits, batch["attention_mask"]))
+        written: list[Tensor] = []
+        for _ in range(max(map(len, self._answers))):
+            law = logits[:, -1].float().softmax(-1)
+            written.append(torch.multinomial(law, 1) if copies > 1 else law.argmax(-1, keepdim=True))
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+            further = self.model(input_ids=written[-1], attention_mask=mask, past_key_values=found.past_key_values)
+            logits = further.logits
+        return np.array([self._number(ids) for ids in torch.cat(written, 1).tolist()]).reshape(len(rows), copies)
+
+    def _number(self, ids: list[int]) -> float:
+        try:
+            value = float(self.tokenizer.decode(list(takewhile(lambda token: token != self._end, ids))))
+        except ValueError:
+            return math.nan
+        return value if math.isfinite(value) else math.nan
+
+    def _batch(self, rows: list[list[int]]) -> dict[str, Tensor]:
+        padded = pad_rows([(ids, [0.0] * len(ids)) for ids in rows], self.tokenizer.pad_token_id, on_left=True)
+        return {"input_ids": padded.ids.to(self._device), "attention_mask": padded.mask.long().to(self._device)}
+
+
+def _split(rows: np.ndarray, size: int = READ) -> list[np.ndarray]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]

@@ -1,0 +1,112 @@
+"""Heads on features that stay and on those of a base with adapters: what they learn, and what does not move."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import tiny_base
+
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.tables.adapted import Adapted
+from cqwen_dist.tables.digit_text import DigitText
+from cqwen_dist.tables.heads import ARMS, Stored, digits, learnt, pinball, squared_error
+
+Y = np.random.default_rng(0).uniform(-5, 5, 160)
+PROMPTS = [f"size: {value:.3f}\nscore: " for value in Y]
+TRAIN, VALID, TEST = np.arange(96), np.arange(96, 120), np.arange(120, 160)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    """A base whose last token sees nothing of the others: its attention's outputs are zero."""
+    model = tiny_base(vocab_size=300)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    model.save_pretrained(tmp_path)
+    NumericalAwareTokenizer(train_tokenizer(PROMPTS, 290), vocab_size=300).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_heads_learn_what_features_say() -> None:
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(400, 6, generator=draw)
+    y = (100 + 20 * z[:, 0] + 5 * torch.randn(400, generator=draw)).double().numpy()
+    train, valid, test = np.arange(200), np.arange(200, 250), np.arange(250, 400)
+    stored = Stored(z, train)
+    found = learnt(squared_error(y, train), stored, train, valid).of(test)
+    assert found.scores(y[test])["rmse"] < 8  # 5 is the noise, 20 what can be told
+    ends = found.quantiles[:, [0, -1]] @ [-1, 1] / (2 * 1.96)
+    assert 4 < ends.min() <= ends.max() < 8, "the spread"
+    for arm in (pinball, digits):
+        scores = learnt(arm(y, train), stored, train, valid).of(test).scores(y[test])
+        assert scores["rmse"] < 10
+        assert 0.75 < scores["coverage_90"] < 0.98
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_adapters_let_a_head_learn_what_frozen_features_do_not_hold(base: str, name: str) -> None:
+    features = Adapted(base, PROMPTS, TRAIN, epochs=12)
+    before = {key: value.clone() for key, value in features.features.state_dict().items()}
+    with torch.no_grad():
+        z = features(torch.arange(len(Y)))
+    arm = ARMS[name](Y, TRAIN)
+    frozen = learnt(arm, Stored(z, TRAIN), TRAIN, VALID).of(TEST).scores(Y[TEST])
+    adapted = learnt(arm, features, TRAIN, VALID).of(TEST).scores(Y[TEST])
+    assert frozen["r2"] < 0.2, "the last token does not see the number"
+    assert adapted["r2"] > 0.5  # digits, which learn slowest, 0.64; the others 0.98
+    assert adapted["crps"] < 0.75 * frozen["crps"]
+    moved = {key for key, value in features.features.state_dict().items() if not torch.equal(value, before[key])}
+    assert {key.rpartition(".")[2] for key in moved if ".lora_" not in key} <= {"w_num", "num_row"}, "base to the bit"
+    assert any(".lora_A." in key for key in moved)
+    assert any(".lora_B." in key for key in moved)
+
+
+def test_every_part_that_learns_gets_a_gradient_and_each_training_begins_at_the_start(base: str) -> None:
+    features = Adapted(base, PROMPTS, TRAIN, epochs=1)
+    rows = torch.arange(8)
+    start = features(rows).detach()
+    for parameter in features.parameters:
+        parameter.data.add_(0.1)
+    changed = features(rows)
+    assert not torch.equal(changed, start)
+    changed.square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in features.parameters)
+    learning = {id(p) for p in features.parameters}
+    assert all(p.grad is None for p in features.features.parameters() if id(p) not in learning)
+    assert all(p.grad is None for p in features.begin())
+    assert torch.equal(features(rows), start)
+
+
+def test_the_same_training_gives_the_same_bits(base: str) -> None:
+    first, again = (Adapted(base, PROMPTS, TRAIN, epochs=1) for _ in range(2))
+    found = [learnt(pinball(Y, TRAIN), features, TRAIN, VALID).quantiles for features in (first, again, first)]
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2]), "an arm before it leaves nothing behind"
+
+
+def test_the_base_learns_to_write_the_number_as_text_and_reads_a_prompt_once_for_all_samples(tmp_path: Path) -> None:
+    sizes = [("small", 7.5), ("quite large", 120.0), ("enormous indeed", -3.0)]  # prompts of different lengths
+    prompts, y = [f"it is {sizes[i % 3][0]}: " for i in range(90)], np.array([sizes[i % 3][1] for i in range(90)])
+    model = tiny_base(vocab_size=300)
+    model.lm_head.weight.data.mul_(10)  # it can be sure of a word
+    model.save_pretrained(tmp_path)
+    NumericalAwareTokenizer(train_tokenizer(prompts, 290), vocab_size=300).save_pretrained(tmp_path)
+    text = DigitText(str(tmp_path), prompts, y, epochs=6)
+    before = {key: value.clone() for key, value in text.model.state_dict().items()}
+    text.learn(np.arange(60), np.arange(60, 75))
+    moved = {key for key, value in text.model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved
+    assert all(".lora_" in key for key in moved), "the base's weights stay as they are to the bit"
+    test = np.arange(75, 90)
+    assert text.write(test, 1)[:, 0].tolist() == y[test].tolist()
+    sampled = text.write(test, 8)
+    assert sampled.shape == (15, 8)
+    assert np.nanmedian(sampled, axis=1).tolist() == y[test].tolist()
+    assert np.array_equal(sampled, text.write(test, 8), equal_nan=True)
+    with torch.no_grad():  # by hand: without a cache, padding or a batch
+        for row in (0, 1, 2):
+            ids = text.tokenizer.encode(prompts[row])[0]
+            for _ in range(12):
+                ids.append(int(text.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            assert text.tokenizer.decode(ids).startswith(f"{prompts[row]}{y[row]:g}<|endoftext|>")
