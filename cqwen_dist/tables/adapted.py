@@ -13,7 +13,7 @@ from cqwen_dist.config import LoraConfig
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.tables.heads import READ
+from cqwen_dist.tables.heads import READ, Stored
 from cqwen_dist.training.parameter_groups import feature_members
 
 LORA = LoraConfig(r=16, alpha=32)  # as `cqwen fit` has it
@@ -24,7 +24,7 @@ class Adapted:
     """z at the last token of prompts, standardised by what it is at the start on the rows to learn from.
 
     The base is as `cqwen fit` begins with it: numbers enter as numbers, adapters change nothing yet. Adapters, w_num
-    and <NUM>'s row learn; the base's own weights do not.
+    and <NUM>'s row learn; the base's own weights do not. `still`: the features at the start.
     """
 
     rates, batch = RATES, BATCH
@@ -51,13 +51,12 @@ class Adapted:
         self._start = [parameter.detach().clone() for parameter in self.parameters]
         self._rows, self._pad = [tokenizer.encode(prompt) for prompt in prompts], tokenizer.pad_token_id
         with torch.no_grad():
-            z = torch.cat([self._z(some) for some in torch.from_numpy(train).split(READ)])
-        self._centre = z.mean(0)
-        self._unit = z.std(0).clamp(min=0.01 * float(z.square().mean().sqrt()))  # it may be still at the start
+            z = torch.cat([self._z(some) for some in torch.arange(len(prompts)).split(READ)])
+        self.still = Stored(z, train, floor=0.01 * float(z.square().mean().sqrt()))  # what is constant may move later
 
     def __call__(self, rows: Tensor) -> Tensor:
         """x [m,H] of rows [m], with gradients."""
-        return (self._z(rows) - self._centre) / self._unit
+        return (self._z(rows) - self.still.centre) / self.still.unit
 
     def begin(self) -> list[nn.Parameter]:
         """What learns, as it was at the start."""

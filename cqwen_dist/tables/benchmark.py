@@ -185,7 +185,8 @@ class Benchmark:
 
         made = self.prepared(folder)
         values, parts = made.table.values(), made.parts
-        found = _arms(Adapted(self.base, made.prompts, parts.train, self.lora_epochs), made, title)
+        features = Adapted(self.base, made.prompts, parts.train, self.lora_epochs)
+        found = _arms([features.still, features], made, title)
         start = time.perf_counter()
         text = DigitText(self.base, made.prompts, values, self.lora_epochs)
         text.learn(parts.train, parts.valid)
@@ -251,17 +252,17 @@ def _on_z(folder: Path, made: Prepared) -> dict[str, dict[str, float]]:
 
     checkpoint = Path(json.loads((folder / "fit.json").read_text(encoding="utf-8"))["checkpoint"])
     model, tokenizer = load_trained(checkpoint, "auto")
-    return _arms(Stored.of(model, tokenizer, made.prompts, made.parts.train), made, "{}, on z")
+    return _arms([Stored.of(model, tokenizer, made.prompts, made.parts.train)], made, "{}, on z")
 
 
-def _arms(features: Any, made: Prepared, title: str) -> dict[str, dict[str, float]]:
-    """Scores on the test rows of every arm, by name. features: `heads.Features`."""
+def _arms(stages: Sequence[Any], made: Prepared, title: str) -> dict[str, dict[str, float]]:
+    """Scores on the test rows of every arm, by name. stages: as `heads.learnt`."""
     from cqwen_dist.tables.heads import ARMS, learnt
 
     y, parts, found = made.table.values(), made.parts, {}
     for name, arm in ARMS.items():
         start = time.perf_counter()
-        law = learnt(arm(y, parts.train), features, parts.train, parts.valid).of(parts.test)
+        law = learnt(arm(y, parts.train), stages, parts.train, parts.valid).of(parts.test)
         found[title.format(name)] = {**law.scores(y[parts.test]), "seconds": time.perf_counter() - start}
     return found
 

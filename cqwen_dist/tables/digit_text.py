@@ -40,8 +40,13 @@ class DigitText:
         self._answers = [[*self.tokenizer.encode(f"{value:.{WRITTEN}g}")[0], self._end] for value in y]
 
     def learn(self, train: np.ndarray, valid: np.ndarray) -> None:
-        """Train the adapters. train, valid: as `heads.best`."""
-        best(self._epochs, lambda _: float(np.mean([float(self._loss(s)) for s in _split(valid)])), RATES, train, valid)
+        """Train the adapters. train, valid: as `heads.learnt`."""
+
+        def lost(_: None) -> float:
+            return float(np.mean([float(self._loss(some)) for some in _split(valid)]))
+
+        trained, _ = best(self._epochs, lost, RATES, train)
+        trained(np.concatenate([train, valid]))
 
     def write(self, rows: np.ndarray, copies: int) -> np.ndarray:
         """Numbers [m,copies] of rows [m], sampled, or a single one greedily; NaN where the text is no number."""

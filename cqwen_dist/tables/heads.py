@@ -20,6 +20,7 @@ from cqwen_dist.generate.continuation import padded
 from cqwen_dist.tables.predicted_laws import QUANTILES, Predicted
 
 T = TypeVar("T")
+HeadOf = Callable[[np.ndarray], nn.Module]  # the head that has learnt from these rows
 HIDDEN = 256
 READ = 32  # rows at once, without gradients
 DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
@@ -45,9 +46,10 @@ class Stored:
 
     rates, epochs, batch = (1e-4, 1e-3, 1e-2), 50, 64
 
-    def __init__(self, z: Tensor, train: np.ndarray) -> None:
-        """z [n,H] fp32; train: indices of the rows to learn from."""
-        self.x = (z - z[train].mean(0)) / z[train].std(0).clamp(min=1e-6)
+    def __init__(self, z: Tensor, train: np.ndarray, floor: float = 1e-6) -> None:
+        """z [n,H] fp32; train: indices of the rows to learn from; floor: the least unit."""
+        self.centre, self.unit = z[train].mean(0), z[train].std(0).clamp(min=floor)
+        self.x = (z - self.centre) / self.unit
         self.width = z.shape[1]
 
     @classmethod
@@ -146,12 +148,33 @@ def _standardised(y: np.ndarray, train: np.ndarray) -> tuple[Tensor, float, floa
     return torch.from_numpy((y - centre) / unit).float(), centre, unit
 
 
-def learnt(arm: Arm, features: Features, train: np.ndarray, valid: np.ndarray) -> Predicted:
-    """Every row's law by a head of two layers. train, valid: as `best`."""
+def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.ndarray) -> Predicted:
+    """Every row's law by a head of two layers, which learns on one of the features after the other.
+
+    train, valid: indices of the rows to learn from, and to choose rates and epochs by, which are then learnt from too.
+    """
+
+    def fresh(rows: np.ndarray) -> nn.Module:
+        torch.manual_seed(0)
+        width = stages[0].width + arm.further
+        return nn.Sequential(nn.Linear(width, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, arm.outputs))
+
+    head_of: HeadOf = fresh
+    least = math.inf
+    for features in stages:
+        head_of, least = _further(arm, features, head_of, train, valid)
+    head = head_of(np.concatenate([train, valid]))
+    with torch.no_grad():
+        return arm.read(head, _read(stages[-1], np.arange(len(arm.goal))), least)
+
+
+def _further(
+    arm: Arm, features: Features, head_of: HeadOf, train: np.ndarray, valid: np.ndarray
+) -> tuple[HeadOf, float]:
+    """(rows -> the head that head_of gives for them, trained on these features, its loss on `valid`), as `best`."""
 
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
-        torch.manual_seed(0)
-        head = nn.Sequential(nn.Linear(features.width + arm.further, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, arm.outputs))
+        head = head_of(rows)
         optimizer = torch.optim.AdamW([*head.parameters(), *features.begin()], lr=rate)
         for _ in range(features.epochs):
             for some in torch.from_numpy(rows)[torch.randperm(len(rows))].split(features.batch):
@@ -160,33 +183,28 @@ def learnt(arm: Arm, features: Features, train: np.ndarray, valid: np.ndarray) -
                 optimizer.step()
             yield head
 
-    def read(rows: np.ndarray) -> Tensor:
-        return torch.cat([features(some) for some in torch.from_numpy(rows).split(READ)])
-
     def lost(head: nn.Module) -> float:
-        return float(arm.loss(head, read(valid), arm.goal[valid]))
+        return float(arm.loss(head, _read(features, valid), arm.goal[valid]))
 
-    head, least = best(epochs, lost, features.rates, train, valid)
-    with torch.no_grad():
-        return arm.read(head, read(np.arange(len(arm.goal))), least)
+    return best(epochs, lost, features.rates, train)
+
+
+def _read(features: Features, rows: np.ndarray) -> Tensor:
+    """x [m,H] of rows [m]."""
+    return torch.cat([features(some) for some in torch.from_numpy(rows).split(READ)])
 
 
 def best(
-    epochs: Callable[[float, np.ndarray], Iterator[T]],
-    lost: Callable[[T], float],
-    rates: Sequence[float],
-    train: np.ndarray,
-    valid: np.ndarray,
-) -> tuple[T, float]:
-    """(What was trained on the rows `train` and `valid`, its loss on `valid` before it learnt from these).
+    epochs: Callable[[float, np.ndarray], Iterator[T]], lost: Callable[[T], float], rates: Sequence[float], train: Any
+) -> tuple[Callable[[np.ndarray], T], float]:
+    """(What trains on rows at the best rate, for the best number of epochs; the loss by which these are the best).
 
-    Rate and number of epochs have the least such loss. epochs: (rate, rows) -> what is trained, after each epoch; lost:
-    its loss on the rows `valid`.
+    epochs: (rate, rows) -> what was trained, after each epoch; lost: its loss on rows that it did not learn from.
     """
-    found = (math.inf, 0.0, 0)
+    found = (math.inf, rates[0], 0)
     for rate in rates:
         for epoch, trained in enumerate(epochs(rate, train)):
             with torch.no_grad():
                 found = min(found, (lost(trained), rate, epoch))
     least, rate, epoch = found
-    return next(islice(epochs(rate, np.concatenate([train, valid])), epoch, None)), least
+    return lambda rows: next(islice(epochs(rate, rows), epoch, None)), least

@@ -34,28 +34,26 @@ def test_heads_learn_what_features_say() -> None:
     y = (100 + 20 * z[:, 0] + 5 * torch.randn(400, generator=draw)).double().numpy()
     train, valid, test = np.arange(200), np.arange(200, 250), np.arange(250, 400)
     stored = Stored(z, train)
-    found = learnt(squared_error(y, train), stored, train, valid).of(test)
+    found = learnt(squared_error(y, train), [stored], train, valid).of(test)
     assert found.scores(y[test])["rmse"] < 8  # 5 is the noise, 20 what can be told
     ends = found.quantiles[:, [0, -1]] @ [-1, 1] / (2 * 1.96)
     assert 4 < ends.min() <= ends.max() < 8, "the spread"
     for arm in (pinball, digits):
-        scores = learnt(arm(y, train), stored, train, valid).of(test).scores(y[test])
+        scores = learnt(arm(y, train), [stored], train, valid).of(test).scores(y[test])
         assert scores["rmse"] < 10
         assert 0.75 < scores["coverage_90"] < 0.98
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_adapters_let_a_head_learn_what_frozen_features_do_not_hold(base: str, name: str) -> None:
-    features = Adapted(base, PROMPTS, TRAIN, epochs=12)
+    features = Adapted(base, PROMPTS, TRAIN, epochs=8)
     before = {key: value.clone() for key, value in features.features.state_dict().items()}
-    with torch.no_grad():
-        z = features(torch.arange(len(Y)))
     arm = ARMS[name](Y, TRAIN)
-    frozen = learnt(arm, Stored(z, TRAIN), TRAIN, VALID).of(TEST).scores(Y[TEST])
-    adapted = learnt(arm, features, TRAIN, VALID).of(TEST).scores(Y[TEST])
+    frozen = learnt(arm, [features.still], TRAIN, VALID).of(TEST).scores(Y[TEST])
+    adapted = learnt(arm, [features.still, features], TRAIN, VALID).of(TEST).scores(Y[TEST])
     assert frozen["r2"] < 0.2, "the last token does not see the number"
-    assert adapted["r2"] > 0.5  # digits, which learn slowest, 0.64; the others 0.98
-    assert adapted["crps"] < 0.75 * frozen["crps"]
+    assert adapted["r2"] > 0.4, "digits learn slowest"
+    assert adapted["crps"] < 0.8 * frozen["crps"]
     moved = {key for key, value in features.features.state_dict().items() if not torch.equal(value, before[key])}
     assert {key.rpartition(".")[2] for key in moved if ".lora_" not in key} <= {"w_num", "num_row"}, "base to the bit"
     assert any(".lora_A." in key for key in moved)
@@ -66,6 +64,9 @@ def test_every_part_that_learns_gets_a_gradient_and_each_training_begins_at_the_
     features = Adapted(base, PROMPTS, TRAIN, epochs=1)
     rows = torch.arange(8)
     start = features(rows).detach()
+    assert torch.allclose(start, features.still(rows), atol=1e-4), (
+        "a head goes on where it was; other rows share a batch"
+    )
     for parameter in features.parameters:
         parameter.data.add_(0.1)
     changed = features(rows)
@@ -80,7 +81,8 @@ def test_every_part_that_learns_gets_a_gradient_and_each_training_begins_at_the_
 
 def test_the_same_training_gives_the_same_bits(base: str) -> None:
     first, again = (Adapted(base, PROMPTS, TRAIN, epochs=1) for _ in range(2))
-    found = [learnt(pinball(Y, TRAIN), features, TRAIN, VALID).quantiles for features in (first, again, first)]
+    arm = pinball(Y, TRAIN)
+    found = [learnt(arm, [made.still, made], TRAIN, VALID).quantiles for made in (first, again, first)]
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2]), "an arm before it leaves nothing behind"
 
