@@ -103,8 +103,11 @@ class LossConfig(Section):
     """Reduction of the word terms; mean divides L_cls by their number V (or the used ones): reg_weight weighs V times
     more against it (reg_weight / V keeps what it is under sum), and for V in the ten thousands W_cls's gradients fall
     below AdamW's eps of 1e-8."""
-    negatives: Literal["full", "used"] = "full"
-    """All V_full rows, or only the used ones and <NUM>."""
+    negatives: Literal["full", "used", "sampled"] = "full"
+    """All V_full rows, or only the used ones and <NUM>; sampled: a random part of all rows at each training step, an
+    unbiased estimate of the loss and gradients of full (evaluations take them all)."""
+    negatives_share: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+    """negatives: sampled: the part of the rows that a step computes; default: 0.25."""
     slope_limit: NonNegative | None = None
     """Cut of the gradient of a word's loss with respect to its loc_S, 1/nat; 0: none; default: 1 when start is
     calibrated, 0 in the seed presets."""
@@ -112,6 +115,17 @@ class LossConfig(Section):
     """OvR implementation."""
     constraint: ConstraintConfig = ConstraintConfig()
     """The bound on how far U may move from where it began."""
+
+    @model_validator(mode="after")
+    def _share_of_sampled(self) -> LossConfig:
+        if self.negatives != "sampled" and self.negatives_share is not None:
+            raise refused("negatives_share", self.negatives_share, f"none with negatives: {self.negatives} (sampled)")
+        return self
+
+    @property
+    def sampled_share(self) -> float | None:
+        """`negatives_share`, resolved; None where every step computes all its rows."""
+        return None if self.negatives != "sampled" else self.negatives_share or 0.25
 
 
 class Ramp(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import LossConfig
 from cqwen_dist.model.losses import LossOptions, LossTerms, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.sampled import draw_words
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.training.constraint import Constraint
@@ -42,7 +43,7 @@ class Stepper:
     constraint: Constraint
     loss: LossConfig
     options: LossOptions
-    seed: int  # of dropout
+    seed: int  # of dropout and of sampled negatives
 
     def __post_init__(self) -> None:
         self.model, self.groups, self.device = self.engine.model, self.engine.groups, self.engine.runtime.device
@@ -75,7 +76,7 @@ class Stepper:
             z_start = self.constraint.start_features(batch_on_device, keep) if second else None
             z = self.engine.forward(batch_on_device, keep) if cached is None else self._fitting(cached[i], keep)
             u = self.model.abduction(z)
-            terms = self._loss(u, batch_on_device, keep, counts, i, reg_weight)
+            terms = self._loss(u, batch_on_device, keep, counts, (step, i), reg_weight)
             loss = terms.loss
             if measures_kl:
                 weight = self.groups.world_size / max(counts.all_labels, 1)
@@ -116,9 +117,11 @@ class Stepper:
             "train/clipped": float(self.engine.clipped),
         }
 
-    def _loss(self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, i: int, reg_weight: float) -> LossTerms:
-        """The fused loss of micro-batch i, weighted so that the ranks' average is the global mean."""
-        world = self.groups.world_size
+    def _loss(
+        self, u: Cauchy, batch: Batch, keep: Tensor, counts: StepCounts, place: tuple[int, int], reg_weight: float
+    ) -> LossTerms:
+        """The fused loss of a place (step, micro-batch), weighted so that the ranks' average is the global mean."""
+        world, i = self.groups.world_size, place[1]
         at, words = batch.partial.unbind(1)
         shape = self.model.config
         further = len(shape.more_values or ())
@@ -137,12 +140,25 @@ class Stepper:
                 partial=torch.stack([torch.searchsorted(keep, at.contiguous()), words], 1),
                 partial_counts=counts.partial[i],
             ),
-            self.options,
+            self._options_at(place),
             token_weight=world / max(counts.words, 1),
             number_weight=reg_weight * world / max(counts.numbers, 1),
             group=self.groups.vocab,
             token_counts=counts.labels[i],
         )
+
+    def _options_at(self, place: tuple[int, int]) -> LossOptions:
+        """The loss's options at a place (step, micro-batch), with the words that are drawn there, if any are.
+
+        The ranks of a vocabulary group draw the same words, each group its own; a resumed run draws them again.
+        """
+        if self.loss.sampled_share is None:
+            return self.options
+        action, config = self.model.action, self.model.config
+        key = (self.seed, *place, self.groups.replica_rank)
+        own = action.vocab_start, action.vocab_start + action.rows
+        drawn = draw_words(config.vocab_size, self.loss.sampled_share, key, config.num_token_id, *own)
+        return replace(self.options, ovr=replace(self.options.ovr, drawn=drawn.to(self.device)))
 
     def _exchange(self, micro_batches: list[Batch], keeps: list[Tensor]) -> StepCounts:
         """Counts over all ranks and micro-batches, from the batches on the CPU: one small all-gather per step."""

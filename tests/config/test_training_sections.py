@@ -51,12 +51,25 @@ def test_what_is_written_is_what_there_is(tmp_path: Path) -> None:
         (["model.quantize=nf4", "train.precision=bf16", "parallel.zero_stage=3"], "model.quantize", "partitioned"),
         (["loss.constraint.mode=soft"], "loss.constraint.mode", "'off', 'monitor', 'hinge' or 'dual'"),
         (["loss.class_weights=rare"], "loss.class_weights", "frequency"),
+        (["loss.negatives_share=0.5"], "loss.negatives_share", "none with negatives: full"),
+        (["loss.negatives=used", "loss.negatives_share=0.5"], "loss.negatives_share", "none with negatives: used"),
+        (["loss.negatives=some"], "loss.negatives", "'full', 'used' or 'sampled'"),
+        *(
+            (["loss.negatives=sampled", f"loss.negatives_share={share}"], "loss.negatives_share", says)
+            for share, says in (("0", "greater than 0"), ("-0.5", "greater"), ("1.5", "less than or equal to 1"))
+        ),
     ],
 )
 def test_refused_by_key(tmp_path: Path, overrides: list[str], key: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as refusal:
         load(tmp_path, *overrides)
     assert refusal.value.key == key
+
+
+def test_the_share_of_sampled_negatives(tmp_path: Path) -> None:
+    assert load(tmp_path).loss.sampled_share is None
+    assert load(tmp_path, "loss.negatives=sampled").loss.sampled_share == 0.25
+    assert load(tmp_path, "loss.negatives=sampled", "loss.negatives_share=1").loss.sampled_share == 1.0
 
 
 def test_a_run_that_goes_on_may_change_how_and_not_what(tmp_path: Path) -> None:

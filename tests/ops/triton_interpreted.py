@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from test_ovr import assert_as_exact_as_the_materialised, gradients, problem
+from test_ovr import assert_as_exact_as_the_materialised, gradients, problem, relative_error
+from test_ovr_sampled import computed
 
 from cqwen_dist.ops.cauchy import log_prob_above
 from cqwen_dist.ops.ovr import one_pass
+from cqwen_dist.ops.ovr.sampled import draw_words
 from cqwen_dist.ops.ovr.tile import Tile
 from cqwen_dist.ops.ovr.triton import TritonTile
 
@@ -78,7 +80,22 @@ def low_precision_outputs() -> None:
         torch.testing.assert_close(a.bfloat16(), b, rtol=1e-2, atol=0)
 
 
+def some_of_the_negatives() -> None:
+    """Labels that are left out of the drawn rows: the same draw by the torch operations."""
+    leaves, labels = problem(9, 33, 700, gamma=0.05)
+    for options in ({}, {"class_weights": torch.rand(700), "slope_limit": 0.3}):
+        for key in range(2):
+            drawn = draw_words(700, 0.4, [key])
+            labels[:4] = torch.cat([drawn.always[:2], drawn.some[:2]])
+            exact = computed([leaf.detach().double() for leaf in leaves], labels, drawn, impl="reference", **options)
+            plain = computed(leaves, labels, drawn, impl="reference", **options)
+            found = computed(leaves, labels, drawn, impl="triton", **options)
+            for e, p, f in zip(*((r[0], *r[1], *r[2:]) for r in (exact, plain, found)), strict=True):
+                assert relative_error(f, e) <= 2 * relative_error(p, e) + 1e-6
+
+
 if __name__ == "__main__":
+    some_of_the_negatives()
     entry_by_entry()
     low_precision_outputs()
     whole_losses()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,10 +23,17 @@ from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr
+from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr, sampled
+from cqwen_dist.ops.ovr.loss import ovr_loss
+from cqwen_dist.ops.ovr.sampled import draw_words
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
-from cqwen_dist.parallel.vocab_parallel import vocab_parallel_best, vocab_parallel_ovr, vocab_range
+from cqwen_dist.parallel.vocab_parallel import (
+    vocab_parallel_best,
+    vocab_parallel_loss,
+    vocab_parallel_ovr,
+    vocab_range,
+)
 
 C = 6
 COUNTS = {2: [(3, 4), (5, 0), (0, 0)], 4: [(4, 0, 7, 1), (0, 0, 2, 0), (3, 3, 3, 3)]}  # tokens by rank
@@ -135,6 +143,36 @@ def spare_rows_left_out(groups: Groups) -> None:
     problem = Problem(13, COUNTS[dist.get_world_size()][0])
     problem.labels.clamp_(max=8)
     check_loss(groups, problem, used_rows=9)
+
+
+def sampled_words(groups: Groups) -> None:
+    """The same words drawn: each rank computes those of its range, some ranks none; together they are one process's."""
+    rank, ranks = dist.get_rank(), members(groups)
+    for v, counts in ((13, COUNTS[dist.get_world_size()][0]), (3, COUNTS[dist.get_world_size()][1])):
+        problem, (v0, v1) = Problem(v, counts), vocab_range(v, groups.vocab_rank, groups.vocab_size)
+        every, own, rows = problem.tokens(ranks), problem.tokens([rank]), slice(v0, v1)
+        for key in range(4):
+            with patch.object(sampled, "TILE", 2):
+                whole_draw, own_draw = (draw_words(v, 0.5, [key], v - 2, *place) for place in ((0, v), (v0, v1)))
+            whole = leaves(problem.loc[every], problem.scale[every], problem.weight, problem.bias, problem.threshold)
+            mine = leaves(problem.loc[own], problem.scale[own], *(t.detach()[rows] for t in whole[2:]))
+            options = OvrOptions(problem.class_weights, want_prob_sum=True, slope_limit=0.3, drawn=whole_draw)
+            place = problem.labels[every], problem.token_weights[every]
+            expected = ovr_loss(Cauchy(*whole[:2]), WordHead(*whole[2:], 0, v), *place, options)
+            expected.loss.backward()
+            options = OvrOptions(problem.class_weights[rows], slope_limit=0.3, drawn=own_draw)
+            part = WordHead(*mine[2:], v0, v)
+            place = problem.labels[own], problem.token_weights[own]
+            out = vocab_parallel_loss(Cauchy(*mine[:2]), part, *place, options, groups.vocab, v - 2)
+            (out.loss + 0.0 * out.p_num.sum()).backward()
+            inside = slice(own.start - every.start, own.stop - every.start)
+            assert_close(out.loss, expected.loss, 1e-5, "loss")
+            assert_close(out.per_token, expected.per_token[inside], 1e-5, "per_token")
+            assert_close(out.prob_sum, expected.prob_sum[inside], 1e-5, "prob_sum")
+            for i, (found, wanted, at) in enumerate(zip(mine, whole, [inside] * 2 + [rows] * 3, strict=True)):
+                error = (found.grad - wanted.grad[at]).abs()
+                size = float(wanted.grad.abs().max()) if wanted.grad.numel() else 0.0
+                assert float(error.max() if error.numel() else 0.0) <= 1e-5 * size, f"gradient {i}"
 
 
 def frozen_inputs(groups: Groups) -> None:
@@ -373,6 +411,7 @@ CHECKS = (
     conjugate_pairs,
     losses,
     spare_rows_left_out,
+    sampled_words,
     frozen_inputs,
     best_words,
     fused_losses,

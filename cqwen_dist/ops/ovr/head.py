@@ -98,6 +98,7 @@ class Targets(NamedTuple):
     class_weights: Tensor | None  # [v]: factor of both terms of a word
     want_prob_sum: bool
     slope_limit: float = 0.0  # of |dBCE_ik / dloc_S_ik|, 1/nat, before the two weights; 0: none
+    skip_labels: bool = False  # leave the entries at `row` out of the loss, the gradients and the sum of P
 
 
 class OvrOutput(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal
 
@@ -19,6 +20,7 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.one_pass import ovr_one_pass
 from cqwen_dist.ops.ovr.reference import ovr_reference
+from cqwen_dist.ops.ovr.sampled import Drawn, ovr_sampled
 from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
 IMPLEMENTATIONS = ("auto", "chunked", "reference", "triton")
@@ -35,6 +37,7 @@ class OvrOptions:
     ignore_index: int = -100
     want_prob_sum: bool = False
     slope_limit: float = 0.0
+    drawn: Drawn | None = None  # only these words' negatives: an unbiased estimate (`sampled`)
 
 
 PLAIN = OvrOptions()
@@ -60,11 +63,12 @@ def ovr_loss(
         options.slope_limit,
     )
     part = head._replace(start=0, used_rows=head.rows)
+    full = ovr_reference if options.impl == "reference" else partial(ovr_one_pass, maths=_maths(options.impl, part))
     with torch.autocast(u.loc.device.type, enabled=False):
-        if options.impl == "reference":
-            loss, per_token, prob_sum = ovr_reference(u, part, targets)
+        if options.drawn is None:
+            loss, per_token, prob_sum = full(u, part, targets)
         else:
-            loss, per_token, prob_sum = ovr_one_pass(u, part, targets, _maths(options.impl, part))
+            loss, per_token, prob_sum = ovr_sampled(u, part, targets, options.drawn, full)
     return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
 
 

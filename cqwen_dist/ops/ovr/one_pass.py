@@ -144,6 +144,7 @@ class _Visit:
             self.per_token[some],
             None if self.prob_sum is None else self.prob_sum[some],
             self.targets.slope_limit,
+            self.targets.skip_labels,
         )
         d_loc, d_scale = self.maths(tile, any(self.need))
         if self.d_gap is not None:

@@ -25,13 +25,17 @@ def ovr_reference(u: Cauchy, head: WordHead, targets: Targets) -> OvrOutput:
 
     is_label = torch.arange(rows, device=loc.device) == targets.row[:, None]
     bce = _bce(gap, scale, is_label, targets.slope_limit)
+    if targets.skip_labels:
+        bce = torch.where(is_label, 0.0, bce)
     if targets.class_weights is not None:
         bce = bce * targets.class_weights[:rows]
     per_token = bce.sum(1)
     weights = targets.token_weights
     loss = (weights * torch.where(weights != 0, per_token, 0.0)).sum()
-    prob_sum = prob_above(scale, gap).sum(1).detach() if targets.want_prob_sum else None
-    return OvrOutput(loss, per_token.detach(), prob_sum)
+    if not targets.want_prob_sum:
+        return OvrOutput(loss, per_token.detach(), None)
+    prob = prob_above(scale, gap)
+    return OvrOutput(loss, per_token.detach(), (prob * ~(is_label & targets.skip_labels)).sum(1).detach())
 
 
 def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0.0) -> Tensor:
@@ -44,10 +48,15 @@ def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0
     here = (row >= 0) & (row < head.rows)
     if not len(head.weight):
         return (u.loc.sum(1) + u.scale.sum(1)).to(head.real) * 0.0  # in the graph, as on the ranks that hold words
-    own, u = head.take(row.clamp(0, len(head.weight) - 1)), u.to(head.real)
+    own = head.take(row.clamp(0, len(head.weight) - 1))
+    return torch.where(here, bce_of_rows(u.to(head.real), own, words >= 0, slope_limit), 0.0)
+
+
+def bce_of_rows(u: Cauchy, own: WordHead, is_label: Tensor, slope_limit: float) -> Tensor:
+    """BCE [M] of one word a token: U' [M, C], `own` each token's own row, is_label [M] bool."""
     loc, scale = (u.loc * own.weight).sum(1), (u.scale * own.weight.abs()).sum(1)
     loc = loc if own.bias is None else loc + own.bias
-    return torch.where(here, _bce(own.threshold - loc, scale, words >= 0, slope_limit), 0.0)
+    return _bce(own.threshold - loc, scale, is_label, slope_limit)
 
 
 def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, slope_limit: float) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 MIN_SCALE = 1.2e-38  # replaces scale 0, where atan2(0, 0) = 0. So a P of 0 has -log P of 87 to 92, not inf
 MIN_DENOMINATOR = 1e-30  # keeps gradients finite where q (1-P) vanishes
+FAR = 1e18  # a score so far below its threshold has no loss, no slope and no P, in any precision; its square is finite
 
 
 class Tile(NamedTuple):
@@ -46,6 +47,7 @@ class Tile(NamedTuple):
     per_token: Tensor  # [t] fp64, added to: sum_k w_k loss_ik
     prob_sum: Tensor | None  # [t] fp64, added to: sum_k P_ik
     slope_limit: float = 0.0  # of |dloss/dloc| before the weights; 0: none
+    skip_labels: bool = False  # the entries at `target` count nothing
 
 
 class TileMaths(Protocol):
@@ -66,9 +68,12 @@ class TorchTile:
         gap, scale, (a, b, log) = tile.loc, tile.scale, tile.work
         torch.sub(tile.offset, tile.loc, out=gap)
         scale.clamp_(min=MIN_SCALE)
+        at, sign = _label_entries(tile.target, gap)
+        if tile.skip_labels:
+            gap.view(-1)[at] += (1.0 - sign) * FAR
+            sign = sign.abs()
         if tile.prob_sum is not None:
             tile.prob_sum.add_(torch.atan2(scale, gap, out=a).sum(1), alpha=1.0 / math.pi)
-        at, sign = _label_entries(tile.target, gap)
         gap.view(-1)[at] *= sign
 
         torch.clamp(gap, min=0.0, out=a)

@@ -19,13 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cqwen_dist.ops.ovr.tile import MIN_DENOMINATOR, MIN_SCALE, Tile
+from cqwen_dist.ops.ovr.tile import FAR, MIN_DENOMINATOR, MIN_SCALE, Tile
 
 BLOCK_TOKENS, BLOCK_WORDS = 16, 128
 _INV_PI = tl.constexpr(0.3183098861837907)
 _HALF_PI = tl.constexpr(1.5707963267948966)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MIN_DENOMINATOR = tl.constexpr(MIN_DENOMINATOR)
+_FAR = tl.constexpr(FAR)
 
 
 @triton.jit
@@ -91,6 +92,7 @@ def _tile_kernel(
     HAS_CLASS_WEIGHTS: tl.constexpr,
     WANT_PROB_SUM: tl.constexpr,
     SLOPE_LIMIT: tl.constexpr,
+    SKIP_LABELS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -110,6 +112,9 @@ def _tile_kernel(
         offset = tl.load(offset_ptr + cols, mask=in_cols, other=0.0)
         is_label = cols[None, :] == target[:, None]
         d = offset[None, :] - loc
+        if SKIP_LABELS:
+            d = tl.where(is_label, _FAR, d)
+            is_label = is_label & False
         d = tl.where(is_label, -d, d)
         rare = d > 0.0
         small = _angle(s, tl.abs(d)) * _INV_PI  # the smaller of P and 1-P (of this entry: 1-P and P at a label)
@@ -162,6 +167,7 @@ class TritonTile:
                 HAS_CLASS_WEIGHTS=tile.class_weights is not None,
                 WANT_PROB_SUM=tile.prob_sum is not None,
                 SLOPE_LIMIT=tile.slope_limit,
+                SKIP_LABELS=tile.skip_labels,
                 BM=BLOCK_TOKENS,
                 BN=BLOCK_WORDS,
             )
