@@ -55,6 +55,7 @@ BF16 = {"train.precision": "bf16"}
 QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 ZERO_2, ZERO_3 = {"parallel.zero_stage": 2}, {"parallel.zero_stage": 3}
+SAMPLED = {"loss.negatives": "sampled"}
 KL_HELD = {"loss.constraint.mode": "dual"}
 
 
@@ -86,6 +87,8 @@ def _on_cpu() -> list[Case]:
         case("a large vocabulary", vocab_size=40_000),
         case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
         case("a large vocabulary, heads, bf16", BF16, HEADS, vocab_size=40_000),
+        case("a large vocabulary, sampled", SAMPLED, vocab_size=40_000),
+        case("a large vocabulary, sampled, heads", SAMPLED, HEADS, vocab_size=40_000),
         case("qwen3", model_type="qwen3", head_dim=32),
         case("qwen3, bf16", BF16, model_type="qwen3", head_dim=32),
         case("ZeRO-2", ZERO_2),

@@ -49,7 +49,7 @@ class Work:
     hidden: int  # H
     causal: int  # C
     words: int  # C_w, the dimensions of U that words see
-    vocab: int  # V
+    vocab: float  # V, or its share that a step computes
 
     def forward(self, length: float) -> float:
         """One pass through the backbone of a token among `length`, adapters included."""
@@ -92,7 +92,7 @@ def of_stage(s: Sizes) -> Work:
         hidden=s.base.hidden,
         causal=s.causal,
         words=s.words,
-        vocab=s.base.vocab,
+        vocab=s.base.vocab * (s.config.loss.sampled_share or 1.0),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from cqwen_dist.plan import activations
@@ -22,6 +23,7 @@ BLOCK_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
 TILE_TOKENS = {"cpu": 512, "cuda": 8192}
 WORK_BUFFERS = {"chunked": 3, "triton": 0}
 REFERENCE_TENSORS = 9
+LABEL_TENSORS = 4  # [g N, C] in fp32: of sampled negatives, the labels' rows and what their backward needs
 # Computing the accuracy (`training.step`, `ops.ovr.head`): bytes of an [N, n] chunk, chunks alive at once.
 CHUNK_BYTES, CHUNKS = 8 * MIB, 11
 # fp32 tensors [N, C] of KL(U || U at the start), with those that its backward needs.
@@ -188,10 +190,15 @@ def _loss(s: Sizes) -> Iterator[Part]:
     gap = FP32 * s.rows * (1 + bool(s.trainable & {"thresholds"} or s.config.train.train_class_bias))
     yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
     yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
+    share = s.config.loss.sampled_share
+    computed = s.rows if share is None else ceil(share * s.rows)
+    if share is not None:
+        size = (1 + ("classifier" in s.trainable)) * computed * c * FP32 + LABEL_TENSORS * n * c * FP32
+        yield Part("drawn rows", size, f"{computed:,} rows, the rows of the labels, their gradients")
     if s.loss_impl == "reference":
-        yield Part("loss tiles", REFERENCE_TENSORS * n * s.rows * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
+        yield Part("loss tiles", REFERENCE_TENSORS * n * computed * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
         return
-    t, words = tile_shape(n, s.rows, c, s.kind)
+    t, words = tile_shape(n, computed, c, s.kind)
     low = s.width < FP32 and s.kind == "cuda"
     tiles = t * words * FP32 * (2 + WORK_BUFFERS[s.loss_impl]) + low * 2 * t * words * s.width
     blocks = words * c * ((2 * s.width if low else FP32) + FP32 * ("classifier" in s.trainable))

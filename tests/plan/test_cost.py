@@ -16,6 +16,7 @@ from cqwen_dist.plan.architecture import known_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.machine import MACHINES, machine
+from cqwen_dist.plan.memory import phases
 from cqwen_dist.plan.search import layouts, scaling, search, with_layout
 from cqwen_dist.plan.show import render
 from cqwen_dist.plan.sizes import Sizes, stage_sizes
@@ -63,6 +64,14 @@ def test_operations_of_the_heads_by_hand():
         each = flops(s)
         assert each.word_head == 12 * 3584 * 152_064  # six products
         assert each.abduction == 2 * 2 * 3592 * 3584 * (3 if s.graph else 2)
+
+
+def test_sampled_negatives_save_work_and_hold_a_copy_of_their_rows():
+    full, some = (sizes(config(loss=loss))[0] for loss in ({}, {"negatives": "sampled", "negatives_share": 0.125}))
+    assert flops(some).word_head == flops(full).word_head / 8
+    assert flops(some).abduction == flops(full).abduction
+    drawn = {part.name: part.bytes for part in phases(some)["the loss"]}["drawn rows"]
+    assert drawn > 2 * 0.125 * some.rows * some.words * 4
 
 
 def test_what_is_computed_again_is_not_useful():

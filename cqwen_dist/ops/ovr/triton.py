@@ -69,6 +69,15 @@ def _limited(slope, weights, MOST: tl.constexpr):
 
 
 @triton.jit
+def _label_side(d, is_label, SKIP_LABELS: tl.constexpr):
+    """(d [BM, BN] negated at the labels, the labels); skipped ones are far below C, and no labels any more."""
+    if SKIP_LABELS:
+        d = tl.where(is_label, _FAR, d)
+        is_label = is_label & False
+    return tl.where(is_label, -d, d), is_label
+
+
+@triton.jit
 def _add(at, value, mask):
     """Add fp32 values to fp64 ones in memory."""
     tl.store(at, tl.load(at, mask=mask, other=0.0) + value.to(tl.float64), mask=mask)
@@ -111,11 +120,7 @@ def _tile_kernel(
         s = tl.maximum(tl.load(scale_ptr + at, mask=inside, other=1.0), _MIN_SCALE)
         offset = tl.load(offset_ptr + cols, mask=in_cols, other=0.0)
         is_label = cols[None, :] == target[:, None]
-        d = offset[None, :] - loc
-        if SKIP_LABELS:
-            d = tl.where(is_label, _FAR, d)
-            is_label = is_label & False
-        d = tl.where(is_label, -d, d)
+        d, is_label = _label_side(offset[None, :] - loc, is_label, SKIP_LABELS)
         rare = d > 0.0
         small = _angle(s, tl.abs(d)) * _INV_PI  # the smaller of P and 1-P (of this entry: 1-P and P at a label)
         log_small = tl.log(small)
