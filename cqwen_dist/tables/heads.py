@@ -27,7 +27,7 @@ DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as reg
 
 
 class Features(Protocol):
-    """x [m,H] fp32 of rows, by their indices [m]. rates, epochs (at most) and batch: of a training."""
+    """x [m,H] fp32 of rows, by their indices [m]. rates, epochs (from none up to these), batch: of a training."""
 
     rates: Sequence[float]
     epochs: int
@@ -176,6 +176,7 @@ def _further(
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
         head = head_of(rows)
         optimizer = torch.optim.AdamW([*head.parameters(), *features.begin()], lr=rate)
+        yield head  # no epoch at all may be the best
         for _ in range(features.epochs):
             for some in torch.from_numpy(rows)[torch.randperm(len(rows))].split(features.batch):
                 optimizer.zero_grad()
@@ -199,7 +200,7 @@ def best(
 ) -> tuple[Callable[[np.ndarray], T], float]:
     """(What trains on rows at the best rate, for the best number of epochs; the loss by which these are the best).
 
-    epochs: (rate, rows) -> what was trained, after each epoch; lost: its loss on rows that it did not learn from.
+    epochs: (rate, rows) -> what was trained, epoch by epoch; lost: its loss on rows that it did not learn from.
     """
     found = (math.inf, rates[0], 0)
     for rate in rates:

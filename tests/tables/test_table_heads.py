@@ -64,9 +64,7 @@ def test_every_part_that_learns_gets_a_gradient_and_each_training_begins_at_the_
     features = Adapted(base, PROMPTS, TRAIN, epochs=1)
     rows = torch.arange(8)
     start = features(rows).detach()
-    assert torch.allclose(start, features.still(rows), atol=1e-4), (
-        "a head goes on where it was; other rows share a batch"
-    )
+    assert torch.allclose(start, features.still(rows), atol=1e-4), "a head goes on where it was"
     for parameter in features.parameters:
         parameter.data.add_(0.1)
     changed = features(rows)
