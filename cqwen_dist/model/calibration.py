@@ -29,7 +29,8 @@ from cqwen_dist.model.initialise import NOISE, SEED_GAMMA, SEED_NOISE, set_scale
 from cqwen_dist.model.levelling import fit_numeral_rows, level_logits
 from cqwen_dist.model.ridge import FOLDS, ridge_by_leave_one_out, robust_ridge
 from cqwen_dist.model.start_search import StartLogits, best_threshold_and_gamma
-from cqwen_dist.model.wide_start import TextBefore, fit_wide, texts_before
+from cqwen_dist.model.wide_rows import TextBefore, texts_before
+from cqwen_dist.model.wide_start import fit_wide
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.groups import ALONE, Groups

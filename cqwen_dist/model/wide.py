@@ -5,15 +5,13 @@ z of a frozen base holds little about earlier words and almost nothing about the
 ridge regression on the words and the values themselves. At position i of a text it adds to the location that the deep
 part infers from z
 
-    g_i = sum over j <= i: w[each n-gram that ends at j] + where j is a number: w[the line before it] phi(x_j)
-                           + where j ends a line: LINE w[the line]
-          + q_i, in which numbers act together in any smooth way (`model.random_features`), where that is asked for
+    g_i = sum over j <= i: w[each n-gram that ends at j] + where j ends a line: w[the line]
+          + q_i, of the numbers by their names (`model.named_numbers`)
 
 and to the logarithm of that law's scale an h_i of the same form, with weights of its own: some texts tell more of their
-number than others. In a table's prompt a line is a cell behind its column's name, so it is a category, and what stands
-before a number is the column's name. In n-grams and lines a number stands as its value, to four digits. They are hashed
-into columns of a table w (Weinberger et al. 2009), which is fitted in closed form at the start (`model.wide_start`) and
-never trained.
+number than others. In a table's prompt a line is a cell behind its column's name, so it is a category. In n-grams and
+lines a number stands as its value, to four digits. They are hashed into columns of a table w (Weinberger et al. 2009),
+which is fitted in closed form at the start (`model.wide_start`) and never trained.
 
 There are FOLDS such tables of each kind. Each text so far belongs to one fold, by its own hash. In training mode it is
 read with the tables that were fitted without that fold: so g errs on training texts as on new ones, and what is trained
@@ -29,14 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cqwen_dist.model.embedding import phi
-from cqwen_dist.model.random_features import RandomFeatures
+from cqwen_dist.model.named_numbers import KEYS, NamedNumbers
 
 FOLDS = 8
 GRAMS = 3  # n-grams of 1, 2 and 3 tokens
-VALUE = GRAMS + 1  # the entry of a number's value; that of its presence is the next
 KINDS = 2  # of tables: location, log scale
 MOST = 2.0  # of |h|: new words and values must not make a number certain, or all numbers possible
-LINE = 3.0  # on wine prices, R2 at 128 and 1,024 rows: 0.33 and 0.65 without lines, 0.38 and 0.66 with 3, 0.64 with 12
 _NOTHING = -1  # the symbol before a text
 _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from splitmix64 and PCG
 
@@ -44,8 +40,11 @@ _MULTIPLIER, _INCREMENT = -7046029254386353131, 1442695040888963407  # odd; from
 class Entries(NamedTuple):
     """What each position adds. A negative `begin`: its text begins before these tokens."""
 
-    columns: Tensor  # [B,T,GRAMS+3] of the tables
-    factors: Tensor  # [B,T,GRAMS+3]
+    columns: Tensor  # [B,T,GRAMS+1] of the tables: n-grams, the line
+    counts: Tensor  # [B,T,GRAMS+1] 1: this n-gram or line ends here
+    name: Tensor  # [B,T] key of the line before a number
+    phi: Tensor  # [B,T] of a number's value
+    number: Tensor  # [B,T] 1 at numbers
     symbols: Tensor  # [B,T]
     text: Tensor  # [B,T] hash of the text up to here
     line: Tensor  # [B,T] hash of the line up to here
@@ -59,7 +58,7 @@ class WideState(NamedTuple):
     sums: Tensor  # [KINDS * FOLDS,B]
     hash: Tensor  # [B] of the text
     line: Tensor  # [B] hash of the line that has not ended
-    numbers: Tensor | None  # [NAMES,B] by name; None without random features
+    numbers: Tensor  # [NAMES,B] by name
 
 
 class WidePart(nn.Module):
@@ -71,7 +70,7 @@ class WidePart(nn.Module):
         self.num_token_id = num_token_id
         self.weight = nn.Parameter(torch.zeros(KINDS * FOLDS, columns), requires_grad=False)
         self.line_end = nn.Parameter(torch.zeros(vocab_size), requires_grad=False)  # 1: the token ends a line
-        self.random = RandomFeatures(KINDS * FOLDS, random_features) if random_features else None
+        self.numbers = NamedNumbers(KINDS * FOLDS, random_features)
 
     def forward(
         self,
@@ -87,17 +86,14 @@ class WidePart(nn.Module):
         mask [B, T or more]: 0 at padding; the last T count.
         """
         found = self.entries(ids, values, positions, mask, state)
-        own = (self.weight[:, found.columns] * found.factors).sum(-1).double()
+        own = (self.weight[:, found.columns] * found.counts).sum(-1).double()
         sums = _since(own, found.begin, None if state is None else state.sums)
+        own = self.numbers.read(found.name, found.phi, found.number)
+        numbers = _since(own, found.begin, None if state is None else state.numbers)
         last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
-        behind = WideState(last, sums[..., -1], found.text[:, -1], line, None)
-        if self.random is not None:
-            value, number = found.factors[..., VALUE : VALUE + 2].unbind(-1)
-            numbers = self.random.read(found.columns[..., VALUE], value, number)
-            numbers = _since(numbers, found.begin, None if state is None else state.numbers)
-            sums, behind = sums + self.random(numbers), behind._replace(numbers=numbers[..., -1])
-        sums = sums.unflatten(0, (KINDS, FOLDS))
+        behind = WideState(last, sums[..., -1], found.text[:, -1], line, numbers[..., -1])
+        sums = (sums + self.numbers(numbers)).unflatten(0, (KINDS, FOLDS))
         fold = fold_of(found.text).expand(KINDS, 1, *ids.shape)
         g, h = sums.gather(1, fold)[:, 0] if self.training else sums.mean(1)
         return torch.stack([g, h.clamp(-MOST, MOST)]).float(), behind
@@ -137,13 +133,18 @@ class WidePart(nn.Module):
         line = _since(hashes[1] * real, line_begin, None if state is None else state.line)
         text = _since(hashes[-1] * real, begin, None if state is None else state.hash)
 
-        named = _mixed(line - hashes[1] * real)  # the line before a number
-        half = self.weight.shape[1] // 2  # for n-grams and lines; behind it pairs: a value, its presence
-        slope = half + 2 * (named % (half // 2))
-        columns = torch.stack([*(h % half for h in hashes), _mixed(line) % half, slope, slope + 1], -1)
-        word, number = real.float(), (is_number & real).float()
-        factors = torch.stack([word] * GRAMS + [LINE * ends, phi(values) * number, number], -1)
-        return Entries(columns, factors, symbols, text, line, begin)
+        name = _mixed(line - hashes[1] * real) % KEYS  # of the line before a number
+        first_line = lines_begin(self.weight.shape[1])
+        lines = first_line + _mixed(line) % (self.weight.shape[1] - first_line)
+        columns = torch.stack([*(h % first_line for h in hashes), lines], -1)
+        number = (is_number & real).float()
+        counts = torch.stack([real.float()] * GRAMS + [ends.float()], -1)
+        return Entries(columns, counts, name, phi(values) * number, number, symbols, text, line, begin)
+
+
+def lines_begin(columns: int) -> int:
+    """The first column of lines, in a table of so many; n-grams stand before it."""
+    return columns * 3 // 4
 
 
 def fold_of(text: Tensor) -> Tensor:

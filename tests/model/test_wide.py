@@ -10,17 +10,13 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_causal_lm, tiny_model
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.wide import FOLDS, GRAMS, LINE, WidePart, columns_beside_z
+from cqwen_dist.model.wide import FOLDS, GRAMS, WidePart, columns_beside_z
+from cqwen_dist.model.wide_rows import NamedRows, counts_of, hashed_rows, kernel_of, texts_before
 from cqwen_dist.model.wide_start import (
     RIDGES,
-    _counts,
     _Found,
-    _kernel,
-    _parts,
-    _scaling,
     _Targets,
     fit_wide,
-    texts_before,
 )
 
 BUCKETS = 1024
@@ -105,47 +101,42 @@ def test_order_words_and_values_all_count():
         assert (part(*changed)[0][0, 0, -1] - last).abs() > 1e-4
 
 
-def test_a_value_before_which_the_same_words_stand_is_read_in_a_line_of_its_logarithm():
-    part = WidePart(BUCKETS, NUM, VOCAB).eval()
-    part.weight.data[:, BUCKETS // 2 :: 2] = 0.5  # slopes alone
-    ids, values = torch.tensor([[3, 4, NUM]]), torch.zeros(1, 3, dtype=torch.float64)
-    for value in (0.0, 1.0, -20.0, 1e6):
-        values[0, 2] = value
-        assert part(ids, values)[0][0, 0, -1] == pytest.approx(0.5 * np.sign(value) * np.log1p(abs(value)), rel=1e-6)
-
-
 def test_a_line_counts_as_a_whole_wherever_it_stands():
     part = WidePart(BUCKETS, NUM, VOCAB).eval()
     part.line_end.data[0] = 1.0
     entries = part.entries(torch.tensor([[7, 8, 9, 0, 5, 0, 7, 8, 9, 0, 7, 9, 8, 0]]), torch.zeros(1, 14))
-    at, columns = entries.factors[0, :, GRAMS].nonzero()[:, 0], entries.columns[0, :, GRAMS]
+    at, columns = entries.counts[0, :, GRAMS].nonzero()[:, 0], entries.columns[0, :, GRAMS]
     assert at.tolist() == [3, 5, 9, 13]
     assert columns[9] != columns[5]
     assert columns[9] != columns[13]
     part.weight.data[:, columns[9]] = 1.0
     g = part(torch.tensor([[5, 0, 7, 8, 9, 0, 6]]), torch.zeros(1, 7))[0][0]
-    assert float(g[0, 5] - g[0, 4]) == pytest.approx(LINE)
+    assert float(g[0, 5] - g[0, 4]) == pytest.approx(1.0)
 
 
 def test_the_closed_form_is_a_ridge_regression():
-    """To 1e-8: both in float64, on some thirty columns."""
+    """To 1e-8: both in float64, on some sixty columns and two numbers."""
     part, (ids, values) = WidePart(64, NUM, VOCAB), texts(60)
+    part.line_end.data[:5] = 1.0
+    ids[:, [0, 1, 3, 4]] = torch.tensor([7, 9, 0, 9])  # two lines, each with a number behind its name
     found = texts_before(part, batch_of(ids, values, torch.zeros(60)), torch.arange(60) * 9 + 8)
-    counts = _counts(found, 64)
-    scaling, parts = _parts(counts, _scaling(counts))
-    rows = (counts @ scaling).toarray()
-    rows[:, 32::2] *= np.sqrt(0.3)  # the values' weight
+    words, lines, table = hashed_rows(found, 64)
+    x = NamedRows.of(found).linear
+    for rows in (words.toarray(), lines.toarray(), x):
+        assert np.square(rows).sum(1).mean() == pytest.approx(1.0)
+    rows = np.hstack([(words + np.sqrt(0.1) * lines).toarray(), np.sqrt(0.3) * x])
     draw = np.random.default_rng(0)
     t, weights = draw.normal(size=60), draw.uniform(0.2, 1, 60)
     folds = np.array([text.fold for text in found])
-    words, values = parts
-    g, solved = _Targets(t, t, weights, folds).left_out(_kernel(words) + 0.3 * _kernel(values), 0.7)
+    kernel = kernel_of(words) + 0.1 * kernel_of(lines) + 0.3 * (x @ x.T)
+    g, solved = _Targets(t, t, weights, folds).left_out(kernel, 0.7)
     for fold in set(folds):
         own, rest = folds == fold, folds != fold
         theirs = Ridge(0.7, fit_intercept=False).fit(rows[rest], t[rest], sample_weight=weights[rest])
         np.testing.assert_allclose(rows.T @ solved[fold], theirs.coef_, atol=1e-8)
-        table = scaling @ ((words + 0.3 * values).T @ solved[fold])
-        np.testing.assert_allclose(counts[own] @ table, theirs.predict(rows[own]), atol=1e-8)
+        weight = table((words + 0.1 * lines).T @ solved[fold][:, None])[:, 0]
+        own_g = counts_of(found, 64)[own] @ weight + 0.3 * x[own] @ (x.T @ solved[fold])
+        np.testing.assert_allclose(own_g, theirs.predict(rows[own]), atol=1e-8)
         np.testing.assert_allclose(g[own], theirs.predict(rows[own]), atol=1e-8)
 
 

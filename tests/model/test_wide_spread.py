@@ -13,8 +13,9 @@ from support.tiny import NUM, VOCAB, tiny_model
 from cqwen_dist.model.abduction import AbductionNetwork
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.wide import FOLDS, MOST, WidePart
+from cqwen_dist.model.wide_rows import texts_before
 from cqwen_dist.model.wide_spread import RIDGES, fit_spread
-from cqwen_dist.model.wide_start import fit_wide, texts_before
+from cqwen_dist.model.wide_start import fit_wide
 
 WORD = 30  # where it stands, errors are FACTOR times as large
 FACTOR = 6.0
@@ -75,9 +76,9 @@ def test_no_error_at_all_is_one_scale():
 
 
 def test_a_word_behind_which_errors_are_larger_is_found():
-    ids, values, y, _ = law_of(400)
+    ids, values, y, _ = law_of(800)
     part = WidePart(BUCKETS, NUM, VOCAB)
-    found = fit_wide(texts_before(part, batch_of(ids, values, y), torch.arange(400) * 9 + 8), y, BUCKETS)
+    found = fit_wide(texts_before(part, batch_of(ids, values, y), torch.arange(800) * 9 + 8), y, BUCKETS)
     part.weight.data.copy_(found.tables["weight"])
     assert_close(part.train()(ids, values)[0][1, :, -1], found.spread.float(), 1e-4)
     new, new_values, _, louder = law_of(200, seed=4)
@@ -89,9 +90,9 @@ def test_a_word_behind_which_errors_are_larger_is_found():
 def test_the_calibrated_start_gives_each_number_its_own_scale():
     """The median of |error| / scale_Y is 1 for a Cauchy, whatever the text says."""
     shape = {"start": "calibrated", "number_dims": 2, "target": {"name": "standardise", "median": 1.0, "scale": 2.0}}
-    ids, values, y, _ = law_of(400)
+    ids, values, y, _ = law_of(800)
     model = tiny_model(**shape, wide=BUCKETS)
-    calibrate(model, [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 400, 40)])
+    calibrate(model, [batch_of(ids[at : at + 40], values[at : at + 40], y[at : at + 40]) for at in range(0, 800, 40)])
     new, new_values, truth, loud = law_of(400, seed=4)
     _, _, loc, scale = (part[:, -1].detach() for part in model.eval()(new, new_values))
     error = (loc - model.target.forward(truth)).abs()

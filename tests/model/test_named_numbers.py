@@ -1,4 +1,4 @@
-"""Random features of numbers: the kernels they stand for, their sums over a text however it is cut, and their fit."""
+"""Numbers by their names: the kernels of random features, sums over a text in pieces, the fit, its limits."""
 
 import numpy as np
 import pytest
@@ -9,9 +9,10 @@ from support.tiny import NUM, VOCAB, tiny_model
 
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.embedding import phi
-from cqwen_dist.model.random_features import RandomFeatures, bytes_of
-from cqwen_dist.model.wide import FOLDS, VALUE, WidePart
-from cqwen_dist.model.wide_start import WIDTHS, _counts, _random_rows, fit_wide, texts_before
+from cqwen_dist.model.named_numbers import FAR, NamedNumbers, bytes_of
+from cqwen_dist.model.wide import FOLDS, WidePart
+from cqwen_dist.model.wide_rows import WIDTHS, NamedRows, texts_before
+from cqwen_dist.model.wide_start import fit_wide
 
 COUNT = 512
 LINES = [3, 4, NUM, 0, 5, 6, NUM, 0, 7]  # two named numbers, and what is to be said of them
@@ -29,18 +30,20 @@ def truth_of(values: torch.Tensor) -> torch.Tensor:
     return 3.0 * phi(values[:, 2]).double() * phi(values[:, 6]).double()
 
 
-def part_of(random_features: int = COUNT) -> WidePart:
+def part_of(random_features: int) -> WidePart:
     part = WidePart(BUCKETS, NUM, VOCAB, random_features).eval()
     part.line_end.data[0] = 1.0
     return part
 
 
-def fitted(count: int) -> tuple[WidePart, torch.Tensor, torch.Tensor, torch.Tensor]:
+def fitted(
+    count: int, random_features: int = COUNT, y=None
+) -> tuple[WidePart, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A part fitted to rows; their ids, values and g as left out."""
-    part, (ids, values) = part_of(), rows(count)
-    y = truth_of(values)
+    part, (ids, values) = part_of(random_features), rows(count)
+    y = truth_of(values) if y is None else y
     at = torch.arange(count) * len(LINES) + len(LINES) - 1
-    found = fit_wide(texts_before(part, batch_of(ids, values, y), at), y, BUCKETS, COUNT)
+    found = fit_wide(texts_before(part, batch_of(ids, values, y), at), y, BUCKETS, random_features)
     for name, table in found.tables.items():
         part.get_parameter(name).data.copy_(table)
     return part, ids, values, found.left_out
@@ -49,9 +52,9 @@ def fitted(count: int) -> tuple[WidePart, torch.Tensor, torch.Tensor, torch.Tens
 @pytest.mark.parametrize("law", ["normal", "laplace"])
 def test_products_of_features_are_the_kernel(law):
     """Within four standard deviations of a mean of 20,000 cosines."""
-    part, (ids, values) = part_of(), rows(60)
+    part, (ids, values) = part_of(0), rows(60)
     texts = texts_before(part, batch_of(ids, values, values[:, 2]), torch.arange(60) * len(LINES) + len(LINES) - 1)
-    candidates = list(_random_rows(_counts(texts, BUCKETS), 20_000))
+    candidates = list(NamedRows.of(texts).random(20_000))
     found = candidates[1 if law == "normal" else 1 + len(WIDTHS)]
     held = phi(values[:, [2, 6]]).double().numpy()
     x = (held - held.mean(0)) / held.std(0)
@@ -86,17 +89,56 @@ def test_a_text_in_pieces_is_the_text(cuts):
 
 def test_numbers_of_unknown_names_do_not_count():
     part, ids, values, _ = fitted(100)
-    random = part.random
     known = part.entries(ids[:1], values[:1])
-    x = random.read(known.columns[..., VALUE], known.factors[..., VALUE], known.factors[..., VALUE + 1])
+    x = part.numbers.read(known.name, known.phi, known.number)
     assert [x[:, 0, at].abs().max() > 0 for at in range(9)] == [i in (2, 6) for i in range(9)]
     other = part.entries(torch.tensor([[9, 9, NUM]]), torch.tensor([[0.0, 0.0, 5.0]], dtype=torch.float64))
-    assert not random.read(other.columns[..., VALUE], other.factors[..., VALUE], other.factors[..., VALUE + 1]).any()
+    assert not part.numbers.read(other.name, other.phi, other.number).any()
+
+
+def linear(values: torch.Tensor) -> torch.Tensor:
+    return 2.0 * phi(values[:, 2]).double() - phi(values[:, 6]).double()
+
+
+def test_numbers_are_read_linearly_by_their_names():
+    """Of 400 rows whose answer is linear: what is left is the shrinkage and limits of far values, some per cent."""
+    part, ids, values, left_out = fitted(400, 0, linear(rows(400)[1]))
+    truth = linear(values) - linear(values).median()
+    assert (left_out - truth).abs().mean() < 0.1 * truth.abs().mean()
+    assert_close(part.train()(ids, values)[0][0, :, -1], left_out.float(), 1e-4)
+
+
+@pytest.mark.parametrize("random_features", [0, COUNT])
+def test_a_value_far_from_all_others_counts_as_the_farthest(random_features):
+    """Years near 2000 and one cell of 0: without a limit it was worth some thousand standard deviations."""
+    ids, values = rows(100)
+    values[:, 2] = 2000 + (values[:, 2] * 5).round()
+    y = 400 * (values[:, 2] - 2000) / 2000
+    part = part_of(random_features)
+    at = torch.arange(100) * len(LINES) + len(LINES) - 1
+    found = fit_wide(texts_before(part, batch_of(ids, values, y), at), y, BUCKETS, random_features)
+    for name, table in found.tables.items():
+        part.get_parameter(name).data.copy_(table)
+    values[:2, 2] = torch.tensor([0.0, -1e30])
+    g = part(ids, values)[0][0, :, -1]
+    assert (g[0] - g[1]).abs() < 0.1 * y.std()  # as words they differ
+    assert g.abs().max() < 2 * FAR * y.std()
+
+
+def test_a_constant_and_a_name_of_few_texts_are_not_read():
+    ids, values = rows(100)
+    values[:, 2] = 7.0
+    ids[5:, 4] = 8  # five texts alone have the name 5, 6
+    texts = texts_before(part_of(0), batch_of(ids, values, values[:, 6]), torch.arange(100) * 9 + 8)
+    found = NamedRows.of(texts)
+    assert found.x.shape == (100, 1)
+    assert (found.x[:5] == 0).all()
+    assert found.x[5:].std() == pytest.approx(1.0, rel=0.05)
 
 
 def test_names_survive_any_dtype():
     columns = torch.tensor([0, 255, 256, 262_143, 2**24 - 1])
-    part = RandomFeatures(FOLDS, 4)
+    part = NamedNumbers(FOLDS, 4)
     part.names.data[:5] = bytes_of(columns)
     part.to(torch.bfloat16)
     assert (part.names[:5].long() * torch.tensor([65536, 256, 1])).sum(-1).tolist() == columns.tolist()

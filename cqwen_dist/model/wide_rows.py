@@ -1,0 +1,162 @@
+"""The rows F that the wide part's ridge regression reads (`model.wide_start`), in parts, each of mean square 1 a row:
+
+- words: an n-gram that m of n texts hold weighs its idf, ln((1+n)/(1+m)) + 1
+- lines, in the same way
+- numbers by their names, centred, brought to variance 1 and limited
+- random features of these numbers together (`model.named_numbers`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.sparse import csr_matrix, diags
+from torch import Tensor
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.model.named_numbers import FAR, NAMES, bytes_of
+from cqwen_dist.model.wide import FOLDS, WidePart, fold_of, lines_begin
+
+COMMON = 0.05  # share of texts that hold a name, for it to be read
+LEAST_SPREAD = 1e-4  # of phi: below it a value is a constant
+WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of the random features' kernel, in units of `NamedRows.unit`
+
+
+class TextBefore(NamedTuple):
+    """The text before a number: the columns of its n-grams and lines [m]; its fold; keys and phi of its numbers [k]."""
+
+    columns: np.ndarray
+    fold: int
+    names: np.ndarray
+    phi: np.ndarray
+
+
+def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
+    """The texts before numbers. at [N]: the positions that the numbers follow, indices into the flattened [B,T]."""
+    found = wide.entries(batch.input_ids, batch.numeric_values, batch.position_ids)
+    folds, begins = fold_of(found.text).flatten()[at].tolist(), found.begin.clamp(min=0).flatten()[at].tolist()
+    columns, counts = found.columns.cpu().numpy(), found.counts.cpu().numpy()
+    names, phi, number = (part.cpu().numpy() for part in (found.name, found.phi, found.number))
+    texts = []
+    for place, first, fold in zip(at.tolist(), begins, folds, strict=True):
+        row, last = divmod(place, batch.input_ids.shape[1])
+        text = row, slice(first, last + 1)
+        is_number = number[text] != 0
+        texts.append(TextBefore(columns[text][counts[text] != 0], fold, names[text][is_number], phi[text][is_number]))
+    return texts
+
+
+def hashed_rows(
+    texts: Sequence[TextBefore], columns: int
+) -> tuple[csr_matrix, csr_matrix, Callable[[np.ndarray], np.ndarray]]:
+    """Rows of words and of lines [n,columns]; what makes the wide part's table of their weights [columns,tables]."""
+    counts = counts_of(texts, columns)
+    n, held = len(texts), np.bincount(counts.indices, minlength=columns)
+    scaling = np.log((1 + n) / (1 + held)) + 1
+    squares = np.asarray((counts @ diags(scaling)).power(2).sum(0))[0]
+    is_line = np.arange(columns) >= lines_begin(columns)
+    for part in (is_line, ~is_line):
+        scaling[part] /= np.sqrt(max(squares[part].sum() / n, 1e-12))
+    words, lines = (csr_matrix(counts @ diags(scaling * part)) for part in (~is_line, is_line))
+    return words, lines, lambda weights: scaling[:, None] * weights
+
+
+def counts_of(texts: Sequence[TextBefore], columns: int) -> csr_matrix:
+    """[n,columns]: how often each text holds each."""
+    places = np.concatenate([text.columns for text in texts])
+    ends = np.cumsum([0, *(len(text.columns) for text in texts)])
+    found = csr_matrix((np.ones(len(places)), places, ends), (len(texts), columns))
+    found.sum_duplicates()
+    return found
+
+
+def kernel_of(rows: csr_matrix) -> np.ndarray:
+    """F F^T [n,n]. Columns that many texts share are multiplied as dense ones."""
+    held = np.bincount(rows.indices, minlength=rows.shape[1])
+    common = held > rows.shape[0] // 8
+    dense = rows[:, common].toarray()
+    rare = rows[:, ~common]
+    return dense @ dense.T + (rare @ rare.T).toarray()
+
+
+@dataclass(frozen=True)
+class NamedRows:
+    """The numbers of n texts under k names: x [n,k], and its names' keys, centres and slopes [k]."""
+
+    x: np.ndarray
+    keys: np.ndarray
+    centre: np.ndarray
+    slope: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Sequence[TextBefore]) -> NamedRows:
+        """Of the names that most texts hold, each held by enough of them and not a constant."""
+        text = np.repeat(np.arange(len(texts)), [len(one.names) for one in texts])
+        phi = np.concatenate([one.phi for one in texts]).astype(np.float64)
+        keys, at = np.unique(np.concatenate([one.names for one in texts]), return_inverse=True)
+        shape = len(texts), len(keys)
+        number = csr_matrix((np.ones(len(at)), (text, at)), shape)
+        value = csr_matrix((phi, (text, at)), shape)
+        times = np.asarray(number.sum(0))[0]
+        mean = np.asarray(value.sum(0))[0] / times
+        spread = np.sqrt((np.asarray(value.power(2).sum(0))[0] / times - mean**2).clip(min=0))
+        held = number.getnnz(0)
+        known = np.flatnonzero((held >= max(FOLDS, COMMON * len(texts))) & (spread > LEAST_SPREAD))
+        known = known[np.argsort(-held[known], kind="stable")][:NAMES]
+        centre, slope = mean[known], 1 / spread[known]
+        x = (value[:, known].toarray() - number[:, known].toarray() * centre) * slope
+        return cls(x.clip(-FAR, FAR), keys[known], centre, slope)
+
+    @property
+    def unit(self) -> float:
+        """The root mean square of a row, its distance from the mean."""
+        return float(np.sqrt(max(np.square(self.x).sum(1).mean(), 1e-12)))
+
+    @property
+    def linear(self) -> np.ndarray:
+        return self.x / self.unit
+
+    def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:
+        """weight [tables,k] of `linear` -> the parameters of `NamedNumbers`, as the wide part names them."""
+        spare = [0, NAMES - len(self.keys)]
+        found = {
+            "names": np.pad(bytes_of(torch.from_numpy(self.keys)), [spare, [0, 0]]),
+            "centre": np.pad(self.centre, spare),
+            "slope": np.pad(self.slope, spare),
+            "linear": np.pad(weight / self.unit, [[0, 0], spare]),
+        }
+        return {f"numbers.{name}": table for name, table in found.items()}
+
+    def random(self, count: int) -> Iterator[RandomRows]:
+        """Candidates: normal frequencies have the kernel exp(-d^2 / 2), Laplace's the product of 1 / (1 + d_k^2)."""
+        names = len(self.keys)
+        if not count or not names:
+            return
+        draw = np.random.default_rng(0)
+        offsets = draw.uniform(0, 2 * np.pi, count)
+        for drawn in (draw.standard_normal((names, count)), draw.laplace(size=(names, count))):
+            for width in WIDTHS:
+                frequencies = drawn / (width * self.unit)
+                features = np.cos(self.x @ frequencies + offsets) * np.sqrt(2 / count)
+                yield RandomRows(features, frequencies, offsets)
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Random features x [n,D] of n texts, of mean square 1 a row; frequencies [k,D] and offsets [D] that give them."""
+
+    x: np.ndarray
+    frequencies: np.ndarray
+    offsets: np.ndarray
+
+    def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:
+        """weight [tables,D] of x -> the parameters of `NamedNumbers`, as the wide part names them."""
+        return {
+            "numbers.frequencies": np.pad(self.frequencies, [[0, NAMES - len(self.frequencies)], [0, 0]]),
+            "numbers.offsets": self.offsets,
+            "numbers.weight": weight * np.sqrt(2 / len(self.offsets)),
+        }
