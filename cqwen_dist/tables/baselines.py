@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cqwen_dist.tables.rows import Table
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 ALPHAS = np.logspace(-3, 4, 15)
 CATEGORIES = 255  # of a column, at most, as HistGradientBoosting allows
@@ -28,6 +32,8 @@ def baselines(
         yield "ridge, numeric columns", _ridge(prepared[train], y, prepared[test])
     words = _words(table, prepared, train, texts)
     yield "ridge, TF-IDF and one-hot", _ridge(words[train], y, words[test])
+    pairs = _tf_idf(train, texts, longest=2)
+    yield "ridge, TF-IDF of words and pairs", _ridge(pairs[train], y, pairs[test])
     yield "gradient boosting", _boosted(table, numbers, train, test)
     if find_spec("catboost"):
         yield "CatBoost", _catboost(table, numbers, train, test)
@@ -63,22 +69,27 @@ def _prepared(numbers: np.ndarray, train: np.ndarray) -> np.ndarray:
     return np.asarray(make_pipeline(*steps).fit(numbers[train]).transform(numbers))
 
 
-def _ridge(x: np.ndarray, y: np.ndarray, x_test: np.ndarray) -> np.ndarray:
+def _ridge(x: np.ndarray | csr_matrix, y: np.ndarray, x_test: np.ndarray | csr_matrix) -> np.ndarray:
     from sklearn.linear_model import RidgeCV
 
     return np.asarray(RidgeCV(ALPHAS).fit(x, y).predict(x_test))
 
 
-def _words(table: Table, numbers: np.ndarray, train: np.ndarray, texts: Sequence[str]) -> np.ndarray:
+def _tf_idf(train: np.ndarray, texts: Sequence[str], longest: int = 1) -> csr_matrix:
+    """Sparse [n, words]: each row's words, and sequences of up to `longest` words, by TF-IDF."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    return TfidfVectorizer(ngram_range=(1, longest)).fit([texts[i] for i in train]).transform(texts)
+
+
+def _words(table: Table, numbers: np.ndarray, train: np.ndarray, texts: Sequence[str]) -> csr_matrix:
     """Sparse [n, words + cells + numbers]: the text's words by TF-IDF, each cell of a text column one-hot."""
     from scipy.sparse import csr_matrix, hstack
     from sklearn.feature_extraction import DictVectorizer
-    from sklearn.feature_extraction.text import TfidfVectorizer
 
     named = [{name: row[name] for name in table.columns if name not in table.numeric} for row in table.rows]
-    words = TfidfVectorizer().fit([texts[i] for i in train]).transform(texts)
     cells = DictVectorizer().fit([named[i] for i in train]).transform(named)
-    return csr_matrix(hstack([words, cells, csr_matrix(numbers)]))
+    return csr_matrix(hstack([_tf_idf(train, texts), cells, csr_matrix(numbers)]))
 
 
 def _boosted(table: Table, numbers: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:

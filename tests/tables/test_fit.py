@@ -42,6 +42,7 @@ def test_it_is_judged_on_rows_that_it_never_saw(fitted: tuple[Path, list[object]
     out, _ = fitted
     found = json.loads((out / "fit.json").read_text(encoding="utf-8"))
     names = ["CausalQwen", "always the median", "ridge, numeric columns", "ridge, TF-IDF and one-hot"]
+    names.append("ridge, TF-IDF of words and pairs")
     assert [name for name in found["results"] if name != "CatBoost"] == [*names, "gradient boosting"]
     assert 0 <= found["results"]["CausalQwen"]["coverage_90"] <= 1
     with (out / "predicted.csv").open(encoding="utf-8") as file:

@@ -40,12 +40,15 @@ def test_each_baseline_explains_what_it_can_read() -> None:
     assert 0.8 < found["ridge, numeric columns"] < 0.995, "it does not see the city"
     assert found["ridge, TF-IDF and one-hot"] > found["ridge, numeric columns"]
     assert found["gradient boosting"] > 0.8
+    words, pairs = found["ridge, TF-IDF and one-hot"], found["ridge, TF-IDF of words and pairs"]
+    assert words > pairs, "an age is a word there, of a few rows"
 
 
 def test_a_table_of_words_or_of_numbers_alone() -> None:
     words = r2(table(False, True))
     assert "ridge, numeric columns" not in words
     assert words["ridge, TF-IDF and one-hot"] > 0.9
+    assert words["ridge, TF-IDF of words and pairs"] > 0.9
     assert r2(table(True, False))["ridge, numeric columns"] > 0.9
 
 

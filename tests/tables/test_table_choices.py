@@ -46,9 +46,4 @@ def test_the_config_is_one_that_trains(tmp_path: Path) -> None:
         assert config.data.prompt_template == odd
         assert config.train.seed == 7
         assert config.model.start_numbers == 1000
-        assert config.model.random_features == 2048
-
-
-def test_many_rows_get_more_random_features() -> None:
-    many = np.tile(NORMAL, 5)
-    assert choose(many, np.tile(TOKENS, 5), 150, PACE, 20).random_features == 4096
+        assert config.model.random_features == 6144
