@@ -39,7 +39,7 @@ def pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad_token_id
 def recent_numbers(is_number: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
     """The last numbers of each position's text, itself among them, latest first: [B,T,count] float64, NaN where there
     are fewer. is_number, values [B,T]; positions [B,T]: 0 where a text begins, and at padding before it."""
-    if not values.numel():
+    if not values.numel() * count:
         return values.new_zeros(*values.shape, count)
     back = torch.arange(count, device=values.device)
     number = is_number.flatten()

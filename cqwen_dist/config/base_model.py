@@ -57,7 +57,7 @@ class ModelConfig(Section):
     against the rest. The likeliest is written as it stands, if above 1/2. 8 suits worked solutions; 0: none."""
     random_features: Count = 0
     """Random Fourier features of the wide part: the numbers so far, known by the words before them in their line, act
-    on the next one together and in any smooth way; 2048 suits tables. It needs model.wide."""
+    on the next one together and in any smooth way; 6144 suits tables. It needs model.wide."""
     abduction: Literal["linear", "two_layer"] | Annotated[str, AfterValidator(import_path)] = "linear"
     """The network from features to U; two_layer is nonlinear and starts as the linear one; or a class of your own as
     package.module:Name (docs/training.md)."""

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,10 +50,8 @@ def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
     return texts
 
 
-def hashed_rows(
-    texts: Sequence[TextBefore], columns: int
-) -> tuple[csr_matrix, csr_matrix, Callable[[np.ndarray], np.ndarray]]:
-    """Rows of words and of lines [n,columns]; what makes the wide part's table of their weights [columns,tables]."""
+def hashed_rows(texts: Sequence[TextBefore], columns: int) -> tuple[csr_matrix, csr_matrix, np.ndarray]:
+    """Rows of words and of lines [n,columns], and how much one count weighs in them [columns]."""
     counts = counts_of(texts, columns)
     n, held = len(texts), np.bincount(counts.indices, minlength=columns)
     scaling = np.log((1 + n) / (1 + held)) + 1
@@ -62,7 +60,7 @@ def hashed_rows(
     for part in (is_line, ~is_line):
         scaling[part] /= np.sqrt(max(squares[part].sum() / n, 1e-12))
     words, lines = (csr_matrix(counts @ diags(scaling * part)) for part in (~is_line, is_line))
-    return words, lines, lambda weights: scaling[:, None] * weights
+    return words, lines, scaling
 
 
 def counts_of(texts: Sequence[TextBefore], columns: int) -> csr_matrix:

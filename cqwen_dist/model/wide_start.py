@@ -151,20 +151,20 @@ def fit_wide(
     around, _, unit = around_median(targets.double().cpu())
     t = around.numpy()
     every = _Targets(t, t.clip(-LIMIT, LIMIT), 1 / (1 + t**2), folds)
-    words, lines, table = hashed_rows(texts, columns)
+    words, lines, scaling = hashed_rows(texts, columns)
+    kernel = kernel_of(words) + LINES * kernel_of(lines)
     named = NamedRows.of(texts)
     x = named.linear
 
     # On some of the numbers
     some = slice(SEARCHED)
-    text = kernel_of(words[some]) + LINES * kernel_of(lines[some])
-    candidates = named.random(random_features)
-    found, weight, features, times = _search(every.of(some), text, x[some] @ x[some].T, candidates, progress)
+    kernels = kernel[some, some], x[some] @ x[some].T
+    found, weight, features, times = _search(every.of(some), *kernels, named.random(random_features), progress)
     if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
     # On all
-    kernel = kernel_of(words) + LINES * kernel_of(lines) + weight * (x @ x.T)
+    kernel += weight * (x @ x.T)
     if features is not None:
         kernel += times * (features.x @ features.x.T)
     progress(STEPS - 1, STEPS)
@@ -173,7 +173,7 @@ def fit_wide(
     spread = fit_spread(kernel, t - found.share * left_out, folds, SEARCHED)
     unit *= found.share
     both = np.concatenate([unit * solved, spread.solved])
-    tables = {"weight": table((words + LINES * lines).T @ both.T).T}
+    tables = {"weight": both @ (words + LINES * lines) * scaling}
     tables |= named.tables(weight * (both @ x))
     if features is not None:
         tables |= features.tables(times * (both @ features.x))

@@ -120,7 +120,7 @@ def test_the_closed_form_is_a_ridge_regression():
     part.line_end.data[:5] = 1.0
     ids[:, [0, 1, 3, 4]] = torch.tensor([7, 9, 0, 9])  # two lines, each with a number behind its name
     found = texts_before(part, batch_of(ids, values, torch.zeros(60)), torch.arange(60) * 9 + 8)
-    words, lines, table = hashed_rows(found, 64)
+    words, lines, scaling = hashed_rows(found, 64)
     x = NamedRows.of(found).linear
     for rows in (words.toarray(), lines.toarray(), x):
         assert np.square(rows).sum(1).mean() == pytest.approx(1.0)
@@ -134,7 +134,7 @@ def test_the_closed_form_is_a_ridge_regression():
         own, rest = folds == fold, folds != fold
         theirs = Ridge(0.7, fit_intercept=False).fit(rows[rest], t[rest], sample_weight=weights[rest])
         np.testing.assert_allclose(rows.T @ solved[fold], theirs.coef_, atol=1e-8)
-        weight = table((words + 0.1 * lines).T @ solved[fold][:, None])[:, 0]
+        weight = scaling * ((words + 0.1 * lines).T @ solved[fold])
         own_g = counts_of(found, 64)[own] @ weight + 0.3 * x[own] @ (x.T @ solved[fold])
         np.testing.assert_allclose(own_g, theirs.predict(rows[own]), atol=1e-8)
         np.testing.assert_allclose(g[own], theirs.predict(rows[own]), atol=1e-8)

@@ -138,7 +138,6 @@ class _Rows(torch.autograd.Function):
         of_labels = gradients[2].reshape(len(labels), width)  # labels repeat
         total = torch.ops.aten.embedding_dense_backward(of_labels, labels, ctx.rows, -1, False)
         for index, gradient in zip((always, some), gradients[:2], strict=True):
-            total.index_add_(
-                0, index, gradient.reshape(len(index), width).to(total.dtype)
-            )  # rows do not: the order is without meaning
+            # rows do not: the order is without meaning
+            total.index_add_(0, index, gradient.reshape(len(index), width).to(total.dtype))
         return total.view(ctx.rows, *gradients[2].shape[1:]).to(ctx.dtype), None, None, None
