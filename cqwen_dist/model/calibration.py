@@ -81,6 +81,7 @@ def calibrate(
     *,
     groups: Groups = ALONE,
     features: Features | None = None,
+    fit_features: Features | None = None,
     b_noise_init: float | None = None,
     max_tokens: int = 1024,
     used_rows: int | None = None,
@@ -95,6 +96,7 @@ def calibrate(
     batches: this rank's share, as the training collator yields them; the first max_tokens label positions of each rank
     choose (C, gamma). fit_batches: rows and regression are fitted to them (None: to `batches`). wide_batches: further
     ones, whose numbers the wide part alone is fitted to. features: default the model's own; the engine's under ZeRO.
+    fit_features: of fit_batches, one after another (None: `features`).
     level: whether to level the rows. numerals: the tokens that spell numerals, where <NUM>'s row is to inherit from
     them. Without both no row of W_cls changes. progress: called equally often on every rank; it may raise to end the
     calibration. b_noise_init: as `set_scales`; the total may then be larger than the best gamma, and the report is of
@@ -105,7 +107,9 @@ def calibrate(
 
     # Features, and the logits of the base's own rows
     search = start.positions(batches, "features", max_tokens)
-    fit = search if fit_batches is None else start.positions(fit_batches, "features to fit rows to")
+    fit = search
+    if fit_batches is not None:
+        fit = start.positions(fit_batches, "features to fit rows to", features=fit_features)
     progress("logits", 0, 1)  # once: ranks may hold unequal numbers of rows
     logits = StartLogits(model.action, start.word_loc(search.z), search.labels, groups, used_rows)
     if not logits.tokens:
@@ -150,12 +154,14 @@ class _Start:
     numerals: tuple[int, ...]
     progress: Progress
 
-    def positions(self, batches: Iterable[Batch], what: str, most: int | None = None) -> _Positions:
+    def positions(
+        self, batches: Iterable[Batch], what: str, most: int | None = None, features: Features | None = None
+    ) -> _Positions:
         """One forward pass over the batches; the first `most` positions.
 
         With groups no rank leaves out a batch: features may need the other ranks (ZeRO-3).
         """
-        batches = list(batches)
+        batches, features = list(batches), features or self.features
         none = torch.zeros(0, device=self.model.action.cls_weight.device)
         no_z = none.new_zeros(0, self.model.config.feature_size)
         config = self.model.config
@@ -165,7 +171,7 @@ class _Start:
         for i, batch in enumerate(batches):
             self.progress(what, i, len(batches))
             kept, batch = batch.kept.to(none.device), batch.to(none.device)
-            z = self.features(batch, kept).float()
+            z = features(batch, kept).float()
             folds = _fold_of_row(batch).repeat_interleave(batch.labels.shape[1])
             per_position = (batch.labels, batch.numeric_mask, batch.numeric_labels, folds)
             recent = batch.copied(kept, config.num_token_id, config.copies)

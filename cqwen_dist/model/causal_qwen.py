@@ -206,6 +206,10 @@ class CausalQwenModel(nn.Module):
         """
         run = self.features if features is None else features
         z = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+        return self.wide_behind(z, batch, keep)
+
+    def wide_behind(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:
+        """`with_wide` of z [N,H] at the positions `keep` of a training batch."""
         return self.with_wide(z, batch.input_ids, batch.numeric_values, position_ids=batch.position_ids, keep=keep)
 
     def with_wide(
@@ -230,10 +234,9 @@ class CausalQwenModel(nn.Module):
         state = getattr(past_key_values, "wide_state", None)
         if past_key_values is not None and state is None and past_key_values.get_seq_length() > input_ids.shape[1]:
             raise UserError("past_key_values", "a cache without the wide part's state", "one that this model filled")
-        found, state = self.wide(input_ids, numeric_values, position_ids, attention_mask, state)
+        found, state = self.wide(input_ids, numeric_values, position_ids, attention_mask, state, keep)
         if past_key_values is not None:
             past_key_values.wide_state = state
-        found = found if keep is None else found.flatten(1)[:, keep]
         return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype)], -1)
 
     def infer(

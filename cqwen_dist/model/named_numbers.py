@@ -48,14 +48,14 @@ class NamedNumbers(nn.Module):
         return (name == known[:, None, None]) * self.slope[:, None, None] * centred
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [NAMES,B,T] of the numbers so far, not limited yet -> q [tables,B,T] fp32."""
+        """x [NAMES,...] of the numbers so far, not limited yet -> q [tables,...] fp32."""
         x = x.float().clamp(-FAR, FAR)
         q = torch.tensordot(self.linear.float(), x, 1)
         if self.frequencies is None or self.offsets is None or self.weight is None:
             return q
         parts = (table.split(_AT_ONCE, -1) for table in (self.frequencies, self.offsets, self.weight))
         for frequencies, offsets, weight in zip(*parts, strict=True):
-            phase = torch.tensordot(frequencies.float().T, x, 1) + offsets[:, None, None]
+            phase = torch.tensordot(frequencies.float().T, x, 1) + offsets.view(-1, *[1] * (x.dim() - 1))
             q = q + torch.tensordot(weight.float(), phase.cos(), 1)
         return q
 

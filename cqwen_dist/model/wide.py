@@ -79,11 +79,12 @@ class WidePart(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         state: WideState | None = None,
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, WideState]:
         """ids [B,T], values [B,T] (raw unit, 0 at text) -> g and h [2,B,T] fp32, and the state behind them.
 
         positions [B,T]: a text begins where they are 0 (default: at the first token, or with `state` before it).
-        mask [B, T or more]: 0 at padding; the last T count.
+        mask [B, T or more]: 0 at padding; the last T count. keep [N], indices into B*T: g and h of these alone, [2,N].
         """
         found = self.entries(ids, values, positions, mask, state)
         own = (self.weight[:, found.columns] * found.counts).sum(-1).double()
@@ -93,9 +94,11 @@ class WidePart(nn.Module):
         last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
         behind = WideState(last, sums[..., -1], found.text[:, -1], line, numbers[..., -1])
+        fold = fold_of(found.text)
+        if keep is not None:  # the random features cost more than all the rest
+            sums, numbers, fold = (part.flatten(-2)[..., keep] for part in (sums, numbers, fold))
         sums = (sums + self.numbers(numbers)).unflatten(0, (KINDS, FOLDS))
-        fold = fold_of(found.text).expand(KINDS, 1, *ids.shape)
-        g, h = sums.gather(1, fold)[:, 0] if self.training else sums.mean(1)
+        g, h = sums.gather(1, fold.expand(KINDS, 1, *fold.shape))[:, 0] if self.training else sums.mean(1)
         return torch.stack([g, h.clamp(-MOST, MOST)]).float(), behind
 
     def entries(

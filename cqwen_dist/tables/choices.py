@@ -21,7 +21,7 @@ LONGEST = 1024  # tokens; longer rows are left out of training
 ROWS_TIMED = 8
 CLEARLY = 0.05  # nats a number
 SECONDS_A_STEP = 0.6  # of the heads alone, on two CPU cores
-EVALUATIONS = 4  # while training, and one at the start and at the end of each stage
+EVALUATIONS = 4  # while training
 CONFIG = """\
 # Made by `cqwen fit`. Train it (again, or on with other settings): cqwen train {config}
 model:
@@ -122,19 +122,20 @@ class Chosen:
     lora_minutes: float
 
 
-def choose(values: np.ndarray, tokens: np.ndarray, valid: int, pace: Pace, minutes: float) -> Chosen:
-    """values [n]: the training rows' targets; tokens [n]: their lengths; valid: rows of an evaluation; minutes: for the
-    whole command, about."""
+def choose(values: np.ndarray, tokens: np.ndarray, valid: int, test: int, pace: Pace, minutes: float) -> Chosen:
+    """values [n]: the training rows' targets; tokens [n]: their lengths; valid, test: numbers of rows to watch and to
+    judge by; minutes: for the whole command, about."""
     n = len(values)
     length = 64
     while length < tokens.max() + 8 and length < LONGEST:
         length *= 2
     batch = 16 if n >= 400 else 8
     heads = min(max(2 * n // batch, 100), 500)
-    features = 2 * n * pace.forward + 1.5 * (EVALUATIONS + 4) * valid * pace.forward  # start, cache; evaluations
+    features = (n + 3 * valid + test) * pace.forward  # once each; evaluations also without values, and they score words
+    evaluations = 1.5 * (EVALUATIONS + 1) * valid * pace.forward  # where adapters train, each needs z anew
     epoch = 1.4 * n * pace.both  # with the heads' own work
     left = 60 * minutes * 0.9 - features - heads * SECONDS_A_STEP - 60  # the rest: start, predictions
-    epochs = min(max(left / epoch, 0.0), 8.0)
+    epochs = min(max((left - evaluations) / epoch, 0.0), 8.0)
     epochs = math.floor(4 * epochs) / 4  # quarters
     return Chosen(best_transform(values), length, batch, heads, epochs, epochs * epoch / 60)
 

@@ -10,6 +10,7 @@ FOLDER/fit.json, fit.svg             the comparison, and a picture of it
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from cqwen_dist.tables.rows import Parts, Table, held_out_rows, read_parts, read
 
 EMPTY = "unknown"  # what stands for an empty cell
 OURS = "CausalQwen"
+TOLD = 256  # rows between two lines of progress
 REQUEST, CONFIG = "request.json", "fit.yaml"
 
 
@@ -93,7 +95,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
         say(f"note: {longer:,} rows of more than {LONGEST:,} tokens are not trained on (fewer --text-columns shorten)")
     say("timing the base on this machine")
     pace = measure_pace(request.base, int(np.median(tokens)))
-    choice = choose(table.values()[parts.train], tokens, len(parts.valid), pace, request.minutes)
+    choice = choose(table.values()[parts.train], tokens, len(parts.valid), len(parts.test), pace, request.minutes)
     if choice.epochs:
         say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")
     else:
@@ -170,7 +172,12 @@ def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str]
     model, tokenizer = load_trained(checkpoint, "auto")
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
     rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
-    found = list(predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6))
+    found, began = [], time.monotonic()
+    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6):
+        found.append(row)
+        if len(found) % TOLD == 0 and (more := len(rows) - len(found)):
+            left = (time.monotonic() - began) / len(found) * more
+            say(f"  predicted {len(found):,} of {len(rows):,}, {left / 60:.1f} minutes left")
     with written_whole(folder / "predicted.csv") as draft, draft.open("w", encoding="utf-8", newline="") as file:
         write_table(found, file)
     return found

@@ -56,9 +56,12 @@ class Stored:
     def of(cls, model: Any, tokenizer: Any, prompts: Sequence[str], train: np.ndarray) -> Stored:
         """At the last token of each prompt."""
         rows = [tokenizer.encode(prompt)[:2] for prompt in prompts]
-        batches = (padded(model, tokenizer, rows[at : at + READ]) for at in range(0, len(rows), READ))
+        z = torch.empty(len(rows), model.config.hidden_size)
         with torch.inference_mode():
-            return cls(torch.cat([model.model.features(*batch)[:, -1].float().cpu() for batch in batches]), train)
+            for some in torch.tensor([len(ids) for ids, _ in rows]).argsort().split(READ):
+                batch = padded(model, tokenizer, [rows[row] for row in some.tolist()])
+                z[some] = model.model.features(*batch)[:, -1].float().cpu()
+        return cls(z, train)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.x[rows]

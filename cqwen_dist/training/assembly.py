@@ -41,6 +41,7 @@ from cqwen_dist.training.constraint import Constraint
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.run_evaluation import Evaluations, read_watched
 from cqwen_dist.training.features.cache import FeatureCache
+from cqwen_dist.training.features.kept import ROOM, KeptFeatures
 from cqwen_dist.training.frequency import class_weights
 from cqwen_dist.training.replicas import Replicas
 from cqwen_dist.training.stage_loaders import StageLoaders
@@ -139,15 +140,15 @@ class Run(Training):
         evaluator = self.evaluations.held_out
         return () if evaluator is None else evaluator.batches
 
-    def calibration_batches(self, tokens: int, numbers: int = 0) -> list[Batch]:
-        """This rank's share of texts with about so many tokens and at least about so many numbers.
+    def calibration_loader(self, tokens: int, numbers: int = 0) -> Loader:
+        """Its first step has this rank's share of texts with about so many tokens and at least about so many numbers.
 
         The texts are the same on any number of ranks.
         """
         report = self.datasets.train.report
         share = max(tokens / report.tokens, numbers / max(self.statistics.count, 1))
         samples = min(max(1, round(share * report.sequences)), report.sequences)
-        loader = Loader(
+        return Loader(
             self.datasets.train,
             rank=self.runtime.rank,
             world=self.groups.world_size,
@@ -155,7 +156,10 @@ class Run(Training):
             micro_batch_size=self.config.train.micro_batch_size,
             seed=self.config.train.seed,
         )
-        return next(iter(loader))
+
+    def calibration_batches(self, tokens: int) -> list[Batch]:
+        """The batches of `calibration_loader`'s first step."""
+        return next(iter(self.calibration_loader(tokens)))
 
 
 def build_training(
@@ -299,6 +303,11 @@ def _evaluations(
 
     def evaluator(dataset: TextDataset, forward: Features, word_counts: np.ndarray | None = None) -> Evaluator:
         size = config.train.micro_batch_size
+        numbers = dataset.report.tokens // groups.world_size * training.model.config.feature_size
+        keeps = (
+            config.train.feature_cache.mode != "never"
+            and numbers * training.stepper.options.gemm_dtype.itemsize <= ROOM
+        )
         return Evaluator(
             training.model,
             forward,
@@ -308,6 +317,7 @@ def _evaluations(
             used_rows=training.stepper.options.used_rows,
             gemm_dtype=training.stepper.options.gemm_dtype,
             word_counts=word_counts,
+            kept=KeptFeatures(forward, training.check_stop, training.engine) if keeps else None,
             numerals=words.numerals,
             progress=progress.part,
         )

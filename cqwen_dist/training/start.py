@@ -148,7 +148,11 @@ def read_threshold(given: float | str | None, vocab_size: int, rows: tuple[int, 
 
 
 def _calibrate(run: Run) -> dict[str, Any]:
-    """Calibrate the heads (`model.calibration`); returns the result as a dict."""
+    """Calibrate the heads (`model.calibration`); returns the result as a dict.
+
+    Where the first stage reads z from a cache, the cache is made here, and the fits read it too.
+    """
+    loader = run.calibration_loader(LEVEL_TOKENS, run.config.model.start_numbers)
     found = calibrate(
         run.model,
         run.calibration_batches(CALIBRATION_TOKENS),
@@ -156,7 +160,8 @@ def _calibrate(run: Run) -> dict[str, Any]:
         features=run.forward,
         b_noise_init=run.config.model.b_noise_init,
         used_rows=run.stepper.options.used_rows,
-        fit_batches=run.calibration_batches(LEVEL_TOKENS, run.config.model.start_numbers),
+        fit_features=run.cache.reader(run.schedule.at(0), run.loaders.current, loader),
+        fit_batches=next(iter(loader)),
         wide_batches=run.held_out_batches() if run.config.model.wide_from_eval else (),
         level=run.config.model.level_logits,
         numerals=run.words.numerals,

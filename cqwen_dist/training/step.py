@@ -53,7 +53,7 @@ class Stepper:
     ) -> tuple[dict[str, Any], int]:
         """One optimizer step; returns its metrics (tensors, not yet read) and the input tokens of all ranks.
 
-        cached: z [N,H] of each micro-batch's label positions, from a feature cache.
+        cached: z [N,H] of each micro-batch's label positions, from a feature cache, without the wide part's columns.
         """
         torch.manual_seed((self.seed * 1_000_003 + step) * 4099 + self.engine.runtime.rank)  # of dropout
         reg_weight = plan.reg_weight(step, self.loss.reg_weight)
@@ -74,7 +74,10 @@ class Stepper:
             labels = batch_on_device.labels.flatten()[keep]
             second = measures_kl and self.constraint.second_pass
             z_start = self.constraint.start_features(batch_on_device, keep) if second else None
-            z = self.engine.forward(batch_on_device, keep) if cached is None else self._fitting(cached[i], keep)
+            if cached is None:
+                z = self.engine.forward(batch_on_device, keep)
+            else:
+                z = self.model.wide_behind(self._fitting(cached[i], keep), batch_on_device, keep)
             u = self.model.abduction(z)
             terms = self._loss(u, batch_on_device, keep, counts, (step, i), reg_weight)
             loss = terms.loss

@@ -66,6 +66,18 @@ def batch_of(ids, values, targets) -> Batch:
     )
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_positions_that_are_kept_are_those_of_the_whole(training):
+    part, (ids, values) = WidePart(BUCKETS, NUM, VOCAB, 8).train(training), texts(3)
+    for table in part.parameters():
+        table.data.normal_(generator=torch.Generator().manual_seed(3))
+    keep = torch.tensor([0, 8, 13, 26])
+    whole, state = part(ids, values)
+    kept, same = part(ids, values, keep=keep)
+    assert torch.allclose(kept, whole.flatten(1)[:, keep], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(state, same, strict=True)), "what follows knows all of the text"
+
+
 @pytest.mark.parametrize("cuts", [[1], [2, 3], [4, 5, 6], list(range(1, 9))])
 def test_a_text_in_pieces_is_the_text(cuts):
     part, (ids, values) = worn_part(), texts(3)

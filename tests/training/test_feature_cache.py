@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from support.numerics import assert_close
-from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_config
+from support.ranks import run_ranks
+from support.runs import as_rank, cqwen_forked, losses, metrics, set_back, train_run, write_config
+from torch import Tensor
 
-from cqwen_dist.config import FeatureCacheConfig
-from cqwen_dist.model.configuration import BESIDE_Z
+from cqwen_dist.batch import Batch
+from cqwen_dist.config import FeatureCacheConfig, load_config
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import file_record, key_digest
 from cqwen_dist.training.features.cache import FeatureCache
 from cqwen_dist.training.features.shards import FeatureShards
+from cqwen_dist.training.trainer import train_on
+from cqwen_dist.training.zero.engine import Engine
 
-WIDTH = 16 + BESIDE_Z  # of a row: z and the wide part
+WIDTH = 16  # of z
 CLOSE = 1e-5  # fp32, up to 16 steps: a cached z was multiplied in another batch's shape, and Adam carries that on
 EPOCHS_OF_HEADS = [
     {"name": "heads", "train": ["heads"], "steps": 8, "lr": 1e-2},  # 32 texts, 12 a step: 3 steps an epoch
@@ -27,7 +31,8 @@ EPOCHS_OF_HEADS = [
 
 
 def config_in(folder: Path, stages: list[dict[str, object]] = EPOCHS_OF_HEADS) -> Path:
-    return write_config(folder, stages=stages, train__checkpoint_every=1, train__keep_checkpoints=30, model__wide=1024)
+    often = {"train__checkpoint_every": 1, "train__keep_checkpoints": 30, "train__eval_every": 2}
+    return write_config(folder, stages=stages, model__wide=1024, model__random_features=16, **often)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,45 @@ def test_losses_are_those_without_a_cache_to_rounding(uncached: Path, kept: Path
     assert losses(kept / "run") == pytest.approx(losses(uncached), rel=CLOSE)
     assert len(caches(kept / "cache")) == 2, "one of the untrained features, one of those that LoRA has moved"
     assert losses(uncached)[7] < 0.9 * losses(uncached)[0]
+
+
+def test_evaluations_are_those_without_a_cache(uncached: Path, kept: Path) -> None:
+    """At the start, whose fits read the cache, and while the heads train, where z of an evaluation is kept."""
+    ours, without = ([r for r in metrics(run) if "eval/perplexity" in r] for run in (kept / "run", uncached))
+    assert [record["step"] for record in ours] == [2, 4, 6, 8, 10, 12, 14, 16]
+    for one, other in zip(ours, without, strict=True):
+        for name in ("eval/perplexity", "eval/crps", "eval/reg_mdae", "dist/U_scale_median"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3), f"{name} at step {one['step']}"
+    start, other = (json.loads((run / "start.json").read_text()) for run in (kept / "run", uncached))
+    for name in ("loss", "gamma", "reg_mdae"):
+        assert start["calibration"][name] == pytest.approx(other["calibration"][name], rel=1e-3)
+
+
+def _passes(config: str, overrides: list[str]) -> int:
+    """How many batches go through the backbone in a run."""
+    counted, forward = [0], Engine.forward
+
+    def count(engine: Engine, batch: Batch, keep: Tensor) -> Tensor:
+        counted[0] += 1
+        return forward(engine, batch, keep)
+
+    Engine.forward = count  # type: ignore[method-assign]  # of this process alone
+    train_on(load_config(config, overrides), as_rank())
+    return counted[0]
+
+
+def test_a_stage_of_heads_takes_one_pass_over_the_texts_and_one_over_those_for_evaluation(
+    uncached: Path, tmp_path: Path
+) -> None:
+    config = str(config_in(tmp_path, [EPOCHS_OF_HEADS[0]]))
+    passes = {
+        mode: run_ranks(
+            _passes, 1, config, [f"run.dir={tmp_path}/{mode}", f"train.feature_cache.mode={mode}", *same_data(uncached)]
+        )[0]
+        for mode in ("never", "auto")
+    }
+    # The fits of the start pass over all texts without a cache too. 8 steps of 2 batches, 4 evaluations of 2.
+    assert passes["auto"] == passes["never"] - 8 * 2 - 4 * 2
 
 
 def test_any_rank_reads_what_others_wrote(uncached: Path, kept: Path, tmp_path: Path) -> None:

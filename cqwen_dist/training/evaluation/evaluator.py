@@ -4,7 +4,7 @@ eval/accuracy          argmax P over every labelled position       eval/base_acc
 eval/perplexity        of softmax(loc_S)                           eval/base_perplexity   the base model's own
 eval/perplexity_ovr    of P_k / sum P                              eval/num_*             telling <NUM> from words
 eval/accuracy_words_*                                              by the label's frequency (`frequency.BAND_NAMES`)
-dist/C_words_*                                                     the mean threshold, by the same bands
+dist/C_words_*                                                     mean threshold, by the same bands
 eval/reg_*, coverage_*, width_*, crps                              the numbers (`number_metrics`)
 eval/type_accuracy, eval/mdae_*                                    types of numbers, further values
 eval/copied, eval/copy_accuracy                                    share of numbers copied; of these, the right ones
@@ -85,6 +85,7 @@ class Evaluator:
     word_counts: np.ndarray | None = None  # [V] occurrences in training, for metrics by frequency
     decisions: Decisions = field(default_factory=Decisions)
     known: Intervals = field(default_factory=Intervals)  # with factors measured before, to be tried on this data
+    kept: Callable[[int, Batch, Tensor], Tensor] | None = None  # `features` of the i-th batch, from memory if known
     numerals: Sequence[int] = ()  # the base spells numerals with these tokens: any of them counts as <NUM> for it
     progress: Callable[[str, int, int], None] = lambda what, done, of: None  # (what, batch, number of batches)
 
@@ -107,7 +108,7 @@ class Evaluator:
         spelt = torch.tensor(list(self.numerals), dtype=torch.int64, device=self.device)
 
         def scored() -> Iterator[tuple[Tensor, OvrScores, Tensor, Tensor]]:
-            for batch, keep in self._kept():
+            for _, batch, keep in self._batches():
                 unseen = replace(batch, numeric_values=torch.zeros_like(batch.numeric_values))
                 u = self.model.abduction(self.features(unseen, keep))
                 labels = batch.labels.flatten()[keep]
@@ -127,12 +128,13 @@ class Evaluator:
         generator = torch.Generator(self.device).manual_seed(0)  # the same individuals at every evaluation
         probe: tuple[Tensor, Cauchy] | None = None
         spreads = {"U_loc": Spread(self.device), "U_scale": Spread(self.device)}
-        texts = 0
+        texts, numbers = 0, None
 
         # This rank's batches: sums over tokens, and lists of what needs a median
-        for batch, keep in self._kept():
+        for i, batch, keep in self._batches():
             labels = batch.labels.flatten()[keep]
-            u = self.model.abduction(self.features(batch, keep))
+            z = self.features(batch, keep) if self.kept is None else self.kept(i, batch, keep)
+            u = self.model.abduction(z)
             u_prime = self.model.action.add_noise(u)
             if probe is None and len(labels):
                 probe = labels[:PROBED].cpu(), Cauchy(u.loc[:PROBED].cpu(), u.scale[:PROBED].cpu())
@@ -152,7 +154,6 @@ class Evaluator:
             metrics.update({f"dist/{name}_{k}": v for k, v in spread.summary().items()})
 
         # The numbers, and words by frequency
-        numbers = None
         if len(gathered["true"]):
             columns = (gathered["true"], gathered["loc"], gathered["scale"], gathered["text"].astype(np.int64))
             copied = gathered["copied"].astype(bool) if self.model.config.copies else None
@@ -221,18 +222,17 @@ class Evaluator:
             lists["copied"].append(~found.isnan())
             sums["copied_right"] += (found == true[is_number]).sum()
             y = Cauchy(self.model.target.forward(found).where(lists["copied"][-1], y.loc), y.scale)
-        lists["true"].append(true[is_number])
-        lists["loc"].append(y.loc)
-        lists["scale"].append(y.scale)
+        for name, part in (("true", true[is_number]), ("loc", y.loc), ("scale", y.scale)):
+            lists[name].append(part)
         lists["text"].append(texts + torch.div(keep[is_number], batch.labels.shape[1], rounding_mode="floor"))
-        shape = self.model.config
-        values, weights, types = batch.number_labels(keep, bool(shape.number_types), len(shape.more_values or ()))
+        further = config.more_values or ()
+        values, weights, types = batch.number_labels(keep, bool(config.number_types), len(further))
         if types is not None:
             sums["types"] += (types >= 0).sum()
             sums["types_right"] += ((self.model.action.number_type(u_prime) == types) & (types >= 0)).sum()
         if weights is not None:
             error = (self.model.target.inverse(self.model.action.values(u_prime).loc.double()) - values).abs()
-            for i, name in enumerate(self.model.config.more_values or (), 1):
+            for i, name in enumerate(further, 1):
                 lists[f"error {name}"].append(error[weights[:, i] > 0, i])
 
     def _causal_prob_sum(self, u: Cauchy, labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -273,11 +273,11 @@ class Evaluator:
         metrics["dist/ovr_prob_sum_median_causal"] = _median(lists["prob_sum_causal"])
         return metrics
 
-    def _kept(self) -> Iterable[tuple[Batch, Tensor]]:
+    def _batches(self) -> Iterable[tuple[int, Batch, Tensor]]:  # number, batch, its label positions
         of = len(self.batches) if isinstance(self.batches, Sized) else 1
         for i, batch in enumerate(self.batches):
             self.progress("evaluating", i, of)
-            yield batch.to(self.device), batch.kept.to(self.device)
+            yield i, batch.to(self.device), batch.kept.to(self.device)
 
     def _words(self, u_prime: Cauchy, labels: Tensor) -> VocabParallelOutput:
         action = self.model.action

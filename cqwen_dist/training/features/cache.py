@@ -4,7 +4,8 @@ A stage without `embedding` and `lora` runs the features without a graph and in 
 in every epoch, whatever dropout is set. A cache's key holds all that z depends on (`FeatureCache._key`).
 
 A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
-has room. Losses equal those of the run without it, up to the rounding of other batch shapes.
+has room. Losses equal those of the run without it, up to the rounding of other batch shapes. The wide part's columns
+are not in it: the start is fitted to z from the cache, before they are known.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
@@ -68,9 +70,32 @@ class FeatureCache:
 
         Raises `UserError` by key where a cache is required and impossible.
         """
-        self._loader, self._shards = loader, None
-        if self.settings.mode == "never":
-            return
+        self._loader = loader
+        self._shards = None if self.settings.mode == "never" else self._shards_of(plan, step, loader, self.progress.say)
+        self._delete_others(None if self._shards is None else self._shards.folder)
+
+    def reader(self, plan: StagePlan, loader: Loader, other: Loader) -> Callable[[Batch, Tensor], Tensor] | None:
+        """What gives z [N,H] of the batches of `other`'s first step, in order, from the cache of a stage that has not
+        begun, made now; None: it will have none. Collective over the world. loader: the stage's. Raises as `enter`.
+        """
+        if self.settings.mode == "never" or other.dataset is not loader.dataset:
+            return None
+        shards = self._shards_of(plan, plan.start, loader, lambda line: None)
+        if shards is None:
+            return None
+        mine, size = other.mine(0, 0), other.micro_batch_size
+        samples = iter([mine[k * size : (k + 1) * size] for k in range(other.micro_steps)])
+
+        def read(batch: Batch, keep: Tensor) -> Tensor:
+            z = shards.read(next(samples)).to(keep.device)[torch.isin(batch.learnt, keep)]
+            return self.engine.model.wide_behind(z, batch, keep)
+
+        return read
+
+    def _shards_of(
+        self, plan: StagePlan, step: int, loader: Loader, say: Callable[[str], None]
+    ) -> FeatureShards | None:
+        """The cache of a stage from a step on; None, with the reason, where there is none."""
         left = (plan.stop - step) / loader.steps_per_epoch
         try:
             if trained := sorted(plan.stage.groups & {"embedding", "lora"}):
@@ -78,13 +103,13 @@ class FeatureCache:
                 raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
             if self.settings.mode == "auto" and left <= 1.0:
                 raise CacheRefused(f"the stage has {left:.2g} of an epoch left: nothing would be read twice")
-            self._shards = self._open_or_build(loader)
+            return self._open_or_build(loader)
         except CacheRefused as refusal:
             if self.settings.mode == "require":
                 key = f"stages.{plan.index}"
                 raise UserError("train.feature_cache.mode", "require", f"auto: {key}: {refusal}") from None
-            self.progress.say(f"  no feature cache: {refusal}")
-        self._delete_others(None if self._shards is None else self._shards.folder)
+            say(f"  no feature cache: {refusal}")
+            return None
 
     def next(self) -> list[Tensor] | None:
         """z [N,H] (CPU) of each micro-batch of the loader's next step; None without a cache."""
@@ -114,7 +139,7 @@ class FeatureCache:
     def _open_or_build(self, loader: Loader) -> FeatureShards:
         dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
         assert isinstance(dataset, TextDataset)
-        hidden = self.engine.model.config.feature_size
+        hidden = self.engine.model.config.hidden_size
         key = self._key(dataset)
         folder = self.folder / key_digest(key)
         found = open_shards(folder, key, hidden, self.dtype, self.runtime)
@@ -126,7 +151,7 @@ class FeatureCache:
         mine = share(len(dataset), rank, world)
         show = partial(self.progress.part, "feature cache", of=len(mine))
         began = time.monotonic()
-        build_shards(folder, key, batches, mine, self.features, self.runtime, show)
+        build_shards(folder, key, batches, mine, lambda *at: self.features(*at)[:, :hidden], self.runtime, show)
         found = open_shards(folder, key, hidden, self.dtype, self.runtime)
         if found is None:
             raise CacheRefused(f"{folder} is not seen alike by all ranks (train.feature_cache.dir: a shared folder)")
@@ -145,16 +170,13 @@ class FeatureCache:
     def _key(self, dataset: TextDataset) -> dict[str, Any]:
         """All that z depends on. Collective over the world."""
         trained, _, _ = self.engine.feature_state()
-        wide = self.engine.model.wide
-        if wide is not None:
-            trained = trained | {name: table.detach().cpu() for name, table in wide.named_parameters()}
         weights = hashlib.sha256()
         for name, value in sorted(trained.items()):
             weights.update(name.encode())
             weights.update(value.numpy().tobytes())
         packages = versions()
         return {
-            "format": 2,
+            "format": 3,
             "base": self.inputs["base"],
             "trained": weights.hexdigest(),
             "data": dataset.digest(),

@@ -85,6 +85,7 @@ class Engine:
         self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
         self.engine = self._start_deepspeed()
         self.features_train = False
+        self.feature_changes = 0  # counts what changes z: steps that train features, states that are loaded
         self._head_norm_sq = torch.zeros((), device=runtime.device)
         self._norm: Tensor | None = None  # the joint norm of the present step
         self._norm_read = math.nan  # the same on the host
@@ -180,6 +181,7 @@ class Engine:
         self._head_norm_sq = self.heads.reduce_gradients()
         try:
             if self.features_train:
+                self.feature_changes += 1
                 with naming("DeepSpeed's step"):
                     self.engine.step()
                 if self._norm is None or not self.engine.was_step_applied():
@@ -226,4 +228,5 @@ class Engine:
 
     def load_feature_state(self, state: zero_state.FeatureState) -> None:
         """Restore what `feature_state` returned."""
+        self.feature_changes += 1
         zero_state.write_state(self.engine, self.names, list(self.slots), state)
