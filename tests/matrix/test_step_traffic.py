@@ -50,7 +50,6 @@ def config_of(zero: int, group: int, precision: str, accumulation: int, world: i
         {
             "model": {"architecture": SIZES},
             "data": {"train": "unused", "sequence_length": 16},
-            "loss": {"constraint": {"mode": "off"}},
             "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 10}],
             "parallel": {"zero_stage": zero, "vocab_group_size": group},
             "train": {

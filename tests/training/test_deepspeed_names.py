@@ -30,6 +30,7 @@ NAMES = {
     ZERO_3: (
         *(name for name in BOTH if name != "cpu_offload"),
         *("fp32_partitioned_groups_flat", "sub_group_to_group_id", "fp16_groups", "_overflow_clean_up"),
+        "parameter_offload",
     ),
     ENGINE: ("optimizer", "global_rank", "device", "was_step_applied", "set_gradient_accumulation_boundary"),
     "runtime/zero/partition_parameters.py": ("ds_numel", "ds_shape", "ds_tensor", "partition_numel"),
@@ -37,6 +38,10 @@ NAMES = {
     "utils/mixed_precision_linkage.py": ("_hp_mapping",),
     "utils/tensor_fragment.py:tensor_fragment": ("get_hp_fragment_address", "lp_fragment_address"),
     "utils/tensor_fragment.py:fragment_address": ("start", "numel"),
+    "runtime/zero/parameter_offload.py:DeepSpeedZeRoOffload": ("get_param_coordinator",),
+    "runtime/zero/partitioned_param_coordinator.py:PartitionedParameterCoordinator": (
+        *("is_invalid_trace", "_invalidate_trace"),
+    ),
     "ops/__init__.py": ("__compatible_ops__",),
     "utils/groups.py": ("_WORLD_GROUP",),
 }

@@ -28,7 +28,7 @@ from cqwen_dist.training.parameter_groups import feature_members, head_members
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero import zero_state
 from cqwen_dist.training.zero.partitioned_base import join_deepspeed
-from cqwen_dist.training.zero.patches import patch_clip, patch_tensor_loops, skip_frozen_groups
+from cqwen_dist.training.zero.patches import forget_trace, patch_clip, patch_tensor_loops, skip_frozen_groups
 from cqwen_dist.training.zero.settings import deepspeed_config
 
 
@@ -85,6 +85,7 @@ class Engine:
         self.deepspeed_config = deepspeed_config(config, groups.world_size, trained)
         self.engine = self._start_deepspeed()
         self.features_train = False
+        self._trained = False  # whether a forward pass had gradients
         self.feature_changes = 0  # counts what changes z: steps that train features, states that are loaded
         self._head_norm_sq = torch.zeros((), device=runtime.device)
         self._norm: Tensor | None = None  # the joint norm of the present step
@@ -154,6 +155,9 @@ class Engine:
         self.engine.train(graph)
         with torch.set_grad_enabled(graph):
             run = self.engine if graph else self.engine.module
+            if graph and not self._trained:
+                forget_trace(self.engine)
+                self._trained = True
             with naming("DeepSpeed's forward"):
                 z = self.model.kept_features(batch, keep, run)
         self._finite &= z.detach().isfinite().all()

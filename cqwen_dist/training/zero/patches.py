@@ -54,6 +54,17 @@ def patch_tensor_loops(optimizer: Any) -> None:
     optimizer._update_model_bit16_weights = update
 
 
+def forget_trace(engine: Any) -> None:
+    """Let ZeRO-3 record its order of modules anew; called before the first forward pass with gradients.
+
+    It records the first pass of all. If that has no backward pass (the start's fits), DeepSpeed finds it wrong in the
+    middle of the first backward pass, and from then on every step gathers all frozen weights once more.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    if offload is not None and not (coordinator := offload.get_param_coordinator()).is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
 def skip_frozen_groups(optimizer: torch.optim.Optimizer) -> None:
     """Hide the gradients of groups marked `frozen` during the step: DeepSpeed gives zeros, and Adam would step.
 
