@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -31,12 +32,13 @@ app = typer.Typer(
     help="Distributed LoRA fine-tuning of CausalQwen: language models that read and write numbers as numbers.",
 )
 BEFORE, TRAIN, LOOK, USE, MEASURE = "Before a run", "Train", "Look at a run", "Use a model", "Measure"
-for panel, verbs in {
-    BEFORE: (before.init, before.plan, before.prepare, before.doctor),
+VERBS: dict[str, tuple[Callable[..., None], ...]] = {
+    BEFORE: (before.init, before.plan, before.prepare, before.doctor, before.accept),
     TRAIN: (runs.quickstart, runs.fit, runs.train, runs.launch, runs.submit),
     LOOK: (look.status, look.report),
     USE: (use.generate, use.predict, use.export),
-}.items():
+}
+for panel, verbs in VERBS.items():
     for verb in verbs:
         app.command(rich_help_panel=panel)(verb)
 app.command("eval", rich_help_panel=LOOK)(look.evaluate)
@@ -47,7 +49,7 @@ for name, panel, text, commands in (
         "bench",
         MEASURE,
         "Measure on this machine.",
-        (bench.data, bench.loss, bench.step, bench.memory, bench.generate, bench.numbers),
+        (bench.data, bench.loss, bench.step, bench.memory, bench.ranks, bench.generate, bench.numbers),
     ),
 ):
     group = typer.Typer(no_args_is_help=True, help=text)

@@ -212,3 +212,22 @@ def doctor(
     else:
         plain_console(width=None if sys.stdout.isatty() else 160).print(page(document))
     raise typer.Exit(1 if document["red"] else 0)
+
+
+def accept(
+    ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine, or of all hosts together.")] = 2,
+    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh.")] = None,
+    folder: Annotated[Path, typer.Option(help="A new folder, which every host sees.")] = Path("accept"),
+    as_json: AsJson = False,
+) -> None:
+    """Whether ranks here equal one, say and hold what is planned, how fast they are, and survive a kill: a table."""
+    if hostfile is not None:
+        from cqwen_dist.cluster.hostfile import read_hostfile
+
+        ranks = sum(read_hostfile(hostfile).values())
+    quiet_libraries()
+    from cqwen_dist.cluster.accept import Site, table
+
+    found = Site(ranks, hostfile, folder.absolute(), lambda line: typer.echo(line, err=True)).accept()
+    print_document(found, as_json, table)
+    raise typer.Exit(0 if found["passed"] else 1)

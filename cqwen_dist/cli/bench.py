@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -94,6 +95,23 @@ def memory(
 
     rows, device = measure_all(only or [])
     print_document({"device": device, "rows": rows}, as_json, lambda found: table(found["rows"], found["device"]))
+
+
+def ranks(
+    out: Annotated[Path | None, typer.Option(help="Write the document here too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Steps on the ranks of a launcher: messages and memory compared with the plan, tokens a second."""
+    quiet_libraries()
+    from cqwen_dist.bench.ranks import lines, measure_ranks
+    from cqwen_dist.run.files import write_atomically
+
+    found = measure_ranks()
+    if found is None:
+        return
+    if out is not None:
+        write_atomically(out, json.dumps(found, indent=1))
+    print_document(found, as_json, lines)
 
 
 def numbers(
