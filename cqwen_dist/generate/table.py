@@ -22,7 +22,7 @@ from cqwen_dist.intervals import LEVELS
 
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
-SORTED = 8
+SORTED = 8  # batches
 
 
 def number_columns(model: Any) -> list[str]:

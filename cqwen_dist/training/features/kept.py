@@ -33,6 +33,6 @@ class KeptFeatures:
             self.check()
             return self._z[i].to(keep.device)
         z = self.forward(batch, keep)
-        if i == len(self._z):  # the first pass since the change
+        if i == len(self._z) and not self.engine.features_train:  # the first pass since the change
             self._z.append(z.detach().cpu())
         return z
