@@ -94,7 +94,7 @@ class Site:
         out = self.folder / f"ranks-{ranks}.json"
         self.say(f"steps on {ranks} ranks")
         words = ["bench", "ranks", "--out", str(out)]
-        code = run_words(words, ranks, self.hostfile if ranks > 1 else None, self.folder)
+        code = run_words(words, ranks, self.hostfile if ranks > 1 else None, self.folder, quiet=True)
         if code or not out.is_file():
             raise UserError(f"cqwen {' '.join(words)}", f"exit {code} on {ranks} ranks", "0; its error is above")
         return dict(json.loads(out.read_text(encoding="utf-8")))

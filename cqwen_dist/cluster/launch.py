@@ -115,10 +115,11 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
     return {"done": 0, "paused": 0, "preempted": STOPPED}.get(after["status"], 1)
 
 
-def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path) -> int:
-    """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts."""
+def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path, quiet: bool = False) -> int:
+    """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts. quiet: as `launch`."""
     hosts = None if hostfile is None else read_hostfile(hostfile)
-    return _run_words(words, ranks, hosts, {} if hosts is None else read_environment(None), shared.absolute())[0]
+    environment = {} if hosts is None else read_environment(None)
+    return _run_words(words, ranks, hosts, environment, shared.absolute(), quiet)[0]
 
 
 def _run_words(

@@ -57,6 +57,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_ranks_of_this_machine_are_accepted(tmp_path: Path) -> None:
     done = cqwen("accept", "--ranks", 2, "--folder", tmp_path / "site", "--json", timeout=900, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
