@@ -58,7 +58,7 @@ stages:
   seed: {seed}
   eval_every: {every}
   checkpoint_every: {every}
-  best_metric: eval/crps
+  best_metric: eval/crps_target
 run:
   dir: {run}
 """

@@ -135,8 +135,8 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint of least eval/crps on the rows for evaluation; of equals the latest."""
-    best = Retention(best=1, metric="eval/crps").best_of(evaluated(run))
+    """The checkpoint of least eval/crps_target on the rows for evaluation; of equals the latest."""
+    best = Retention(best=1, metric="eval/crps_target").best_of(evaluated(run))
     return checkpoint_folder(run, best[0]) if best else run
 
 

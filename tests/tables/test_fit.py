@@ -57,6 +57,22 @@ def test_it_is_judged_on_rows_that_it_never_saw(fitted: tuple[Path, list[object]
     assert (out / "run" / "report.html").is_file()
 
 
+def test_a_target_of_many_sizes_is_learnt_as_logarithms(one_rank: Path, tmp_path: Path) -> None:
+    draw = random.Random(0)
+    with (tmp_path / "lots.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["city", "price"])
+        for _ in range(60):
+            city = draw.choice(["Rome", "Oslo"])
+            writer.writerow([city, f"{10 ** draw.gauss(3 + (city == 'Rome'), 0.7):.6g}"])
+    command = ["fit", tmp_path / "lots.csv", "--target", "price", "--base", one_rank / "base", "--minutes", "1"]
+    done = cqwen_forked(*command, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert load_config(tmp_path / "out" / "fit.yaml").loss.target_transform == "standardise_log"
+    found = json.loads((tmp_path / "out" / "fit.json").read_text(encoding="utf-8"))["results"]
+    assert found["CausalQwen"]["mae"] > 0
+
+
 def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, list[object]]) -> None:
     out, command = fitted
     before = (out / "predicted.csv").read_text(encoding="utf-8")
