@@ -20,7 +20,7 @@ from cqwen_dist.config.schema import Config, Section
 
 # Keys that may differ between the command that began a run and one that continues it.
 RESUMABLE = (
-    *("run.", "parallel.", "deepspeed.", "model.compile_layers", "train.micro_batch_size", "train.checkpoint_every"),
+    *("run.", "parallel.", "deepspeed.", "model.compile_layers", "train.micro_batch_size", "train.checkpoint_"),
     *("train.eval_every", "train.keep_", "train.best_metric", "train.background_save", "train.max_refused_steps"),
     *("train.check_ranks_every", "train.feature_cache.", "data.cache_dir", "data.workers", "data.prefetch"),
     # Paths: their contents are compared instead (`checkpoint.resume`).

@@ -65,6 +65,8 @@ class TrainConfig(Section):
     never."""
     checkpoint_every: Positive = 200
     """Optimizer steps between checkpoints (also at stage ends)."""
+    checkpoint_start: bool = False
+    """Also a checkpoint of the start, before any step: a run that is killed soon does not calibrate again."""
     eval_every: Positive = 200
     """Optimizer steps between evaluations (also at stage ends)."""
     keep_checkpoints: Positive = 3

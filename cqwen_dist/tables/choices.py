@@ -58,6 +58,7 @@ stages:
   seed: {seed}
   eval_every: {every}
   checkpoint_every: {every}
+  checkpoint_start: true  # the closed form by itself, which may be the best
   best_metric: eval/crps_target
 run:
   dir: {run}

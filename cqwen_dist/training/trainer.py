@@ -90,6 +90,9 @@ class Trainer:
         self._write_status("running")
         reason = None
         try:
+            if run.config.train.checkpoint_start and run.resume_from is None:
+                self._move_to(0, evaluated=bool(self.place.figures))
+                self._save()
             if self.place.step == 0 and self.place.figures:
                 self.callbacks.tell("on_evaluation", 0, self.place.stage, self.place.figures)
             self._take_steps()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.runs import losses, metrics, set_back, train_run
 
-from cqwen_dist.checkpoint.manifest import checkpoint_folder, verify
+from cqwen_dist.checkpoint.manifest import checkpoint_folder, evaluated, verify
 from cqwen_dist.run.status import read_status
 from cqwen_dist.training.telemetry.metrics import MetricsFile
 
@@ -30,6 +30,23 @@ def test_going_on_within_a_stage_and_over_its_end_is_equal_to_the_bit(
     assert [record["step"] for record in metrics(copy)] == [1, 2, 3, 4, 5, 6]
     assert losses(copy) == losses(two_ranks)
     assert read_status(copy)["status"] == "done"
+
+
+def test_a_checkpoint_of_the_start_is_gone_on_with_as_any_other(one_rank: Path, tmp_path: Path) -> None:
+    config, run = one_rank.parent / "config.yaml", tmp_path / "run"
+    often = "train.checkpoint_start=true", "train.keep_checkpoints=9"
+    train_run(config, f"run.dir={run}", *often)
+    assert losses(run) == losses(one_rank)
+    start = json.loads((run / "start.json").read_text())["eval"]
+    assert dict(evaluated(run))[0]["eval/perplexity"] == start["eval/perplexity"], "it may be the best"
+    copy = tmp_path / "copy" / "run"
+    set_back(run, copy, 0)
+    (copy / "start.json").unlink()
+    train_run(config, f"run.dir={copy}", *often)
+    assert not (copy / "start.json").exists(), "it was calibrated again"
+    assert weights_of(copy) == weights_of(run)
+    assert losses(copy) == losses(run)
+    assert [record["step"] for record in metrics(copy)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 4])
