@@ -124,6 +124,9 @@ def numbers(
     lora_epochs: Annotated[
         int, typer.Option(min=0, help="Also these heads learnt with LoRA, so many epochs at most; 0: not.")
     ] = 0,
+    test_rows: Annotated[
+        int | None, typer.Option(min=2, help="Judge by so many test rows of a split at most, drawn.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write; the same command goes on there.")] = Path("bench-numbers"),
     table: Annotated[Path | None, typer.Option(help="Write the tables as Markdown here.")] = None,
     as_json: AsJson = False,
@@ -137,7 +140,7 @@ def numbers(
     def say(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    found = Benchmark(data, out, base, minutes, heads, lora_epochs, say).run(only or [], splits)
+    found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
     if table is not None:
         table.write_text(page(found), encoding="utf-8")
     print_document(found, as_json, lambda made: Markdown(page(made)))

@@ -98,6 +98,7 @@ def fit(
     template: Annotated[str | None, typer.Option(help="The prompt of a row, columns in braces; default: all.")] = None,
     test_fraction: Annotated[float, typer.Option(help="Share of the rows to judge by.")] = 0.2,
     split: Annotated[str | None, typer.Option(help="FILE.json[#N] with the test rows' numbers from 0 instead.")] = None,
+    test_rows: Annotated[int | None, typer.Option(min=2, help="Judge by so many of them at most, drawn.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the split and of training.")] = 0,
     minutes: Annotated[float, typer.Option(help="About how long it may take on this machine.")] = 20.0,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: fits/FILE-TARGET.")] = None,
@@ -115,8 +116,8 @@ def fit(
     def say(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    request = FitRequest(table, target, base, text_columns or [], template, test_fraction, split, seed, minutes)
-    made = prepare(request, folder, say)
+    asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
+    made = prepare(FitRequest(*asked), folder, say)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         _train_fit(folder)
     found = judge(folder, made, say)

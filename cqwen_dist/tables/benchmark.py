@@ -84,7 +84,7 @@ PROTOCOLS = {
 @dataclass(frozen=True)
 class Benchmark:
     """A benchmark. out: the folder of its files. heads: compare with heads trained on z too; lora_epochs: and with such
-    heads and adapters, so many epochs at most; 0: not."""
+    heads and adapters, so many epochs at most; 0: not. test_rows: judge by so many at most; None: by all."""
 
     data: Path
     out: Path
@@ -92,6 +92,7 @@ class Benchmark:
     minutes: float
     heads: bool
     lora_epochs: int
+    test_rows: int | None
     say: Callable[[str], None]
 
     def run(self, names: Sequence[str], splits: int) -> dict[str, Any]:
@@ -119,6 +120,7 @@ class Benchmark:
             "machine": f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}, {commit}",
             "base": self.base,
             "minutes": self.minutes,
+            "test_rows": self.test_rows,
             "sets": {name: [split["results"] for split in of_set] for name, of_set in found.items()},
             "laws": {
                 name: laws(np.concatenate([split["errors"] for split in of_set])) for name, of_set in found.items()
@@ -148,6 +150,7 @@ class Benchmark:
         command = [sys.executable, "-m", "cqwen_dist", "fit", str(folder / "table.csv")]
         command += ["--target", PROTOCOLS[name].target, "--base", self.base, "--minutes", f"{self.minutes:g}"]
         command += ["--split", f"{folder / 'splits.json'}#{split}", "--seed", str(split), "--out", str(made), "--json"]
+        command += ["--test-rows", str(self.test_rows)] * (self.test_rows is not None)
         start = time.perf_counter()
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
@@ -271,7 +274,9 @@ def page(document: dict[str, Any]) -> str:
     """Markdown: a table of each set, medians over its splits, and one of the laws."""
     lines = [
         f"Measured {document['date']} on {document['machine']}; base {Path(document['base']).name}, "
-        f"{document['minutes']:g} minutes a fit. Medians over the splits, and their range.",
+        f"{document['minutes']:g} minutes a fit; judged by "
+        + (f"{document['test_rows']:,} drawn test rows of each split" if document["test_rows"] else "all test rows")
+        + ". Medians over the splits, and their range.",
     ]
     for name, splits in document["sets"].items():
         published = PROTOCOLS[name].published

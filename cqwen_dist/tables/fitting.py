@@ -37,7 +37,10 @@ REQUEST, CONFIG = "request.json", "fit.yaml"
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What `cqwen fit` is asked for. template: the prompt, columns in braces; None: a line a column."""
+    """What `cqwen fit` is asked for.
+
+    template: the prompt, columns in braces; None: a line a column. test_rows: judge by so many at most; None: by all.
+    """
 
     table: str
     target: str
@@ -48,6 +51,7 @@ class FitRequest:
     split: str | None
     seed: int
     minutes: float
+    test_rows: int | None = None
 
 
 class Prepared(NamedTuple):
@@ -67,7 +71,7 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
         with appearing(folder, "--out") as draft:
             _begin(request, draft, folder, say)
             (draft / REQUEST).write_text(json.dumps(asdict(request), indent=1, ensure_ascii=False), encoding="utf-8")
-    elif json.loads(asked.read_text(encoding="utf-8")) != asdict(request):
+    elif FitRequest(**json.loads(asked.read_text(encoding="utf-8"))) != request:
         allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
         raise UserError("--out", str(folder), allowed)
     table, parts = read_parts(folder / "table")
@@ -79,7 +83,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     """Choose by table, base and machine; write the parts and the config into `draft`, which becomes `folder`."""
     table = read_table(request.table, request.target, request.text_columns)
     given = None if request.split is None else held_out_rows(request.split, len(table.rows))
-    parts = split(len(table.rows), request.seed, request.test_fraction, given)
+    parts = split(len(table.rows), request.seed, request.test_fraction, given, request.test_rows)
     for note in table.notes:
         say(f"note: {note}")
     say(

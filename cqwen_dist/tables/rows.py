@@ -122,18 +122,23 @@ def read_parts(folder: Path) -> tuple[Table, Parts]:
     return Table(names, _of_numbers(names, rows), rows, target, []), parts
 
 
-def split(rows: int, seed: int, test_fraction: float, test: Sequence[int] | None = None) -> Parts:
-    """Rows drawn by seed. test: the numbers of the test rows, counted from 0, instead of a share of all."""
+def split(
+    rows: int, seed: int, test_fraction: float, test: Sequence[int] | None = None, most: int | None = None
+) -> Parts:
+    """Rows drawn by seed. test: the numbers of the test rows, counted from 0, instead of a share of all.
+
+    most: judge by so many test rows at most, also drawn; the other ones belong to no part.
+    """
     order = np.random.default_rng(seed).permutation(rows)
     if test is None:
         cut = min(max(round(rows * test_fraction), 2), rows // 2)
         held, rest = order[:cut], order[cut:]
     else:
-        held = np.array(sorted(set(test)))
-        rest = order[~np.isin(order, held)]
+        chosen = np.isin(order, test)
+        held, rest = order[chosen], order[~chosen]
     # A third; of few rows more, for intervals to be worth something: the wide part is fitted to these rows as well
     valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
-    return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held))
+    return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held[:most]))
 
 
 def held_out_rows(given: str, rows: int) -> list[int]:

@@ -16,7 +16,7 @@ from cqwen_dist.tables.heads import ARMS
 
 def test_an_unknown_set_is_refused_and_one_without_a_file_is_left_out_by_name(tmp_path: Path) -> None:
     said: list[str] = []
-    benchmark = Benchmark(tmp_path, tmp_path / "out", "base", 1.0, True, 0, said.append)
+    benchmark = Benchmark(tmp_path, tmp_path / "out", "base", 1.0, True, 0, None, said.append)
     with pytest.raises(UserError, match="--only: found 'boston', allowed: out of concrete, energy"):
         benchmark.run(["boston"], 1)
     assert benchmark.run(["energy", "gsm8k"], 1)["sets"] == {}

@@ -99,3 +99,16 @@ def test_a_published_split_is_taken_by_its_number(tmp_path: Path) -> None:
             held_out_rows(wrong, 40)
     with pytest.raises(UserError, match="--split"):
         held_out_rows(f"{path}#1", 8)  # row 9 is none
+
+
+def test_a_limit_of_test_rows_leaves_the_other_parts_as_they_are() -> None:
+    given = list(range(10, 40))
+    for whole, few in (
+        (split(101, 3, 0.5), split(101, 3, 0.5, most=7)),
+        (split(101, 3, 0.5, given), split(101, 3, 0.5, given, most=7)),
+    ):
+        assert len(few.test) == 7
+        assert set(few.test) < set(whole.test)
+        assert (few.train == whole.train).all()
+        assert (few.valid == whole.valid).all()
+    assert set(split(101, 3, 0.5, given).test) == set(given)
