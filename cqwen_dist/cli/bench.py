@@ -128,14 +128,14 @@ def numbers(
         int | None, typer.Option(min=2, help="Judge by so many test rows of a split at most, drawn.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write; the same command goes on there.")] = Path("bench-numbers"),
-    table: Annotated[Path | None, typer.Option(help="Write the tables as Markdown here.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write the tables here, as Markdown, and NAME-laws.svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """`cqwen fit` on published tables and splits, compared with other heads and with models that read no language."""
     quiet_libraries()
     from rich.markdown import Markdown
 
-    from cqwen_dist.tables.benchmark import Benchmark, page
+    from cqwen_dist.tables.benchmark import Benchmark, laws_picture, page
 
     def say(line: str) -> None:
         typer.echo(line, err=as_json)
@@ -143,6 +143,8 @@ def numbers(
     found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
     if table is not None:
         table.write_text(page(found), encoding="utf-8")
+        if found["laws"]:
+            table.with_name(f"{table.stem}-laws.svg").write_text(laws_picture(found), encoding="utf-8")
     print_document(found, as_json, lambda made: Markdown(page(made)))
 
 

@@ -46,7 +46,7 @@ def interval_plot(title: str, marks: Sequence[Mark], note: str = "") -> str:
     lines.append(f'<text x="{WIDTH - RIGHT}" y="{foot + 6}" text-anchor="end">{high:.6g}</text>')
     if note:
         lines.append(f'<text x="12" y="{foot + 20}" fill="#666">{escape(note)}</text>')
-    return _drawing(title, WIDTH, foot + 24, lines)
+    return drawing(title, WIDTH, foot + 24, lines)
 
 
 def scatter_plot(title: str, points: Sequence[tuple[float, float, float, float]], across: str, up: str) -> str:
@@ -81,7 +81,7 @@ def scatter_plot(title: str, points: Sequence[tuple[float, float, float, float]]
     middle = top + size / 2
     turned = f'text-anchor="middle" transform="rotate(-90 16 {middle})"'
     lines.append(f'<text x="16" y="{middle}" {turned}>{escape(up)}</text>')
-    return _drawing(title, left + size + 30, top + size + 60, lines)
+    return drawing(title, left + size + 30, top + size + 60, lines)
 
 
 def _share(value: float, low: float, high: float) -> float:
@@ -89,7 +89,8 @@ def _share(value: float, low: float, high: float) -> float:
     return (min(max(value, low), high) - low) / (high - low)
 
 
-def _drawing(title: str, width: int, height: int, lines: Sequence[str]) -> str:
+def drawing(title: str, width: int, height: int, lines: Sequence[str]) -> str:
+    """An SVG document of some elements, on white, with its title."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
     white = '<rect width="100%" height="100%" fill="white"/>'
     named = f'<text x="12" y="22" font-size="14">{escape(title)}</text>'

@@ -27,12 +27,13 @@ import numpy as np
 
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.recipes import records_of
+from cqwen_dist.generate.line_chart import line_chart, sheet
 from cqwen_dist.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.baselines import natural_boosting
 from cqwen_dist.tables.fitting import CONFIG, OURS, REQUEST, FitRequest, Prepared, prepare
-from cqwen_dist.tables.predicted_laws import LAWS, QUANTILES, Predicted, laws
+from cqwen_dist.tables.predicted_laws import HELD, LAWS, QUANTILES, Predicted, laws
 from cqwen_dist.tables.rows import write_rows
 
 SPLITS = 20
@@ -300,6 +301,21 @@ def page(document: dict[str, Any]) -> str:
         cells = [f"{of['log_likelihood']:.3f}, {of['coverage_90']:.1%}" for of in found.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def laws_picture(document: dict[str, Any]) -> str:
+    """An SVG document: of each set, the share of errors in each law's central intervals, by their level."""
+    charts = [
+        line_chart(
+            name,
+            {law: list(zip(HELD, of["held"], strict=True)) for law, of in found.items()},
+            "level of the interval",
+            "share of the errors in it",
+            diagonal=True,
+        )
+        for name, found in document["laws"].items()
+    ]
+    return sheet("Which law do the errors have? On the diagonal an interval holds what it says.", charts, 2)
 
 
 def _median(results: Sequence[dict[str, float]], key: str) -> str:

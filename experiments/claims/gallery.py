@@ -9,10 +9,10 @@ import json
 from typing import Any
 
 from cqwen_dist.generate.continuation import counterfactuals
+from cqwen_dist.generate.line_chart import line_chart
 from cqwen_dist.run.files import write_atomically
 from experiments.claims import individuals, treatments
 from experiments.claims.people import DOSES
-from experiments.claims.pictures import line_chart
 from experiments.claims.subject import Ask
 from experiments.claims.writers import Way
 

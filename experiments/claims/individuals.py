@@ -20,10 +20,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.generate.line_chart import line_chart
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.run.files import write_atomically
 from experiments.claims.measures import Claim, auroc, cell
-from experiments.claims.pictures import line_chart
 from experiments.claims.subject import Ask, calibrated
 from experiments.claims.texts import Sizes, texts_of
 from experiments.claims.writers import Texts, Way, diversity, matched, write

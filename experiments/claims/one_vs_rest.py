@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from cqwen_dist.generate.line_chart import line_chart
 from experiments.claims import growth
 from experiments.claims.lists import PROMPTS
 from experiments.claims.measures import Claim, calibration_error, cell
-from experiments.claims.pictures import line_chart
 from experiments.claims.scores import STAGES, Scores
 from experiments.claims.uncertainty import words_of
 

@@ -24,6 +24,7 @@ from cqwen_dist import train
 from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.config import load_config
 from cqwen_dist.generate.continuation import padded
+from cqwen_dist.generate.line_chart import line_chart
 from cqwen_dist.generate.table import prompts_of, template_of
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
@@ -32,7 +33,6 @@ from cqwen_dist.tables.rows import write_rows
 from experiments.claims.effects import Law, least_squares, same_quantile, scale_of_errors, true_form
 from experiments.claims.measures import Claim, by_tenths, cell, rank_correlation
 from experiments.claims.people import COLUMNS, DOSES, SPREAD_U, TARGET, WIDENING, People, average_effect
-from experiments.claims.pictures import line_chart
 from experiments.claims.subject import Ask
 
 TITLE = "Treatments"

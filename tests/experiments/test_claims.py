@@ -12,12 +12,12 @@ from support.tiny import tiny_base, tiny_model
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.generate.line_chart import ticks
 from experiments.claims import individuals, run
 from experiments.claims.lists import PROMPTS, asked_lists
 from experiments.claims.measures import Claim, auroc, calibration_error, rank_correlation, rejection_curve
 from experiments.claims.one_vs_rest import widened
 from experiments.claims.page import PAGE, committed, filled
-from experiments.claims.pictures import ticks
 from experiments.claims.scores import scored
 from experiments.claims.subject import Positions, train_heads
 from experiments.claims.texts import LANGUAGES, SIZES, Sizes, shuffled

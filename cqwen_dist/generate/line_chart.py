@@ -1,10 +1,12 @@
-"""A chart of lines or points as SVG, without a library."""
+"""Charts of lines or points as SVG, one or several on a sheet, without a library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+
+from cqwen_dist.generate.plot import drawing
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 460, 280, 60, 40, 48
 LETTER = 6.6  # pixels, about
@@ -55,7 +57,21 @@ def line_chart(
     drawn.append(f'<text x="{LEFT + WIDTH / 2}" y="{foot}" text-anchor="middle">{escape(across)}</text>')
     turned = f'text-anchor="middle" transform="rotate(-90 14 {centre})"'
     drawn.append(f'<text x="14" y="{centre}" {turned}>{escape(up)}</text>')
-    return _drawing(title, drawn, LEFT + WIDTH + 46 + LETTER * max(map(len, lines)))
+    width = math.ceil(LEFT + WIDTH + 46 + LETTER * max(map(len, lines)))
+    return drawing(title, width, TOP + HEIGHT + BOTTOM, drawn)
+
+
+def sheet(title: str, charts: Sequence[str], columns: int) -> str:
+    """An SVG document of SVG documents, row by row, each as wide as the widest. Raises ValueError without any."""
+    sizes = [
+        [int(chart.partition(f' {side}="')[2].partition('"')[0]) for side in ("width", "height")] for chart in charts
+    ]
+    across, down = (max(size[side] for size in sizes) for side in (0, 1))
+    placed = [
+        chart.replace("<svg ", f'<svg x="{i % columns * across}" y="{TOP + i // columns * down}" ', 1)
+        for i, chart in enumerate(charts)
+    ]
+    return drawing(title, columns * across, TOP + -(-len(charts) // columns) * down, placed)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -91,11 +107,3 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 def _path(places: Sequence[tuple[float, float]], colour: str, dashes: str) -> str:
     way = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     return f'<path d="M{way}" stroke="{colour}" stroke-width="2" fill="none" stroke-dasharray="{dashes}"/>'
-
-
-def _drawing(title: str, drawn: Sequence[str], width: float) -> str:
-    width, height = math.ceil(width), TOP + HEIGHT + BOTTOM
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-    white = '<rect width="100%" height="100%" fill="white"/>'
-    named = f'<text x="12" y="22" font-size="14">{escape(title)}</text>'
-    return "\n".join([head + 'font-family="sans-serif" font-size="12">', white, named, *drawn, "</svg>"]) + "\n"
