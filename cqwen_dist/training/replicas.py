@@ -50,7 +50,10 @@ class Replicas:
         if not self.every or not (due or again or step % self.every == 0):
             return ""
         copies = list(self._copies())
-        hashes = gather_rows(torch.stack([bit_hash(value) for _, value, _ in copies])).cpu()  # [world, tensors]
+        device = self.engine.runtime.device  # the heads' moments may be on the host
+        hashes = gather_rows(
+            torch.stack([bit_hash(value).to(device) for _, value, _ in copies])
+        ).cpu()  # [world, tensors]
         for (name, _, kinds), values in zip(copies, hashes.T.tolist(), strict=True):
             if odd := _odd(values, kinds):
                 text = f"{name} is not equal on rank {odd}, and was equal after step {self.good}"
@@ -67,12 +70,8 @@ class Replicas:
 
     def _copies(self) -> Iterator[tuple[str, Tensor, int]]:
         """(name, tensor, kinds): ranks that are equal modulo `kinds` hold copies of each other."""
-        heads = self.engine.heads
-        for member in heads.members:
-            kinds = self.groups.vocab_size if member.has_rows else 1
-            yield member.name, member.parameter, kinds
-            for key, value in heads.adamw.state.get(member.parameter, {}).items():
-                yield f"{member.name}.{key}", value, 1 if key == "step" else kinds
+        for member, name, value in self.engine.heads.copies():
+            yield name, value, self.groups.vocab_size if member.has_rows else 1
         if self.engine.config.parallel.zero_stage < 3:
             for feature in self.engine.feature_members:
                 yield feature.name, feature.parameter, 1
