@@ -82,5 +82,7 @@ def test_the_plan_says_what_sharding_the_head_saves_on_the_wire() -> None:
     replicated = 7 / 8 * 2 * 4 * (2 * (u * c + u) + 2 * u + 1)  # a reduce-scatter and an all-gather send as much
     tokens = 7 * n * (4 * c * 2 + 8 + 4 + 3 * 4)
     assert found.head_bytes_sent == round(tokens + replicated + 2 * 7 / 8 * 2 * 4)
-    assert found.head_bytes_sent_unsharded == round(7 / 8 * 2 * 4 * 152_064 * (c + 1) + replicated + 2 * 7 / 8 * 4)  # and the norm
+    assert found.head_bytes_sent_unsharded == round(
+        7 / 8 * 2 * 4 * 152_064 * (c + 1) + replicated + 2 * 7 / 8 * 4
+    )  # and the norm
     assert found.head_bytes_sent < found.head_bytes_sent_unsharded / 4
