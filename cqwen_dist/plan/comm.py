@@ -49,12 +49,14 @@ def head_messages(
     matrices: Sequence[tuple[int, int]],
     vectors: int,
     full_gate_grad: bool = False,
+    gloo: bool = False,
 ) -> list[Message]:
     """The messages of one rank in one optimizer step: those of the micro-batches in order, then those of the step.
 
     tokens: label positions by [micro-batch][rank of the vocabulary group]. columns: C. gemm_bytes: width of a number of
     loc_u (2 in bf16). rows: v. row_columns: of each trained tensor with a row a word (W_cls C, thresholds 1, ...).
     matrices: (rows, columns) of the abduction's, if it trains. vectors: other trained numbers that every rank holds.
+    gloo: on a CPU, gradients are all-reduced where NCCL scatters them (`collectives.sum_to_owners`).
     """
     group = len(tokens[0])
     replicas = world // group
@@ -81,7 +83,7 @@ def head_messages(
     for name, ranks, shapes, whole in spread:
         for height, columns in shapes if ranks > 1 else ():
             if owned := height // ranks * ranks * columns * FP32:
-                send("reduce-scatter", name, ranks, owned)
+                send("all-reduce" if gloo else "reduce-scatter", name, ranks, owned)
                 send("all-gather", name, ranks, owned)
         if rest := (whole + sum(height % ranks * columns for height, columns in shapes)) * FP32:
             send("all-reduce", name, ranks, rest)
@@ -101,6 +103,7 @@ def stage_head_messages(s: Sizes, group: int) -> list[Message]:
         matrices=s.matrices(s.trainable),
         vectors=s.vectors(s.trainable),
         full_gate_grad=s.config.loss.gate_grad == "full",
+        gloo=s.kind == "cpu",
     )
 
 

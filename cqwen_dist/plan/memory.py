@@ -12,7 +12,6 @@ from math import ceil
 from typing import Literal
 
 from cqwen_dist.plan import activations
-from cqwen_dist.plan.comm import stage_head_messages
 from cqwen_dist.plan.sizes import FP32, MAX_LIVE, Sizes, ceil_div
 
 GIB, MIB = 2**30, 2**20
@@ -238,11 +237,9 @@ def _best_words(s: Sizes) -> Part:
 
 
 def _step_gradients(s: Sizes) -> Part:
-    summed = 0
-    if s.world > 1:  # in one piece what is not spread; gloo copies each tensor that is
-        messages = [m for m in stage_head_messages(s, s.group) if m.group == "world" or m.group == "replica"]
-        copied = ("all-reduce", "reduce-scatter") if s.kind == "cpu" else ("all-reduce",)
-        summed = max(m.bytes for m in messages if m.operation in copied)
+    rows = s.rows % (s.world // s.group) * sum(s.row_columns(s.trainable))
+    whole = s.vectors(s.trainable) + sum(rows % s.world * columns for rows, columns in s.matrices(s.trainable))
+    summed = FP32 * max(rows, whole) if s.world > 1 else 0  # in one piece: what is not spread
     features = 0 if not s.graph else s.trained_features * s.width + ceil_div(s.trained_features * FP32, s.over(1))
     return Part(
         "gradients", _head_gradients(s) + features + summed, "all of them, and those that are summed, in one piece"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cqwen_dist.parallel.collectives import all_gather_into, reduce_scatter_into, sum_over
+from cqwen_dist.parallel.collectives import gather_from_owners, sum_over, sum_to_owners
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.training.moments import MOMENTS, Share
 from cqwen_dist.training.parameter_groups import Member
@@ -78,7 +78,7 @@ class HeadOptimizer:
         return found if self.groups.world is None else sum_over(found, self.groups.world)
 
     def _reduce(self, shares: list[Share]) -> None:
-        """By the module's convention: a reduce-scatter of each that is spread, one all-reduce of the rest."""
+        """By the module's convention: those that are spread to the owners, each by itself; the rest in one piece."""
         world = self.groups.world_size
         if not shares or world == 1:
             return
@@ -87,7 +87,7 @@ class HeadOptimizer:
         if shares[0].ranks > 1:
             for share, gradient in zip(shares, gradients, strict=True):
                 if share.each:
-                    reduce_scatter_into(share.own(gradient), share.owned(gradient), group)
+                    sum_to_owners(share.owned(gradient), group)
             flat = torch.cat([rest.flatten() for rest in rests])
             if flat.numel():
                 sum_over(flat, group)
@@ -108,8 +108,7 @@ class HeadOptimizer:
             share.member.parameter.grad = None
         for share in stepped:
             if share.each:
-                weights = share.member.parameter.detach()
-                all_gather_into(share.owned(weights), share.own(weights), share.group)
+                gather_from_owners(share.owned(share.member.parameter.detach()), share.group)
 
     def drop_gradients(self) -> None:
         for member in self.members:
@@ -168,8 +167,8 @@ class HeadOptimizer:
 def _gathered(share: Share, key: str) -> Tensor | None:
     """A moment of all ranks, whole and on the host; None but on the first. Collective over the share's group."""
     whole = torch.empty_like(share.member.parameter)
-    own = share.own_moment(key).to(whole.device)
-    all_gather_into(share.owned(whole), own, share.group)
+    share.own(whole).copy_(share.own_moment(key))
+    gather_from_owners(share.owned(whole), share.group)
     if share.rank:
         return None
     share.rest(whole).copy_(share.rest_moment(key))

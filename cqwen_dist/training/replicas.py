@@ -1,6 +1,6 @@
 """Finds silent corruption: hashes of what must be equal on all ranks are compared every few steps and before a save.
 
-Copies of a parameter take equal steps, or are gathered from the rank that took it. So they stay equal to the bit, unless
+Copies of a parameter take equal steps, or are gathered from the rank that took it. So they stay equal to the bit unless
 a bit flips in one rank's memory or a rank left out a collective. The loss hardly shows that. The heads, those of their
 moments that all ranks keep, and the adapters are compared; rows of the vocabulary within their replica group. What one
 rank alone keeps has no second copy. Where a step gathers weights, an earlier flip is gone or in every copy by then: of

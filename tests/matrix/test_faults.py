@@ -106,7 +106,7 @@ def survivors(case: Case, fault: str, where: str) -> dict[int, tuple[str, str, b
     return found
 
 
-GATHER, SUM = "all-gather in the vocabulary group failed", "reduce-scatter in the world group failed"
+GATHER, SUM = "all-gather in the vocabulary group failed", "all-reduce in the world group failed"
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def traffic(cases: list[tuple[Case, str]]) -> list[tuple[list[Message], list[Mes
                 matrices=[tuple(m.parameter.shape) for m in members if m.spread and not m.has_rows],
                 vectors=sum(m.parameter.numel() for m in members if not m.spread),
                 full_gate_grad=gate_grad == "full",
+                gloo=True,
             )
             if case.kind != "heads":  # DeepSpeed speaks in the world, and in groups of its own
                 counted, expected = ([m for m in found if m.group in OURS] for found in (counted, expected))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cqwen_dist.config import Config
@@ -46,6 +48,9 @@ def test_by_hand() -> None:
         ("all-reduce", "replica", 11 * 4),
         ("all-reduce", "world", 4),
     ]
+    on_a_cpu = head_messages([[3, 5]], rows=11, row_columns=[10, 1], gloo=True, **SHAPE)
+    of_step = [m for m in found if m.operation == "reduce-scatter" and m.group != "vocabulary"]
+    assert on_a_cpu == [replace(m, operation="all-reduce") if m in of_step else m for m in found]
     assert Message("all-gather", "vocabulary", 4, 400).wire_bytes == 300
     assert Message("all-reduce", "world", 4, 400).wire_bytes == 600
 

@@ -223,3 +223,27 @@ def test_a_process_that_needs_no_other_steps_as_adamw_does() -> None:
         assert all(torch.equal(m.parameter, wanted[m.name]) for m in optimizer.members)
         assert all(torch.equal(value, wanted[name]) for name, value in moments.items())
         assert set(steps.values()) == {STEPS}
+
+
+@pytest.mark.gpu
+def test_a_step_on_the_host_is_that_of_the_gpu() -> None:
+    """Offloaded, in blocks: moments on the host, weights on the GPU."""
+    for shape in SHAPES:
+        found = {}
+        for offload in (False, True):
+            members = heads_of(shape, slice(None))
+            for m in members:
+                m.parameter.data = m.parameter.data.cuda()
+            optimizer = HeadOptimizer(members, ALONE, BETAS, DECAY, offload)
+            optimizer.enter_stage(PLAN, PLAN.stage.groups)
+            optimizer.set_lr(PLAN, 0)
+            for step in range(STEPS):
+                for m in members:
+                    m.parameter.grad = gradient(m.name, tuple(m.parameter.shape), step, 0).cuda()
+                optimizer.reduce_gradients()
+                optimizer.step(CLIP.cuda())
+            kinds = {moment.device.type for share in optimizer.shares for moment in share.moments.values()}
+            assert kinds == {"cpu" if offload else "cuda"}
+            found[offload] = {m.name: m.parameter.detach().cpu() for m in members}
+        for name, value in found[True].items():
+            assert float((value - found[False][name]).abs().max()) <= TOLERANCE, (shape, name)
