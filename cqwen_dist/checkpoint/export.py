@@ -73,7 +73,7 @@ def load_trained(
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
         return model.eval(), tokenizer
     config, folder = run_of(path)
-    state = load_checkpoint(folder, (0, 2**62), moments=False)
+    state = load_checkpoint(folder, (0, 2**62), [])
     saved = state.state["model"]
     base = base_digest(base_folder_of(config.base_folder), Path(config.run.dir) / DIGESTS)
     tokenizer = NumericalAwareTokenizer.from_pretrained(

@@ -5,7 +5,7 @@
       features.safetensors            w_num, <NUM>'s row                            whole, fp32
       heads.safetensors               abduction, b_noise, regression, a scalar C    whole, fp32
       rows-00000000-00075968...       W_cls, b_cls, C of these rows                 one file a range
-      *.moments.safetensors           AdamW's exp_avg and exp_avg_sq of each
+      *.moments.safetensors           AdamW's exp_avg and exp_avg_sq of each; of rows, a file for each owner's range
       state.json                      step, stage, Adam steps, position in the data
       manifest.json                   every file with size and checksum; written last
 
@@ -59,20 +59,27 @@ class TrainState:
     rows: Tensors
     row_moments: Tensors
     row_range: tuple[int, int]
+    moment_range: tuple[int, int] = (0, 0)  # rows of `row_moments` that this rank saves
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def load_checkpoint(folder: Path, row_range: tuple[int, int], moments: bool = True) -> TrainState:
-    """Read a checkpoint and a range of its rows, whatever ranges were saved. Raises `UserError` for a damaged file."""
+def load_checkpoint(
+    folder: Path, row_range: tuple[int, int], moment_ranges: Sequence[tuple[int, int]] | None = None
+) -> TrainState:
+    """Read a checkpoint and a range of its rows, whatever ranges were saved. Raises `UserError` for a damaged file.
+
+    moment_ranges: of the rows' moments, in this order; None: those of `row_range`; empty: no moments at all.
+    """
+    wanted = [row_range] if moment_ranges is None else moment_ranges
     adapters = adapter.read_adapter(folder / adapter.FOLDER) if (folder / adapter.FOLDER).is_dir() else {}
     try:
         return TrainState(
             features=load_file(folder / "features.safetensors") | adapters,
-            feature_moments=load_file(folder / "features.moments.safetensors") if moments else {},
+            feature_moments=load_file(folder / "features.moments.safetensors") if wanted else {},
             heads=load_file(folder / "heads.safetensors"),
-            head_moments=load_file(folder / "heads.moments.safetensors") if moments else {},
-            rows=_load_rows(folder, row_range, ROWS),
-            row_moments=_load_rows(folder, row_range, ROW_MOMENTS) if moments else {},
+            head_moments=load_file(folder / "heads.moments.safetensors") if wanted else {},
+            rows=_load_rows(folder, [row_range], ROWS),
+            row_moments=_load_rows(folder, wanted, ROW_MOMENTS),
             row_range=row_range,
             state=json.loads((folder / STATE).read_text(encoding="utf-8")),
         )
@@ -109,18 +116,18 @@ def refuse_strange(
             raise UserError(key, Said(f"{name} with a NaN or an infinity"), "finite numbers", str(where))
 
 
-def _load_rows(folder: Path, row_range: tuple[int, int], names: re.Pattern[str]) -> Tensors:
-    """Rows [start, stop) from those files of these names whose ranges overlap."""
+def _load_rows(folder: Path, ranges: Sequence[tuple[int, int]], names: re.Pattern[str]) -> Tensors:
+    """Rows of each [start, stop), one range below the other, from those files of these names that overlap."""
+    files = [(path, match) for path in sorted(folder.iterdir()) if (match := names.fullmatch(path.name))]
     parts: dict[str, list[Tensor]] = {}
-    for path in sorted(folder.iterdir()):
-        if (match := names.fullmatch(path.name)) is None:
-            continue
-        first, end = int(match[1]), int(match[2])
-        low, high = max(row_range[0], first), min(row_range[1], end)
-        if low < high:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
-                    parts.setdefault(name, []).append(file.get_slice(name)[low - first : high - first])
+    for start, stop in ranges:
+        for path, match in files:
+            first, end = int(match[1]), int(match[2])
+            low, high = max(start, first), min(stop, end)
+            if low < high:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                        parts.setdefault(name, []).append(file.get_slice(name)[low - first : high - first])
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 

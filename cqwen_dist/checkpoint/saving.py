@@ -118,7 +118,11 @@ class Saver:
         """The tensors that this rank writes, copied to the host (pinned if they come from a GPU)."""
         parts: dict[str, Any] = {"state": json.loads(json.dumps(state.state, default=float))}
         for part in ("features", "feature_moments", "heads", "head_moments", "rows", "row_moments"):
-            mine = self._groups.replica_rank == 0 if part.startswith("row") else self._side.rank() == 0
+            mine = self._side.rank() == 0
+            if part == "row_moments":
+                mine = state.moment_range[1] > state.moment_range[0]
+            elif part == "rows":
+                mine = self._groups.replica_rank == 0
             tensors: Tensors = getattr(state, part) if mine else {}
             parts[part] = {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
         if torch.cuda.is_initialized():
@@ -150,8 +154,8 @@ class Saver:
 def write_checkpoint(run_dir: Path, state: TrainState, about: About, groups: Groups, side: ProcessGroup) -> Path:
     """Write a checkpoint, whole or not at all. Collective over `side`, a group of the whole world.
 
-    Every rank of replica 0 writes its rows; rank 0 the rest. Raises any rank's error on all ranks, as `UserError` if it
-    is the disk's.
+    Every rank of replica 0 writes its rows, every rank the moments of the rows that it owns; rank 0 the rest. Raises
+    any rank's error on all ranks, as `UserError` if it is the disk's.
     """
     final = checkpoint_folder(run_dir, about.step)
     partial = final.with_name(f".{final.name}.partial")
@@ -196,9 +200,9 @@ def _write_files(partial: Path, state: TrainState, about: About, groups: Groups,
     """Write and check this rank's files; returns their records."""
     files: dict[str, Tensors] = {}
     if groups.replica_rank == 0 and state.row_range[1] > state.row_range[0]:
-        name = f"rows-{state.row_range[0]:08d}-{state.row_range[1]:08d}"
-        files[f"{name}.safetensors"] = state.rows
-        files[f"{name}.moments.safetensors"] = state.row_moments
+        files[_rows_file(state.row_range)] = state.rows
+    if state.moment_range[1] > state.moment_range[0]:
+        files[_rows_file(state.moment_range, ".moments")] = state.row_moments
     records = {}
     if main:
         files["features.safetensors"] = {k: v for k, v in state.features.items() if not is_lora(k)}
@@ -218,6 +222,10 @@ def _write_files(partial: Path, state: TrainState, about: About, groups: Groups,
     for name, tensors in files.items():
         records[name] = _write(partial / name, tensors)
     return records
+
+
+def _rows_file(rows: tuple[int, int], kind: str = "") -> str:
+    return f"rows-{rows[0]:08d}-{rows[1]:08d}{kind}.safetensors"
 
 
 def _write(path: Path, tensors: Tensors) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class ParallelConfig(Section):
     vocab_group_size: Positive = 1
     """Ranks that share the vocabulary's rows; 1: every rank holds all."""
     offload: Literal["none", "optimizer"] = "none"
-    """Keep the engine's optimizer in host memory."""
+    """Keep optimizer states in host memory, the engine's and the heads', and step there."""
     timeout_min: Above0 = 30.0
     """Minutes a rank waits for the others before the run fails."""
 

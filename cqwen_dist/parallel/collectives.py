@@ -69,6 +69,27 @@ def reduce_scatter_into(mine: Tensor, parts: Tensor, group: ProcessGroup | None 
         dist.reduce_scatter_tensor(mine, parts, group=group)
 
 
+def sum_to_owners(parts: Tensor, group: ProcessGroup | None) -> None:
+    """[size n, ...] summed over the ranks in place; a rank may read its own part [n, ...] alone.
+
+    A reduce-scatter, which NCCL does in place where the output is that part of the input. On a CPU an all-reduce, as
+    gloo's reduce-scatter is one of a copy.
+    """
+    if parts.device.type == "cpu":
+        sum_over(parts, group)
+    else:
+        reduce_scatter_into(_own_part(parts, group), parts, group)
+
+
+def gather_from_owners(parts: Tensor, group: ProcessGroup | None) -> None:
+    """[size n, ...], of which each rank has its own part [n, ...]: all of them on every rank, in place."""
+    all_gather_into(parts, _own_part(parts, group), group)
+
+
+def _own_part(parts: Tensor, group: ProcessGroup | None) -> Tensor:
+    return parts.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
 def sum_over(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum in place over the group (default: the world), and return it."""
     if dist.get_world_size(group) > 1:

@@ -44,15 +44,19 @@ def head_messages(
     world: int,
     columns: int,
     gemm_bytes: int,
-    row_tensors: Sequence[int],
-    replicated: int,
+    rows: int,
+    row_columns: Sequence[int],
+    matrices: Sequence[tuple[int, int]],
+    vectors: int,
     full_gate_grad: bool = False,
+    gloo: bool = False,
 ) -> list[Message]:
     """The messages of one rank in one optimizer step: those of the micro-batches in order, then those of the step.
 
     tokens: label positions by [micro-batch][rank of the vocabulary group]. columns: C. gemm_bytes: width of a number of
-    loc_u (2 in bf16). row_tensors: trained numbers of this rank's rows, by tensor (W_cls v C, thresholds v, ...).
-    replicated: trained numbers of the heads that every rank holds whole.
+    loc_u (2 in bf16). rows: v. row_columns: of each trained tensor with a row a word (W_cls C, thresholds 1, ...).
+    matrices: (rows, columns) of the abduction's, if it trains. vectors: other trained numbers that every rank holds.
+    gloo: on a CPU, gradients are all-reduced where NCCL scatters them (`collectives.sum_to_owners`).
     """
     group = len(tokens[0])
     replicas = world // group
@@ -72,25 +76,34 @@ def head_messages(
             send("reduce-scatter", "vocabulary", group, padded * columns * gemm_bytes)
         if full_gate_grad:
             send("all-gather", "vocabulary", group, padded * 3 * FP32)
-    if replicated:
-        send("all-reduce", "world", world, replicated * FP32)
-    for size in row_tensors:
-        send("all-reduce", "replica", replicas, size * FP32)
-    send("all-reduce", "vocabulary", group, FP32)
+    spread: list[tuple[GroupName, int, Sequence[tuple[int, int]], int]] = [
+        ("world", world, matrices, vectors),
+        ("replica", replicas, [(rows, columns) for columns in row_columns], 0),
+    ]
+    for name, ranks, shapes, whole in spread:
+        for height, columns in shapes if ranks > 1 else ():
+            if owned := height // ranks * ranks * columns * FP32:
+                send("all-reduce" if gloo else "reduce-scatter", name, ranks, owned)
+                send("all-gather", name, ranks, owned)
+        if rest := (whole + sum(height % ranks * columns for height, columns in shapes)) * FP32:
+            send("all-reduce", name, ranks, rest)
+    send("all-reduce", "world", world, FP32)
     return found
 
 
 def stage_head_messages(s: Sizes, group: int) -> list[Message]:
     """`head_messages` of a stage with vocabulary groups of `group` ranks, where every position has a label."""
-    rows = ceil_div(s.base.vocab, group)
     return head_messages(
         [[s.tokens] * group] * s.accumulation,
         world=s.world,
         columns=s.words,
         gemm_bytes=s.width,
-        row_tensors=[size // s.rows * rows for size in s.row_tensors(s.trainable)],
-        replicated=s.whole_head(s.trainable),
+        rows=ceil_div(s.base.vocab, group),
+        row_columns=s.row_columns(s.trainable),
+        matrices=s.matrices(s.trainable),
+        vectors=s.vectors(s.trainable),
         full_gate_grad=s.config.loss.gate_grad == "full",
+        gloo=s.kind == "cpu",
     )
 
 

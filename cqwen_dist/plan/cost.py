@@ -131,12 +131,12 @@ def layer_bytes(s: Sizes) -> float:
 
 def optimizer_time(s: Sizes, m: Machine) -> float:
     """Seconds of AdamW for the heads and this rank's share of the features, with the norm and the clip."""
-    heads = sum(s.row_tensors(s.trainable)) + s.whole_head(s.trainable)
+    heads = s.stepped_head(s.trainable)
     features = s.trained_features * s.graph / s.over(1)
     tensors = 2 * s.base.layers * len(s.adapters) * s.graph * TENSOR * (s.kind == "cuda")
     offloaded = s.config.parallel.offload == "optimizer"
-    here = ADAMW * (heads if offloaded else heads + features) / (m.memory * m.memory_efficiency)
-    host = features * (ADAMW + 2 * s.width) / m.host if offloaded else 0.0
+    here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * m.memory_efficiency)
+    host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / m.host if offloaded else 0.0
     return (here + tensors) * m.factor("optimizer") + host
 
 

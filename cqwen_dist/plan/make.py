@@ -205,6 +205,8 @@ def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
         return "Try loss.impl auto." if config.loss.impl == "reference" else "Try a larger parallel.vocab_group_size."
     if name in ("W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
         return "Try a larger parallel.vocab_group_size."
+    if name == "moments of the heads":
+        return "Try more ranks, or parallel.offload optimizer."
     if config.train.precision == "fp32":
         return "Try train.precision bf16."
     if config.parallel.zero_stage < 3:

@@ -125,20 +125,20 @@ def _engine(s: Sizes) -> Iterator[Part]:
 
 
 def _heads(s: Sizes) -> Iterator[Part]:
-    """The heads are outside the engine, in fp32, with their own AdamW: small ones whole, rows over the group."""
+    """The heads are outside the engine, in fp32, with their own AdamW: its moments over the ranks with equal copies."""
     v, words = s.rows, s.words
     for name, count in s.whole_heads.items():
-        size = count * (FP32 + ADAM_MOMENTS * (name in s.reached))
-        yield Part(name, size, f"{count:,} x 4 bytes" + (", 8 more for moments" if name in s.reached else ""))
-    trained = "classifier" in s.reached
-    each = FP32 + ADAM_MOMENTS * trained
-    state = "master and two moments" if trained else "weights (never trained so far)"
+        yield Part(name, count * FP32, f"{count:,} x 4 bytes")
     spread = f", over {s.group} ranks" if s.group > 1 else ""
-    yield Part("W_cls", v * words * each, f"v C = {v:,} x {words:,}, {each} bytes: {state}{spread}")
-    bias = v * (FP32 + ADAM_MOMENTS * (trained and s.config.train.train_class_bias))
-    learns = "thresholds" in s.reached and s.config.train.thresholds != "fixed"
-    threshold = (v if s.config.train.thresholds != "scalar" else 1) * (FP32 + ADAM_MOMENTS * learns)
-    yield Part("b_cls and C", bias + threshold, "fp32; with two moments where they learn")
+    yield Part("W_cls", v * words * FP32, f"v C = {v:,} x {words:,}, 4 bytes{spread}")
+    yield Part("b_cls and C", (v + (v if s.config.train.thresholds != "scalar" else 1)) * FP32, "fp32")
+    stepped = s.stepped_head(s.reached)
+    yield Part(
+        "moments of the heads",
+        stepped * ADAM_MOMENTS,
+        f"{stepped:,} x 8 bytes" + (f": a part of rows and matrices, over {s.world} ranks" if s.world > 1 else ""),
+        "host" if s.config.parallel.offload == "optimizer" else "device",
+    )
     yield Part("abduction at the start", s.whole_heads["abduction"] * FP32, "a copy, for KL(U || U at the start)")
 
 
@@ -154,7 +154,7 @@ def _activations(s: Sizes) -> Part:
 
 def _head_gradients(s: Sizes) -> int:
     """Bytes of the gradients of the heads' parameters after a micro-batch."""
-    return FP32 * (sum(s.row_tensors(s.trainable)) + s.whole_head(s.trainable))
+    return FP32 * (s.row_numbers(s.trainable) + s.whole_head(s.trainable))
 
 
 def _feature_gradients(s: Sizes) -> int:
@@ -186,7 +186,7 @@ def _loss(s: Sizes) -> Iterator[Part]:
     yield Part("features and U", _features_and_u(s, True), "z, and four [N, C] in fp32")
     n, c = s.group * s.tokens, s.words
     need_u = s.graph or bool(s.trainable & {"abduction", "noise"})
-    rows = FP32 * sum(s.row_tensors(s.trainable))
+    rows = FP32 * s.row_numbers(s.trainable)
     gap = FP32 * s.rows * (1 + bool(s.trainable & {"thresholds"} or s.config.train.train_class_bias))
     yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
     yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
@@ -237,8 +237,10 @@ def _best_words(s: Sizes) -> Part:
 
 
 def _step_gradients(s: Sizes) -> Part:
-    flat = FP32 * s.whole_head(s.trainable) if s.world > 1 else 0
+    rows = s.rows % (s.world // s.group) * sum(s.row_columns(s.trainable))
+    whole = s.vectors(s.trainable) + sum(rows % s.world * columns for rows, columns in s.matrices(s.trainable))
+    summed = FP32 * max(rows, whole) if s.world > 1 else 0  # in one piece: what is not spread
     features = 0 if not s.graph else s.trained_features * s.width + ceil_div(s.trained_features * FP32, s.over(1))
     return Part(
-        "gradients", _head_gradients(s) + features + flat, "all of them, and those that are summed, in one piece"
+        "gradients", _head_gradients(s) + features + summed, "all of them, and those that are summed, in one piece"
     )

@@ -82,7 +82,7 @@ class FittingLayout:
         if layout.gradient_checkpointing:
             parts.append("activations computed twice to hold fewer")
         if layout.offload != "none":
-            parts.append("masters and moments on the host")
+            parts.append("moments and the engine's masters on the host")
         return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:

@@ -90,16 +90,38 @@ class Sizes:
             return self.stage.epochs > 1
         return self.sequences_in_data is not None and (self.steps or 0) * self.global_batch > self.sequences_in_data
 
-    def row_tensors(self, groups: frozenset[str]) -> list[int]:
-        """Trained numbers of this rank's rows, a tensor each, where `groups` are trainable."""
+    def row_columns(self, groups: frozenset[str]) -> list[int]:
+        """Columns of each tensor with a row for each word, where `groups` are trainable."""
         train, found = self.config.train, []
         if "classifier" in groups:
-            found.append(self.rows * self.words)
+            found.append(self.words)
             if train.train_class_bias:
-                found.append(self.rows)
+                found.append(1)
         if "thresholds" in groups and train.thresholds == "per-word":
-            found.append(self.rows)
+            found.append(1)
         return found
+
+    def row_numbers(self, groups: frozenset[str]) -> int:
+        """Trained numbers of this rank's rows, where `groups` are trainable."""
+        return self.rows * sum(self.row_columns(groups))
+
+    def matrices(self, groups: frozenset[str]) -> list[tuple[int, int]]:
+        """(rows, columns) of what every rank holds whole and steps a part of, where `groups` are trainable."""
+        return [(self.causal, self.base.hidden)] * 2 if "abduction" in groups else []
+
+    def vectors(self, groups: frozenset[str]) -> int:
+        """Trained numbers of the heads that every rank holds and steps whole, where `groups` are trainable."""
+        return self.whole_head(groups) - sum(rows * columns for rows, columns in self.matrices(groups))
+
+    def stepped_head(self, groups: frozenset[str]) -> int:
+        """Numbers of the heads that a rank steps and has moments of (`training.moments`), where `groups` trained."""
+
+        def kept(rows: int, ranks: int) -> int:
+            return rows // ranks + rows % ranks
+
+        matrices = sum(kept(rows, self.world) * columns for rows, columns in self.matrices(groups))
+        rows = kept(self.rows, self.world // self.group) * sum(self.row_columns(groups))
+        return matrices + self.vectors(groups) + rows
 
     def whole_head(self, groups: frozenset[str]) -> int:
         """Trained numbers of the heads that every rank holds whole, where `groups` are trainable."""
@@ -108,7 +130,7 @@ class Sizes:
 
     def head(self, groups: frozenset[str]) -> int:
         """Trained numbers of the heads, over all ranks, where `groups` are trainable."""
-        return sum(self.row_tensors(groups)) // self.rows * self.base.vocab + self.whole_head(groups)
+        return sum(self.row_columns(groups)) * self.base.vocab + self.whole_head(groups)
 
     def over(self, stage: int) -> int:
         """Over how many ranks ZeRO spreads what it shards from `stage` on."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from cqwen_dist.model.lora import is_lora, is_lora_b, is_magnitude
 
@@ -42,7 +43,12 @@ class Member:
     @property
     def has_rows(self) -> bool:
         """Whether a rank has a part of its rows; other parameters of the heads are replicated."""
-        return has_rows(self.name, self.parameter)
+        return has_rows(self.name, self.parameter.shape)
+
+    @property
+    def spread(self) -> bool:
+        """Whether ranks with equal copies share its moments and its step (`moments`): all that is large."""
+        return self.has_rows or (self.group == "abduction" and self.parameter.ndim > 1)
 
     @property
     def decays(self) -> bool:
@@ -79,6 +85,6 @@ def head_members(heads: nn.Module, thresholds: str, train_class_bias: bool) -> l
     return members
 
 
-def has_rows(name: str, tensor: Tensor) -> bool:
+def has_rows(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter of the heads, or a moment of it, has a row for each word. A scalar C has none."""
-    return name.startswith(("action.cls_", "action.threshold")) and tensor.ndim > 0
+    return name.startswith(("action.cls_", "action.threshold")) and len(shape) > 0

@@ -1,8 +1,10 @@
 """Finds silent corruption: hashes of what must be equal on all ranks are compared every few steps and before a save.
 
-Copies of a parameter get equal gradients and take equal steps, so they stay equal to the bit, unless a bit flips in one
-rank's memory or a rank left out a collective. The loss hardly shows that. The heads, their moments and step counts, and
-the adapters are compared; rows of the vocabulary within their replica group. What ZeRO partitions has no second copy.
+Copies of a parameter take equal steps, or are gathered from the rank that took it. So they stay equal to the bit unless
+a bit flips in one rank's memory or a rank left out a collective. The loss hardly shows that. The heads, those of their
+moments that all ranks keep, and the adapters are compared; rows of the vocabulary within their replica group. What one
+rank alone keeps has no second copy. Where a step gathers weights, an earlier flip is gone or in every copy by then: of
+large parameters that train, only a flip since the last step is found (docs/running.md).
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ class Replicas:
         if not self.every or not (due or again or step % self.every == 0):
             return ""
         copies = list(self._copies())
-        hashes = gather_rows(torch.stack([bit_hash(value) for _, value, _ in copies])).cpu()  # [world, tensors]
+        device = self.engine.runtime.device  # the heads' moments may be on the host
+        hashes = gather_rows(
+            torch.stack([bit_hash(value).to(device) for _, value, _ in copies])
+        ).cpu()  # [world, tensors]
         for (name, _, kinds), values in zip(copies, hashes.T.tolist(), strict=True):
             if odd := _odd(values, kinds):
                 text = f"{name} is not equal on rank {odd}, and was equal after step {self.good}"
@@ -67,12 +72,8 @@ class Replicas:
 
     def _copies(self) -> Iterator[tuple[str, Tensor, int]]:
         """(name, tensor, kinds): ranks that are equal modulo `kinds` hold copies of each other."""
-        heads = self.engine.heads
-        for member in heads.members:
-            kinds = self.groups.vocab_size if member.has_rows else 1
-            yield member.name, member.parameter, kinds
-            for key, value in heads.adamw.state.get(member.parameter, {}).items():
-                yield f"{member.name}.{key}", value, 1 if key == "step" else kinds
+        for member, name, value in self.engine.heads.copies():
+            yield name, value, self.groups.vocab_size if member.has_rows else 1
         if self.engine.config.parallel.zero_stage < 3:
             for feature in self.engine.feature_members:
                 yield feature.name, feature.parameter, 1

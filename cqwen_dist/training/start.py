@@ -220,7 +220,7 @@ def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
         features = adapter.read_adapter(path)
     else:
         _, path = resolve_checkpoint(path)
-        saved = load_checkpoint(path, row_range(run.model), moments=False)
+        saved = load_checkpoint(path, row_range(run.model), [])
         features, heads, state = saved.features, {**saved.heads, **saved.rows}, saved.state
 
     # What does not fit is refused before anything is loaded

@@ -16,7 +16,7 @@ from cqwen_dist.model.lora import is_lora
 from cqwen_dist.run.files import START_TENSORS
 from cqwen_dist.training.assembly import Run
 from cqwen_dist.training.evaluation.number_metrics import CALIBRATION
-from cqwen_dist.training.optim import MOMENTS
+from cqwen_dist.training.moments import MOMENTS
 from cqwen_dist.training.parameter_groups import has_rows
 from cqwen_dist.training.zero.engine import Engine
 from cqwen_dist.training.zero.zero_state import FeatureState
@@ -44,7 +44,9 @@ def save(run: Run, place: Place) -> None:
 
 def restore(run: Run, folder: Path) -> Place:
     """Restore what `save` saved, on any ranks; returns where the run continues. Raises `UserError`."""
-    found = load_checkpoint(folder, row_range(run.model))
+    first = run.model.action.vocab_start
+    kept = [(first + start, first + stop) for start, stop in run.engine.heads.kept_rows]
+    found = load_checkpoint(folder, row_range(run.model), kept)
     state = found.state
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
     _restore(run.engine, found, folder)
@@ -72,6 +74,7 @@ def _collect(run: Run, place: Place) -> TrainState:
     moments, steps = engine.heads.moments()
     heads, rows = _split(head_tensors(engine))
     head_moments, row_moments = _split(moments)
+    first, (start, stop) = engine.model.action.vocab_start, engine.heads.written_rows
     return TrainState(
         features=features.parameters,
         feature_moments=features.moments,
@@ -80,6 +83,7 @@ def _collect(run: Run, place: Place) -> TrainState:
         rows=rows,
         row_moments=row_moments,
         row_range=row_range(engine.model),
+        moment_range=(first + start, first + stop),
         state={
             **vars(place),
             "schedule": run.schedule.state_dict(),
@@ -98,7 +102,7 @@ def _collect(run: Run, place: Place) -> TrainState:
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(replicated, with rows): parameters of the heads, or moments of them."""
-    rows = {name: tensor for name, tensor in tensors.items() if has_rows(name, tensor)}
+    rows = {name: tensor for name, tensor in tensors.items() if has_rows(name, tensor.shape)}
     return {name: tensor for name, tensor in tensors.items() if name not in rows}, rows
 
 
@@ -112,7 +116,9 @@ def _restore(engine: Engine, found: TrainState, source: Path) -> None:
             saved.update({name: value for name, value in present.items() if is_lora(name)})
     stepped = {name: shape for name, shape in head_shapes(engine).items() if name in state["head_steps"]}
     refuse_strange(heads, head_shapes(engine), source)
-    refuse_strange(moments, _moments_of(stepped), source)
+    kept = sum(stop - start for start, stop in engine.heads.kept_rows)
+    held = {name: torch.Size((kept, *shape[1:])) if has_rows(name, shape) else shape for name, shape in stepped.items()}
+    refuse_strange(moments, _moments_of(held), source)
     refuse_strange(features.parameters, shapes, source)
     refuse_strange(features.moments, _moments_of(shapes), source)
     load_heads(engine, heads, state)

@@ -33,8 +33,9 @@ ROWS, WIDTH = 7, 3
 ADAPTER = "backbone.transformer.a.lora_A.default.weight"
 
 
-def state_of(start: int, stop: int, tag: float = 0.0) -> TrainState:
-    """A state in which every number tells where it belongs."""
+def state_of(start: int, stop: int, tag: float = 0.0, owned: tuple[int, int] | None = None) -> TrainState:
+    """A state in which every number tells where it belongs. owned: rows whose moments the rank saves; None: all."""
+    own = slice(*(owned or (start, stop)))
     weight = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH) + tag
     threshold = torch.arange(ROWS, dtype=torch.float32) - 100 + tag
     return TrainState(
@@ -43,8 +44,9 @@ def state_of(start: int, stop: int, tag: float = 0.0) -> TrainState:
         heads={"action.reg_bias": torch.tensor(3.5)},
         head_moments={"action.reg_bias.exp_avg": torch.tensor(4.5)},
         rows={"action.cls_weight": weight[start:stop], "action.threshold": threshold[start:stop]},
-        row_moments={"action.cls_weight.exp_avg": -weight[start:stop]},
+        row_moments={"action.cls_weight.exp_avg": -weight[own]},
         row_range=(start, stop),
+        moment_range=(own.start, own.stop),
         state={"step": 1, "stage": "heads", "note": "数"},
     )
 
@@ -53,6 +55,8 @@ def save_here(run: str, group_size: int, steps: tuple[int, ...] = (1,), keep: in
     """Save on every rank; kill_at: die at that call of the last save which makes something durable."""
     groups = build_groups(group_size)
     start, stop = vocab_range(ROWS, groups.vocab_rank, groups.vocab_size)
+    first, end = vocab_range(stop - start, groups.replica_rank, dist.get_world_size() // group_size)
+    owned = start + first, start + end
     calls = 0
     for step in steps:
         if kill_at >= 0 and step == steps[-1] and dist.get_rank() == 0:
@@ -68,7 +72,7 @@ def save_here(run: str, group_size: int, steps: tuple[int, ...] = (1,), keep: in
 
                 setattr(os, name, deadly)
         saver = Saver(Path(run), groups, Retention(newest=keep))
-        saver.save(lambda step=step: state_of(start, stop, float(step)), About(step, "heads", config={"数": 1}))
+        saver.save(lambda step=step: state_of(start, stop, float(step), owned), About(step, "heads", config={"数": 1}))
         saver.wait()
     return calls
 
@@ -89,6 +93,13 @@ def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(tmp_path: Pat
         found = load_checkpoint(folder, (start, stop))
         assert_is(found, state_of(start, stop, 1.0))
         assert found.state["note"] == "数"
+    # of the moments any ranges, in the order that is asked for, or none
+    found = load_checkpoint(folder, (0, 4), [(5, 7), (0, 2)])
+    every = state_of(0, 7, 1.0).row_moments["action.cls_weight.exp_avg"]
+    assert torch.equal(found.row_moments["action.cls_weight.exp_avg"], every[[5, 6, 0, 1]])
+    assert found.rows["action.cls_weight"].shape == (4, WIDTH)
+    bare = load_checkpoint(folder, (0, 4), [])
+    assert [bare.row_moments, bare.head_moments, bare.feature_moments] == [{}, {}, {}]
 
 
 def test_a_rank_without_rows_loads_none_and_all_rows_need_no_number(tmp_path: Path) -> None:

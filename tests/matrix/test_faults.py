@@ -29,8 +29,9 @@ FEATURES = Case(WORLD, 3, 2, "fp32", 1, "heads+lora")
 
 
 def everything(engine: Engine) -> list[Tensor]:
-    """Parameters as this rank holds them: the heads, its pieces of the features."""
+    """Parameters as this rank holds them: the heads, its pieces of the features; and the heads' moments."""
     own = [m.parameter for m in engine.heads.members] + [flat for *_, flat in zero_state.masters(engine.engine)]
+    own += [moment for share in engine.heads.shares for moment in share.moments.values()]
     return [tensor.detach().clone() for tensor in own]
 
 

@@ -57,7 +57,7 @@ def one_step(vocab: int, hidden: int, tokens: int) -> dict[str, Any]:
     optimizer.reduce_gradients()
     optimizer.step(torch.ones(()))
     rows = [m.parameter for m in optimizer.members if m.has_rows]
-    moments = sum(optimizer.adamw.state[p][key].nbytes for p in rows for key in ("exp_avg", "exp_avg_sq"))
+    moments = sum(m.nbytes for share in optimizer.shares if share.member.has_rows for m in share.moments.values())
     weights = sum(p.nbytes for p in rows) + action.cls_bias.nbytes
     return {"weights": weights, "gradients": gradients, "moments": moments, "peak_mib": resident_mib("VmHWM") - before}
 

@@ -82,9 +82,12 @@ def traffic(cases: list[tuple[Case, str]]) -> list[tuple[list[Message], list[Mes
                 world=case.world,
                 columns=engine.model.action.cls_weight.shape[1],
                 gemm_bytes=2 if case.precision == "bf16" else 4,
-                row_tensors=[m.parameter.numel() for m in members if m.has_rows],
-                replicated=sum(m.parameter.numel() for m in members if not m.has_rows),
+                rows=engine.model.action.rows,
+                row_columns=[m.parameter[0].numel() for m in members if m.has_rows],
+                matrices=[tuple(m.parameter.shape) for m in members if m.spread and not m.has_rows],
+                vectors=sum(m.parameter.numel() for m in members if not m.spread),
                 full_gate_grad=gate_grad == "full",
+                gloo=True,
             )
             if case.kind != "heads":  # DeepSpeed speaks in the world, and in groups of its own
                 counted, expected = ([m for m in found if m.group in OURS] for found in (counted, expected))

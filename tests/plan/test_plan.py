@@ -129,11 +129,13 @@ def test_each_part_by_hand():
     assert size(result, "LoRA: weights") == 2 * lora
     assert size(result, "LoRA: optimizer") == 12 * lora / 2  # ZeRO 1 over two ranks
     abduction = 2 * (64 * 64 + 64)
-    assert size(result, "abduction") == 12 * abduction  # whole on every rank: weight and two moments
+    assert size(result, "abduction") == 4 * abduction  # whole on every rank
     assert size(result, "abduction at the start") == 4 * abduction
-    assert size(result, "W_cls") == 1000 * 64 * 12
+    assert size(result, "W_cls") == 1000 * 64 * 4
+    # two ranks with equal copies: each has moments of half of the matrices and rows, and of all vectors
+    assert size(result, "moments of the heads") == 8 * (64 * 64 + 2 * 64 + (64 + 1) + 64 + 500 * 65)
     assert not any("bf16" in part.name for part in result.parts)  # W_cls is rounded block by block, never copied
-    assert size(result, "b_cls and C") == 1000 * (4 + 12)
+    assert size(result, "b_cls and C") == 1000 * (4 + 4)
     assert result.trainable_parameters == lora + 2 * (64 * 64 + 64) + (64 + 1 + 64 + 2 * 64) + 1000 * 65
     assert (result.world, result.accumulation, result.fits) == (2, 4, True)
     assert result.device_gib == pytest.approx(sum(part.bytes for part in result.parts) / GIB)
@@ -157,7 +159,9 @@ def test_zero_shards_the_engine_and_the_group_shards_the_rows():
     assert size(three, "LoRA: optimizer") == size(one, "LoRA: optimizer")
     assert size(three, "W_cls") * 4 == size(one, "W_cls")
     odd = planned(config(parallel={"vocab_group_size": 3}, train={"global_batch_size": 24}), gpus=3)
-    assert size(odd, "W_cls") == 334 * 64 * 12  # ceil(1000 / 3) rows of C = 64
+    assert size(odd, "W_cls") == 334 * 64 * 4  # ceil(1000 / 3) rows of C = 64
+    # replicas of rows: none; matrices [72, 64] of the abduction over three ranks
+    assert size(odd, "moments of the heads") == 8 * (2 * 24 * 64 + 2 * 72 + 72 + 1 + 72 + 334 * 65)
 
 
 def test_settings_move_what_they_should():
@@ -172,6 +176,8 @@ def test_settings_move_what_they_should():
     moved = planned(config(parallel={"offload": "optimizer"}))
     assert moved.host_gib > 0
     assert moved.device_gib < plain.device_gib
+    moments = next(part for part in moved.parts if part.name == "moments of the heads")
+    assert (moments.place, moments.bytes) == ("host", size(plain, "moments of the heads"))
     reference = planned(config(loss={"impl": "reference"}))
     assert size(reference, "loss tiles") == 9 * 8 * 16 * 1000 * 4
 
@@ -206,8 +212,10 @@ def test_the_verdict_names_the_largest_part_and_a_way_out():
     roomy, tight = planned(settings, gib=80), planned(settings, gib=2)
     assert roomy.reason.startswith("fits: ")
     assert tight.reason.startswith("does not fit: ")
-    assert "the largest part is W_cls" in tight.reason
-    assert "parallel.vocab_group_size" in tight.reason
+    assert "the largest part is backbone" in tight.reason
+    half = planned(config(architecture=QWEN25_05B, train={"precision": "bf16"}), gib=2)
+    assert "the largest part is moments of the heads" in half.reason
+    assert "Try more ranks, or parallel.offload optimizer" in half.reason
     assert json.loads(json.dumps(tight.to_dict()))["fits"] is False
 
 

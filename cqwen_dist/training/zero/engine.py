@@ -76,7 +76,8 @@ class Engine:
         self.model = model.to(runtime.device).requires_grad_(False)
         heads = nn.ModuleDict(model.heads)
         members = head_members(heads, config.train.thresholds, config.train.train_class_bias)
-        self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay)
+        offload = config.parallel.offload == "optimizer"
+        self.heads = HeadOptimizer(members, groups, config.train.betas, config.train.weight_decay, offload)
         self.lr_ratio_b = config.model.lora.lr_ratio
         self.feature_members = feature_members(model.features, separate_b=self.lr_ratio_b != 1.0)
         self.slots = {m.slot: m for m in sorted(self.feature_members, key=lambda m: m.slot)}  # a member of each slot
@@ -178,8 +179,8 @@ class Engine:
         """Clip by the joint norm and step; returns that norm, [] fp32. `clipped`: whether it was clipped.
 
         Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
-        `CollectiveError` where a rank is lost. The heads step last, as they need no other rank for it. (If a rank is
-        lost inside DeepSpeed's own step, the others are half updated and end without a checkpoint of that step.)
+        `CollectiveError` where a rank is lost. (If that is inside DeepSpeed's own step, or while the heads' new weights
+        are gathered, the others are half updated and end without a checkpoint of that step.)
         """
         self._norm = None
         self._head_norm_sq = self.heads.reduce_gradients()
@@ -193,7 +194,7 @@ class Engine:
             else:
                 self._norm = self._finite_norm(self._head_norm_sq.sqrt())
         except NonFiniteStep:  # drop the gradients, so that the next step does not see them
-            self.heads.adamw.zero_grad(set_to_none=True)
+            self.heads.drop_gradients()
             if self.features_train:
                 zero_state.discard_gradients(self.engine)
             raise
