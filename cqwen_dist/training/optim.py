@@ -74,10 +74,10 @@ class HeadOptimizer:
         """{"train/b_noise_grad": []} of the last step, over all ranks; {} if b_noise is frozen."""
         return {} if self._noise is None else {"train/b_noise_grad": self._noise}
 
-    def step(self, coefficient: Tensor) -> None:
-        """Scale every gradient by the clip coefficient [] and step."""
+    def step(self, coefficient: float) -> None:
+        """Scale every gradient by the clip coefficient and step."""
         for member in self.members:
-            if member.parameter.grad is not None:
+            if member.parameter.grad is not None and coefficient < 1.0:
                 member.parameter.grad.mul_(coefficient)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
