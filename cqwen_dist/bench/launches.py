@@ -5,7 +5,7 @@ the number of dispatched operations tells how long the host is busy (16 us each 
 be counted on a CPU. The host waits where it reads a number, a shape that depends on values, or a copy that is not
 `non_blocking`. A CPU run is read as if the batches that are given were on the host and all else on a device.
 
-Compiled regions are counted as what they compile, as PyTorch runs them eagerly while it is watched.
+Operations inside a compiled region are not those of its kernels: there the profiler counts (`parts.device_counts`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _READS = {
     *("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"),
     *("unique_consecutive", "unique_dim_consecutive", "bincount"),
 }
+# Lines that run for tensors on a CPU alone, and what they read is at hand there: the end of a file's name, a function.
+_CPU_ALONE = {("ovr/loss.py", "_check"), ("ovr/scores.py", "prob_at"), ("ovr/one_pass.py", "backward")}
 _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
@@ -63,7 +65,9 @@ class Launches(TorchDispatchMode):
         self._host[tensor] = True
 
     def on_device(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda or (tensor.device.type == "cpu" and tensor not in self._host and not _CUDA())
+        return tensor.is_cuda or (
+            tensor.device.type == "cpu" and tensor not in self._host and not torch.cuda.is_available()
+        )
 
     def move(self, tensor: Tensor, to_host: bool) -> Tensor:
         """On a CPU run: the tensor's copy on the other side."""
@@ -75,7 +79,15 @@ class Launches(TorchDispatchMode):
         return copy
 
     def wait(self, what: str) -> None:
-        self._now[1][f"{what} at {_place()}"] += 1
+        """The host waits here."""
+        place = _place()
+        if not any(f"{file}:" in place and place.endswith(f" {name}") for file, name in _CPU_ALONE):
+            self._now[1][f"{what} at {place}"] += 1
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """{"operations": {part: how many}, "waits": ...}."""
+        found = {"operations": self.operations, "waits": self.waits}
+        return {name: {part: counts.total() for part, counts in parts.items()} for name, parts in found.items()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -91,7 +103,7 @@ class Launches(TorchDispatchMode):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
                     self.on_host(tensor)
-        elif not func.is_view and name not in _NO_KERNEL:
+        elif not func.is_view and name not in _NO_KERNEL and func.namespace != "profiler":
             self._now[0][name] += 1
         return result
 
@@ -116,7 +128,7 @@ class _Moves(TorchFunctionMode):
             launches.wait("torch.tensor of Python numbers")
         if func is Tensor.to and isinstance(next(iter(args[1:]), kwargs.get("device")), (torch.device, str)):
             moved = func(*args, **kwargs)
-            if not _CUDA() and not launches.on_device(args[0]):
+            if not torch.cuda.is_available() and not launches.on_device(args[0]):
                 moved = launches.move(moved, False)
                 if not kwargs.get("non_blocking"):
                     launches.wait("to(device)")
@@ -134,10 +146,6 @@ def _is_new(func: Any, args: Sequence[Any]) -> bool:
     )
 
 
-def _CUDA() -> bool:
-    return torch.cuda.is_available()
-
-
 def _by_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
@@ -145,9 +153,7 @@ def _by_mask(indices: Sequence[Tensor | None]) -> bool:
 def _place() -> str:
     """The innermost caller outside torch and this file, as file:line function."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename
-    ):
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
         frame = frame.f_back
     path = frame.f_code.co_filename.rsplit("/", 3)[1:]
     return f"{'/'.join(path)}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -39,7 +39,9 @@ class FusedLinear(PeftLinear):
             return super().forward(x, *args, **kwargs)
         base = self.base_layer
         a, b, scale = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight, self.scaling[ADAPTER]
-        partitioned = hasattr(base.weight, "ds_id")  # by ZeRO-3, whose hooks gather a module's weights when it is called
+        partitioned = hasattr(
+            base.weight, "ds_id"
+        )  # by ZeRO-3, whose hooks gather a module's weights when it is called
         if partitioned or base.weight.requires_grad or not x.dtype == a.dtype == base.weight.dtype:
             return super().forward(x)
         seen = self.lora_dropout[ADAPTER](x)
@@ -51,7 +53,14 @@ class _AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, seen: Tensor | None, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        seen: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
     ) -> Tensor:
         rows = (x if seen is None else seen).flatten(0, -2)
         h = _scaled(rows, a.T, scale)

@@ -1,4 +1,4 @@
-"""The fused linear map with an adapter is PEFT's: values, every gradient, dropout's draws, names; and what it leaves."""
+"""The fused linear map with an adapter is PEFT's: values, every gradient, dropout's draws, names."""
 
 from __future__ import annotations
 

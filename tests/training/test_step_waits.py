@@ -30,8 +30,6 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
 }
-# Lines that run for tensors on a CPU alone: what they read is at hand there. (The end of a file's name, function.)
-CPU_ALONE = {("ovr/loss.py", "_check"), ("ovr/scores.py", "prob_at"), ("ovr/one_pass.py", "backward")}
 CASES = [(zero, precision, pack) for zero in (1, 2, 3) for precision, pack in (("fp32", True), ("bf16", False))]
 
 
@@ -60,7 +58,7 @@ def rig_of(zero: int, precision: str, pack: bool, layers: int = 2, accumulation:
 
 
 def waits(cases: list[tuple[int, str, bool]], accumulation: int) -> dict[str, Counter[str]]:
-    """By case and stage: where a step waits, other than on lines that only a CPU runs."""
+    """By case and stage: where a step waits."""
     found: dict[str, Counter[str]] = {}
     for zero, precision, pack in cases:
         rig = rig_of(zero, precision, pack, accumulation=accumulation)
@@ -72,13 +70,7 @@ def waits(cases: list[tuple[int, str, bool]], accumulation: int) -> dict[str, Co
             with counting(t for batch in batches for t in vars(batch).values()) as launches:
                 rig.step(batches, plan)
                 launches.end("step")
-            found[f"ZeRO-{zero} {precision} {plan.stage.name}"] = Counter(
-                {
-                    place: times
-                    for place, times in launches.waits["step"].items()
-                    if not any(f"{file}:" in place and place.endswith(f" {name}") for file, name in CPU_ALONE)
-                }
-            )
+            found[f"ZeRO-{zero} {precision} {plan.stage.name}"] = launches.waits["step"]
     return found
 
 

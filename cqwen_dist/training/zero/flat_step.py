@@ -51,7 +51,9 @@ class FlatStep:
     @torch.no_grad()
     def collect(self, pipeline_parallel: bool = False) -> None:
         """Average all gradients over the ranks; add this rank's part to what it has."""
-        trained = [(i, group) for i, group in enumerate(self.optimizer.round_robin_bit16_groups) if group[0].requires_grad]
+        trained = [
+            (i, group) for i, group in enumerate(self.optimizer.round_robin_bit16_groups) if group[0].requires_grad
+        ]
         parameters = [p for _, group in trained for p in group]
         flat = self.optimizer.flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
         for p in parameters:

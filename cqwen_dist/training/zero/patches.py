@@ -12,10 +12,10 @@ from cqwen_dist.parallel.collectives import sum_over
 
 
 def patch_norm(optimizer: Any, over_limit: Callable[[Tensor], float]) -> None:
-    """Clip by the joint norm of features and heads where `flat_step` does not serve: ZeRO-3, or an offloaded optimizer.
+    """Clip by the joint norm of features and heads where `flat_step` does not serve: ZeRO-3, an offloaded optimizer.
 
-    over_limit: from the features' squared norm [], NaN where it is not finite, to the joint norm over its limit. It goes
-    to DeepSpeed as a tensor on the host: DeepSpeed reads it in each step, and would wait for the device.
+    over_limit: from the features' squared norm [], NaN where it is not finite, to the joint norm over its limit. That
+    goes to DeepSpeed as a tensor on the host: DeepSpeed reads it in each step, and would wait for the device.
     """
 
     def joint(norms: list[Any]) -> Tensor:
