@@ -25,7 +25,7 @@ from cqwen_dist.training.zero.patches import wide
 
 
 def is_flat(optimizer: Any) -> bool:
-    """Whether `FlatStep` serves a DeepSpeed optimizer: stage 1 or 2, its state on the device, no gaps in its buffers."""
+    """Whether `FlatStep` serves a DeepSpeed optimizer: stage 1 or 2, its state on the device, buffers without gaps."""
     if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
         return False
     return not any(map(any, getattr(optimizer, "round_robin_bit16_padding", ())))
