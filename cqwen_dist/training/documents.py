@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+ASKS = "find_packed_sequence_indices"
+
 
 @contextmanager
 def documents_of(position_ids: Tensor) -> Iterator[None]:
@@ -26,9 +28,9 @@ def documents_of(position_ids: Tensor) -> Iterator[None]:
             return None
         return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1).cumsum(1)
 
-    asked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = documents
+    asked = getattr(masking_utils, ASKS, None)
+    setattr(masking_utils, ASKS, documents)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = asked
+        setattr(masking_utils, ASKS, asked)

@@ -55,7 +55,7 @@ def one_step(vocab: int, hidden: int, tokens: int) -> dict[str, Any]:
     ).loss.backward()
     gradients = sum(m.parameter.grad.nbytes for m in optimizer.members if m.has_rows)
     optimizer.reduce_gradients()
-    optimizer.step(torch.ones(()))
+    optimizer.step(1.0)
     rows = [m.parameter for m in optimizer.members if m.has_rows]
     moments = sum(optimizer.adamw.state[p][key].nbytes for p in rows for key in ("exp_avg", "exp_avg_sq"))
     weights = sum(p.nbytes for p in rows) + action.cls_bias.nbytes
