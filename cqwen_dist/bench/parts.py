@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ STEPS = 2
 ROWS = 40
 # The profiler's names of calls that make the host wait for the device.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
 class Marks:
@@ -58,8 +59,14 @@ def between(before: Any, after: Any) -> float:
     return float(before.elapsed_time(after)) / 1e3 if isinstance(before, torch.cuda.Event) else float(after - before)
 
 
+class Ends(Protocol):
+    """What is told where the parts of a step end: `Marks`, or `launches.Launches`."""
+
+    def end(self, part: str) -> None: ...
+
+
 @contextmanager
-def marked(rig: Rig, marks: Marks) -> Iterator[None]:
+def marked(rig: Rig, marks: Ends) -> Iterator[None]:
     """Inside, the rig's steps leave marks. `data` is the time before the first forward pass, `rest` what remains."""
     engine, stepper = rig.engine, rig.stepper
     forward, backward, step, loss = engine.forward, engine.backward, engine.step, stepper._loss
@@ -102,10 +109,25 @@ def marked(rig: Rig, marks: Marks) -> Iterator[None]:
         stepper._loss = loss  # type: ignore[method-assign]
 
 
+def device_counts(step: Callable[[], object]) -> dict[str, float]:
+    """{kernels, host_waits} of one step on CUDA, as the profiler counts them, compiled regions among them."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        step()
+        torch.cuda.synchronize()
+    return _counts(traced.key_averages(), 1)
+
+
+def _counts(averages: Any, steps: int) -> dict[str, float]:
+    """Launches and waits a step; the last wait was our own."""
+    waits = sum(event.count for event in averages if event.key in WAITS)
+    kernels = sum(event.count for event in averages if event.key in LAUNCHES)
+    return {"kernels": kernels / steps, "host_waits": max(0, waits - 1) / steps}
+
+
 def profile_steps(step: Callable[[], object], folder: Path, device: torch.device) -> dict[str, Any]:
     """Trace `STEPS` steps into `folder`: trace.json.gz (chrome://tracing, Perfetto) and table.txt.
 
-    Returns {trace, table, host_syncs, kernels, device_s, top}: the two files; waits for the device, kernel launches and
+    Returns {trace, table, host_waits, kernels, device_s, top}: the two files; waits for the device, kernel launches and
     busy seconds per step; the first rows of the table.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,13 +145,10 @@ def profile_steps(step: Callable[[], object], folder: Path, device: torch.device
     shown = averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=60)
     text.write_text(shown, encoding="utf-8")
     ordered = sorted(averages, key=lambda event: -getattr(event, key))
-    waits = sum(event.count for event in averages if event.key in WAITS)
-    kernels = sum(event.count for event in averages if event.key in ("cudaLaunchKernel", "cuLaunchKernelEx"))
     return {
         "trace": str(trace),
         "table": str(text),
-        "host_syncs": max(0, waits - cuda) / STEPS,
-        "kernels": kernels / STEPS,
+        **_counts(averages, STEPS),
         "device_s": sum(getattr(event, key) for event in averages) / STEPS / 1e6,
         "top": [
             {"name": e.key[:80], "ms": getattr(e, key) / STEPS / 1e3, "count": e.count / STEPS} for e in ordered[:ROWS]

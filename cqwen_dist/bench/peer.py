@@ -18,11 +18,16 @@ from cqwen_dist.config import Config
 from cqwen_dist.model.lora import peft_config
 from cqwen_dist.ops.products import dtype_of
 
-PeerStep = Callable[[list[Batch]], None]
+PeerStep = Callable[..., None]  # (CPU micro-batches, end): one optimizer step; `end` hears where its parts end
 
 
-def peer_step(config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False) -> PeerStep:
-    """A function that takes one optimizer step on CPU micro-batches. Raises ImportError without Liger."""
+def peer_step(
+    config: Config, architecture: dict[str, Any], device: torch.device, liger: bool = False, compiled: bool = False
+) -> PeerStep:
+    """A function that takes one optimizer step. compiled: the whole model, as Hugging Face's `torch_compile` does.
+
+    Raises ImportError without Liger.
+    """
     dtype = dtype_of(config.train.precision)
     settings = AutoConfig.for_model(**{**architecture, "tie_word_embeddings": False})
     settings.use_cache = False
@@ -39,18 +44,24 @@ def peer_step(config: Config, architecture: dict[str, Any], device: torch.device
     if config.model.gradient_checkpointing:
         model.enable_input_require_grads()
         base.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        model.compile()
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
-    def step(micro_batches: list[Batch]) -> None:
+    def step(micro_batches: list[Batch], end: Callable[[str], None] = lambda part: None) -> None:
         for batch in micro_batches:
             on_device = batch.to(device)
             inputs = {name: getattr(on_device, name) for name in ("input_ids", "position_ids", "labels")}
+            end("data")
             loss = model(**inputs).loss
+            end("backbone_forward")
             (loss / len(micro_batches)).backward()
+            end("backbone_backward")
         torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm or 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        end("optimizer")
 
     return step

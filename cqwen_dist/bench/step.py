@@ -1,9 +1,10 @@
 """``cqwen bench step``: the whole training step by part, compared with HF + PEFT on the same backbone.
 
 Every stage of the config is run at its shapes with random weights. A row has tokens/s, MFU (useful operations over the
-device's peak), seconds by part, bytes sent, measured and planned peak memory. A stage that trains heads alone is run
-twice: with the backbone, and with z given as from the feature cache. Measured ratios are shown with those that the
-numbers of operations predict (`plan.flops`).
+device's peak), seconds by part, bytes sent, measured and planned peak memory, and how many operations it launches by
+part. A stage that trains heads alone is run twice: with the backbone, and with z given as from the feature cache.
+Measured ratios are shown with those that the numbers of operations predict (`plan.flops`). With `both`, ours and the
+peers are measured eager and compiled, and every pair has its ratio.
 """
 
 from __future__ import annotations
@@ -17,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.bench.parts import Marks, between, marked, profile_steps
+from cqwen_dist.bench.launches import counting
+from cqwen_dist.bench.parts import Marks, between, device_counts, marked, profile_steps
 from cqwen_dist.bench.peer import PeerStep, peer_step
 from cqwen_dist.bench.rig import Rig, build_rig
 from cqwen_dist.bench.timing import device_name, seconds_of, spread, wait_for
@@ -40,20 +39,12 @@ from cqwen_dist.plan.memory import GIB, WORKSPACE
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
 from cqwen_dist.training.stages import StagePlan
 
-PEERS = {"hf+peft": False, "hf+peft+liger": True}
+PEERS = {"hf+peft": False, "hf+peft+liger": True}  # whether Liger's kernels are in it
+COMPILED = ", compiled"  # behind the name of a row
 WARM_UP = 3  # steps
-# Columns of the table -> parts of a step.
-SHARES = {
-    "data": "data",
-    "forward": "backbone_forward",
-    "heads": "heads",
-    "backward": "backbone_backward",
-    "optimizer": "optimizer",
-    "communication": "communication",
-}
 
 
-def measure(config: Config, *, rounds: int, peers: bool, profile: Path | None, gpu: str) -> dict[str, Any] | None:
+def measure(config: Config, *, gpu: str, **how: Any) -> dict[str, Any] | None:
     """`run` in its own process group or the launcher's. Returns None on every rank but the first."""
     architecture = read_architecture(config)
     with distributed(config.parallel.timeout_min * 60) as runtime:
@@ -61,7 +52,7 @@ def measure(config: Config, *, rounds: int, peers: bool, profile: Path | None, g
             shown = torch.cuda.get_device_name().lower()
             gpu = gpu or next((name for name in MACHINES if name in shown), "h100")
         known = machine(gpu or "cpu", "ib400")
-        result = run(config, architecture, runtime, known, rounds=rounds, peers=peers, profile=profile)
+        result = run(config, architecture, runtime, known, **how)
         return result if runtime.is_main else None
 
 
@@ -74,40 +65,34 @@ def run(
     rounds: int,
     peers: bool = True,
     profile: Path | None = None,
+    both: bool = False,
 ) -> dict[str, Any]:
     """Measure every stage of the config. Collective over the world; returns a JSON-ready document on every rank.
 
-    machine: its peak gives MFU, and the calibration compares with its stated rates. Raises `UserError` if config and
-    ranks do not fit.
+    machine: its peak gives MFU, and the calibration compares with its stated rates. both: eager and compiled; else as
+    `model.compile_layers` says. Raises `UserError` if config and ranks do not fit.
     """
     device = runtime.device
-    kind: Kind = "cuda" if device.type == "cuda" else "cpu"
-    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind)
     timer, traffic = Timer(device, machine, rounds), Traffic(Marks(device).now)
-    before = _allocated(device)
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
-    with traffic.watching():
-        rig = build_rig(config, architecture, runtime)
-        for index, s in enumerate(sizes):
-            plan = rig.enter(index)
-            batches = rig.batches(plan)
-            row = _stage(timer, rig, plan, batches, s, traffic, before)
-            rows.append(row)
-            if profile is not None:
-                folder = profile / f"rank{runtime.rank}-{s.stage.name}"
-                profiles.append(profile_steps(partial(rig.step, batches, plan), folder, device))
-            if not s.graph:
-                rows.append(_cached(timer, rig, plan, batches, s, row))
-    del rig
-    _empty(device)
+    kinds = (False, True) if both and config.parallel.zero_stage < 3 else (config.model.compile_layers,)
+    with traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
+        for compiled in kinds:
+            own = config.model_copy(update={"model": config.model.model_copy(update={"compile_layers": compiled})})
+            found, batches, sizes = _ours(timer, own, architecture, runtime, traffic, profile, profiles)
+            rows += [row | {"name": row["name"] + COMPILED * (both and compiled)} for row in found]
+            _empty(device)
+    calibration = _factors(found, sizes, machine, runtime.world_size)
     last = next((i for i in reversed(range(len(sizes))) if "lora" in sizes[i].trainable), None)
     if peers and runtime.world_size == 1 and last is not None:
-        ours = next(row for row in reversed(rows) if "lora" in row["trainable"])
-        for name, liger in PEERS.items():
-            build = partial(peer_step, config, architecture, device, liger)
-            rows.append(_peer(timer, name, build, batches, sizes[last], ours))
-            _empty(device)
+        for name in PEERS:
+            for compiled in kinds if both else (False,):
+                same = name + COMPILED * compiled, sizes[last].stage.name + COMPILED * (both and compiled)
+                build = partial(peer_step, config, architecture, device, PEERS[name], compiled)
+                ours = next(row for row in rows if row["name"] == same[1])
+                rows.append(_peer(timer, same[0], build, batches, sizes[last], ours))
+                _empty(device)
     return {
         "device": device_name(device),
         "world": runtime.world_size,
@@ -119,8 +104,48 @@ def run(
         "compiled": config.model.compile_layers,
         "rows": rows,
         "profiles": profiles,
-        "calibration": {"machine": machine.name, "factors": _factors(rows, sizes, machine, runtime.world_size)},
+        "calibration": {"machine": machine.name, "factors": calibration},
     }
+
+
+def _ours(
+    timer: Timer,
+    config: Config,
+    architecture: dict[str, Any],
+    runtime: Runtime,
+    traffic: Traffic,
+    profile: Path | None,
+    profiles: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[Batch], list[Sizes]]:
+    """A row or two for each stage, the last stage's batches, and the sizes of all. Adds to `profiles`."""
+    device, rows = runtime.device, []
+    kind: Kind = "cuda" if device.type == "cuda" else "cpu"
+    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind)
+    before = _allocated(device)
+    rig = build_rig(config, architecture, runtime)
+    for index, s in enumerate(sizes):
+        plan = rig.enter(index)
+        batches = rig.batches(plan)
+        row = _stage(timer, rig, plan, batches, s, traffic, before)
+        rows.append(row | _launches(rig, plan, batches))
+        if profile is not None:
+            folder = profile / f"rank{runtime.rank}-{s.stage.name}{COMPILED[2:] * config.model.compile_layers}"
+            profiles.append(profile_steps(partial(rig.step, batches, plan), folder, device))
+        if not s.graph:
+            rows.append(_cached(timer, rig, plan, batches, s, row))
+    return rows, batches, sizes
+
+
+def _launches(rig: Rig, plan: StagePlan, batches: list[Batch]) -> dict[str, Any]:
+    """What a step launches and where it waits: the operations by part, unless compiled; on CUDA the kernels."""
+    step = partial(rig.step, batches, plan)
+    kernels = device_counts(step) if rig.runtime.device.type == "cuda" else {}
+    if rig.config.model.compile_layers:
+        return kernels
+    with counting(value for batch in batches for value in vars(batch).values()) as launches, marked(rig, launches):
+        step()
+        launches.end("rest")
+    return {**launches.totals(), **kernels}
 
 
 @dataclass(frozen=True)
@@ -220,16 +245,22 @@ def _peer(
 ) -> dict[str, Any]:
     """A peer's row, compared with `ours`, the last stage that trains adapters. A peer that cannot run says why."""
     cuda = timer.device.type == "cuda"
-    if PEERS[name] and not cuda:
+    if "liger" in name and not cuda:
         return {"name": name, "skipped": "needs CUDA", "trainable": []}
     before = _allocated(timer.device)
     try:
-        row = timer.row(name, partial(build(), batches), s)
+        step = build()
+        row = timer.row(name, partial(step, batches), s)
     except Exception as error:
         return {"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "trainable": []}
     row["mfu"] = None
     row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if cuda else None
     row["trainable"] = []
+    if not name.endswith(COMPILED):
+        with counting(value for batch in batches for value in vars(batch).values()) as launches:
+            step(batches, launches.end)
+        row |= launches.totals()
+    row |= device_counts(partial(step, batches)) if cuda else {}
     row["ratio"] = {
         "against": f"{ours['name']} over {name}, tokens/s",
         "measured": row["step_s"]["median"] / ours["step_s"]["median"],
@@ -256,43 +287,3 @@ def _empty(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def table(result: dict[str, Any]) -> Group:
-    """``run``'s result for a terminal."""
-    shape = f"{result['micro_batch_size']} x {result['sequence_length']} tokens a micro-batch, {result['precision']}"
-    out = Table(title=f"Training step, {shape}, {result['world']} x {result['device']}", title_justify="left")
-    out.add_column("")
-    for column in ("s (min-max)", "tokens/s", "MFU", *SHARES, "GiB"):
-        out.add_column(column, justify="right")
-    ratios = []
-    for row in result["rows"]:
-        if "skipped" in row:
-            out.add_row(row["name"], "skipped", row["skipped"], *[""] * 8)
-            continue
-        s, parts = row["step_s"], row.get("parts_s")
-        shares = [""] * len(SHARES)
-        if parts:
-            seconds, whole = {**parts, "communication": row["communication_s"]}, sum(parts.values())
-            shares = [f"{seconds.get(part, 0) / whole:.0%}" for part in SHARES.values()]
-        peak, planned = row.get("peak_gib"), row.get("planned_peak_gib")
-        memory = "" if peak is None else f"{peak:.2f}" + (f" (plan {planned:.2f})" if planned else "")
-        out.add_row(
-            row["name"],
-            f"{s['median']:.4g} ({s['min']:.4g}-{s['max']:.4g})",
-            f"{row['tokens_per_s']:,.0f}",
-            "" if row["mfu"] is None else f"{row['mfu']:.0%}",
-            *shares,
-            memory,
-        )
-        if "ratio" in row:
-            ratio = row["ratio"]
-            ratios.append(
-                f"{row['name']} (against {ratio['against']}): {ratio['measured']:.2f} measured, "
-                f"{ratio['by_operations']:.2f} by operations, {ratio['measured'] / ratio['by_operations']:.0%} of it"
-            )
-    profiles = [
-        f"profile: {found['trace']}, {found['table']}; {found['host_syncs']:.0f} host waits a step"
-        for found in result["profiles"]
-    ]
-    return Group(out, *(Text(line) for line in (*ratios, *profiles)))

@@ -67,6 +67,7 @@ def step(
     overrides: Overrides = None,
     rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 10,
     peers: Annotated[bool, typer.Option(help="Also HF + PEFT with a trained softmax head, and with Liger.")] = True,
+    both: Annotated[bool, typer.Option("--both", help="Ours and the peers eager and compiled, like for like.")] = False,
     profile: Annotated[Path | None, typer.Option(help="Folder for a profiler trace and a table.")] = None,
     gpu: Annotated[
         str, typer.Option(help="MFU refers to this GPU's peak: h200, h100, ...; default: the one here.")
@@ -78,9 +79,10 @@ def step(
 
     checked = load_config(config, overrides or [])
     quiet_libraries()
-    from cqwen_dist.bench.step import measure, table
+    from cqwen_dist.bench.step import measure
+    from cqwen_dist.bench.step_table import table
 
-    result = measure(checked, rounds=rounds, peers=peers, profile=profile, gpu=gpu)
+    result = measure(checked, gpu=gpu, rounds=rounds, peers=peers, profile=profile, both=both)
     if result is not None:
         print_document(result, as_json, table)
 

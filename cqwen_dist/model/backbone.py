@@ -217,8 +217,11 @@ def build_base(architecture: dict[str, Any], seed: int) -> PreTrainedModel:
 def compile_layers(transformer: nn.Module, **options: Any) -> None:
     """Compile every layer in place by itself; options: torch.compile's.
 
-    The layers share their code, so it is compiled once. What DeepSpeed and PEFT put around the layers is not touched.
+    The layers share their code, so it is compiled once: for each of gradients or none, adapters on or off, a mask or
+    none, and at first for new shapes. What DeepSpeed and PEFT put around the layers is not touched.
     """
+    # At its default of 8 kinds, dynamo gives the layers up for good and runs them uncompiled.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in transformer.get_submodule("layers").children():
         layer.compile(**options)
 

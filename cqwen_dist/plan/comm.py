@@ -113,7 +113,7 @@ def step_messages(s: Sizes) -> list[Message]:
 
 
 def feature_messages(s: Sizes) -> list[Message]:
-    """What DeepSpeed sends in one optimizer step of a stage (nothing while no feature trains, under ZeRO 1 and 2)."""
+    """What the engine sends in one optimizer step of a stage (nothing while no feature trains, under ZeRO 1 and 2)."""
     if s.world == 1 or (not s.graph and s.zero < 3):
         return []
     found: list[Message] = []
@@ -129,11 +129,10 @@ def feature_messages(s: Sizes) -> list[Message]:
             send("reduce-scatter", ceil_div(s.trained_features, s.world) * s.world * s.width, s.accumulation)
             send("all-reduce", 2 * FP32, len(s.engine_parameters))
         return found
-    send("all-reduce", s.trained_features * s.width, s.accumulation if s.zero == 2 else 1)
-    if s.width < FP32:
-        send("all-reduce", 1)
-    send("all-reduce", FP32, len(s.engine_parameters))
-    for count in s.engine_parameters.values():
+    trained = [count for name, count in s.engine_parameters.items() if s.engine_group(name) in s.trainable]
+    send("all-reduce", sum(trained) * s.width, s.accumulation if s.zero == 2 else 1)
+    send("all-reduce", FP32)
+    for count in trained:
         send("all-gather", ceil_div(count, 2 * s.world) * 2 * s.world * s.width)
     return found
 

@@ -20,7 +20,8 @@ from cqwen_dist.plan.sizes import FP32, Sizes
 # trained tensor costs DeepSpeed in a step. Kernels of a layer's forward, of an adapter in it, of a compiled layer;
 # backward takes twice as long to start (compiled: as long). COMPILED_PASSES: share of elementwise passes left.
 LAUNCH, TENSOR = 16e-6, 20e-6
-KERNELS, ADAPTER_KERNELS, COMPILED_KERNELS = 60, 6, 60
+KERNELS, COMPILED_KERNELS = 60, 60
+ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage: products alone, PEFT's (`model.fused_lora`)
 COMPILED_PASSES = 0.4
 PASSES = {"triton": 16, "chunked": 160, "reference": 200}  # bytes read and written for a (token, word) outside products
 ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the norm
@@ -107,7 +108,7 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     heads = n * ((each.word_head + each.abduction) / (m.peak(s.width) * m.head_efficiency) + words / memory)
     exposed = 0.0
     if s.kind == "cuda" and not m.calibrated:
-        layer = COMPILED_KERNELS if compiled else KERNELS + ADAPTER_KERNELS * len(s.adapters)
+        layer = COMPILED_KERNELS if compiled else KERNELS + ADAPTER_KERNELS[s.zero] * len(s.adapters)
         start = LAUNCH * s.base.layers * layer
         exposed += max(0.0, start - forward) * (not s.cached)
         exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
@@ -133,8 +134,9 @@ def optimizer_time(s: Sizes, m: Machine) -> float:
     """Seconds of AdamW for the heads and this rank's share of the features, with the norm and the clip."""
     heads = s.stepped_head(s.trainable)
     features = s.trained_features * s.graph / s.over(1)
-    tensors = 2 * s.base.layers * len(s.adapters) * s.graph * TENSOR * (s.kind == "cuda")
     offloaded = s.config.parallel.offload == "optimizer"
+    looped = s.kind == "cuda" and s.graph and (s.zero == 3 or offloaded)  # DeepSpeed's own step; else `zero.flat_step`
+    tensors = 2 * s.base.layers * len(s.adapters) * TENSOR * looped
     here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * m.memory_efficiency)
     host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / m.host if offloaded else 0.0
     return (here + tensors) * m.factor("optimizer") + host

@@ -67,7 +67,7 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
         found["a look at the constraint"] = (*held, *_heads_backward(s, looking=True))
     if s.graph:
         layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
-        own = Part("gradients", gradients, "heads in fp32; features in DeepSpeed's buffers")
+        own = Part("gradients", gradients, "heads in fp32; features in the weights' dtype")
         found["backward of the last layer"] = (*held, own, layer)
     else:  # also where z is cached: this forward pass makes the cache
         layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
@@ -110,8 +110,7 @@ def _frozen(s: Sizes) -> Iterator[Part]:
 def _engine(s: Sizes) -> Iterator[Part]:
     """Weights; fp32 masters and Adam's moments of this rank's share."""
     for name, count in s.engine_parameters.items():
-        group = "lora" if name == "LoRA" else "embedding"
-        trained = ADAM_MOMENTS if group in s.reached else 0
+        trained = ADAM_MOMENTS if s.engine_group(name) in s.reached else 0
         whole = count if s.zero < 3 or s.over(3) == 1 else ceil_div(count, s.over(3))
         yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
         if s.zero == 3:  # one flat buffer of gradients for good
@@ -158,12 +157,11 @@ def _head_gradients(s: Sizes) -> int:
 
 
 def _feature_gradients(s: Sizes) -> int:
-    """Bytes of DeepSpeed's bucket and the averaged share, where gradients run through the backbone."""
+    """Bytes of the engine's gradients in backward, and of the fp32 share that ZeRO-2 has of earlier micro-batches."""
     if not s.graph or s.zero == 3:
         return 0
-    own = FP32 if s.zero == 2 and s.width == 2 else s.width
-    averaged = s.trained_features if s.zero == 1 else ceil_div(s.trained_features, s.world)
-    return s.trained_features * s.width + averaged * own
+    earlier = ceil_div(s.trained_features, s.world) * FP32 * (s.zero == 2 and s.accumulation > 1)
+    return s.trained_features * s.width + earlier
 
 
 def _features_and_u(s: Sizes, forward: bool) -> int:

@@ -64,6 +64,11 @@ class Sizes:
             self.engine_parameters["LoRA"] = base.lora_parameters(lora.r, lora.target_modules, lora.dora)
         self.trained_features = sum(self.engine_parameters.values())
 
+    @staticmethod
+    def engine_group(part: str) -> str:
+        """The trainable group of a part of `engine_parameters`."""
+        return "lora" if part == "LoRA" else "embedding"
+
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the stage (at most, with `until`); None where that depends on data of unknown size."""

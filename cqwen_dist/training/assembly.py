@@ -28,6 +28,7 @@ from cqwen_dist.model.abduction import abduction_named
 from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.model.fused_lora import fuse_adapters
 from cqwen_dist.model.losses import LossOptions, gate_named
 from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.products import dtype_of
@@ -200,6 +201,7 @@ def build_training(
     )
     if config.model.gradient_checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    fuse_adapters(model.transformer)
     if config.model.compile_layers:
         compile_layers(model.transformer)
     engine = Engine(model, config, runtime, groups)

@@ -87,14 +87,16 @@ class Share:
         self.steps, self.moments = 0, {}
 
     @torch.no_grad()
-    def step(self, coefficient: Tensor, betas: tuple[float, float], weight_decay: float) -> None:
-        """AdamW on the kept rows, their gradient times the coefficient []. Other rows still have the old weights."""
+    def step(self, coefficient: float, betas: tuple[float, float], weight_decay: float) -> None:
+        """AdamW on the kept rows, their gradient times the coefficient, at most 1. Other rows still have the old weights."""
         if not self.moments:
             self.moments = {key: torch.zeros(self.shape, device=self.place) for key in MOMENTS}
         parameter = self.member.parameter
         assert parameter.grad is not None
         for part, moment in ((self.own, self.own_moment), (self.rest, self.rest_moment)):
-            weights, gradient = part(parameter.detach()), part(parameter.grad).mul_(coefficient)
+            weights, gradient = part(parameter.detach()), part(parameter.grad)
+            if coefficient < 1.0:
+                gradient.mul_(coefficient)
             exp_avg, exp_avg_sq = (moment(key) for key in MOMENTS)
             for at in self._blocks(weights):
                 here = _brought(weights[at], self.place)

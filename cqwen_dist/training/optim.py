@@ -100,8 +100,8 @@ class HeadOptimizer:
         """{"train/b_noise_grad": []} of the last step, over all ranks; {} if b_noise is frozen."""
         return {} if self._noise is None else {"train/b_noise_grad": self._noise}
 
-    def step(self, coefficient: Tensor) -> None:
-        """Scale every gradient by the clip coefficient [], step, and gather the new weights. Collective."""
+    def step(self, coefficient: float) -> None:
+        """Scale every gradient by the clip coefficient, step, and gather the new weights. Collective."""
         stepped = [share for share in self.shares if share.member.parameter.grad is not None]
         for share in stepped:
             share.step(coefficient, self.betas, self.weight_decay if share.member.decays else 0.0)

@@ -16,6 +16,7 @@ from cqwen_dist.ops.ovr.sampled import draw_words
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.collectives import gather_rows, sum_over
 from cqwen_dist.training.constraint import Constraint
+from cqwen_dist.training.documents import documents_of
 from cqwen_dist.training.evaluation.evaluator import best_word
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero.engine import Engine
@@ -70,14 +71,15 @@ class Stepper:
         right = torch.zeros(2, device=self.device)
         for i, (batch, keep) in enumerate(zip(micro_batches, keeps, strict=True)):
             last = i == len(micro_batches) - 1
-            batch_on_device, keep = batch.to(self.device), keep.to(self.device)
+            batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)
             labels = batch_on_device.labels.flatten()[keep]
             second = measures_kl and self.constraint.second_pass
-            z_start = self.constraint.start_features(batch_on_device, keep) if second else None
-            if cached is None:
-                z = self.engine.forward(batch_on_device, keep)
-            else:
-                z = self.model.wide_behind(self._fitting(cached[i], keep), batch_on_device, keep)
+            with documents_of(batch.position_ids):
+                z_start = self.constraint.start_features(batch_on_device, keep) if second else None
+                if cached is None:
+                    z = self.engine.forward(batch_on_device, keep)
+                else:
+                    z = self.model.wide_behind(self._fitting(cached[i], keep), batch_on_device, keep)
             u = self.model.abduction(z)
             terms = self._loss(u, batch_on_device, keep, counts, (step, i), reg_weight)
             loss = terms.loss
@@ -188,8 +190,9 @@ class Stepper:
         where any was told to stop.
         """
         stop = self.engine.runtime.stop
-        mine = torch.tensor([*sums, stop.reason is not None, *kept], device=self.device)
-        table = gather_rows(mine).cpu()
+        table = torch.tensor([[*sums, stop.reason is not None, *kept]])
+        if self.groups.world_size > 1:  # the one wait for the device beside the norm's
+            table = gather_rows(table[0].to(self.device, non_blocking=True)).cpu()
         stop.act_on(bool(table[:, 3].any()))
         return table
 

@@ -167,7 +167,7 @@ def train_heads(
         terms = fused_loss(model.action, u, labels, options, training.cls_weight / len(at), lam)
         terms.loss.backward()
         optimizer.set_lr(plan, step)
-        optimizer.step(torch.ones(()))
+        optimizer.step(1.0)
         losses.append(float(terms.cls_sum) / len(at))
     model.requires_grad_(False)
     return losses

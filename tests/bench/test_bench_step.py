@@ -79,6 +79,16 @@ def test_ratios_stand_beside_those_of_the_operations(result):
     assert all(ratio["measured"] > 0 and ratio["by_operations"] > 0 for ratio in ratios)
 
 
+def test_launches_are_counted_by_part(result):
+    ours, peer = (next(row for row in result["rows"] if row["name"] == name) for name in ("all", "hf+peft"))
+    assert set(ours["operations"]) >= {"data", "backbone_forward", "heads", "backbone_backward", "optimizer"}
+    assert set(peer["operations"]) == {"data", "backbone_forward", "backbone_backward", "optimizer"}
+    assert sum(ours["waits"].values()) == 1  # the norm
+    # The peer's forward pass holds its softmax head too.
+    for part in ("backbone_forward", "backbone_backward"):
+        assert ours["operations"][part] < peer["operations"][part], part
+
+
 def test_the_plan_can_be_calibrated_by_it(result, tmp_path):
     from cqwen_dist.plan.machine import machine
 
@@ -99,11 +109,11 @@ def test_the_table_is_readable(result):
 
     from rich.console import Console
 
-    from cqwen_dist.bench.step import table
+    from cqwen_dist.bench.step_table import table
 
     out = io.StringIO()
     Console(file=out, width=200).print(table(result))
-    for word in ("heads, z cached", "by operations", "hf+peft+liger", "skipped"):
+    for word in ("heads, z cached", "by operations", "hf+peft+liger", "skipped", "Operations launched in a step"):
         assert word in out.getvalue()
 
 

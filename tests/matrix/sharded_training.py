@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import Config
+from cqwen_dist.model.fused_lora import fuse_adapters
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
@@ -117,6 +118,7 @@ def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
     runtime = runtime_of(case, timeout_s)
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = fresh_model(case.kind, vocab_start=start, rows=stop - start)
+    fuse_adapters(model.transformer)
     if case.checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})
     return Engine(model, config_of(case), runtime, groups)

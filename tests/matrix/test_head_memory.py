@@ -55,7 +55,7 @@ def one_step(vocab: int, hidden: int, tokens: int) -> dict[str, Any]:
     ).loss.backward()
     gradients = sum(m.parameter.grad.nbytes for m in optimizer.members if m.has_rows)
     optimizer.reduce_gradients()
-    optimizer.step(torch.ones(()))
+    optimizer.step(1.0)
     rows = [m.parameter for m in optimizer.members if m.has_rows]
     moments = sum(m.nbytes for share in optimizer.shares if share.member.has_rows for m in share.moments.values())
     weights = sum(p.nbytes for p in rows) + action.cls_bias.nbytes

@@ -204,6 +204,8 @@ def test_scaling_ends_at_1024_and_begins_at_one():
     points = scaling(settings, gpu_memory_gib=80.0, architecture=known_architecture("Qwen/Qwen2.5-7B") or {})
     assert {point.ranks for point in points} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024}
     one = [point for point in points if point.ranks == 1]
-    assert all(point.efficiency == pytest.approx(1) and point.communication == 0 for point in one)
+    assert all(point.communication == 0 for point in one)
+    for point in one:  # ZeRO 3 steps tensor by tensor, so it is slower on one rank already
+        assert point.efficiency == pytest.approx(1, rel=1e-6 if point.zero_stage == 1 else 0.03)
     last = {(p.zero_stage, p.vocab_group_size): p.efficiency for p in points if p.ranks == 1024}
     assert last[1, 8] > last[1, 1]  # the rows' gradients stay in the node

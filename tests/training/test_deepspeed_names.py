@@ -18,19 +18,20 @@ ZERO = Path(__file__).parents[2] / "cqwen_dist" / "training" / "zero"
 ZERO_1_2 = "runtime/zero/stage_1_and_2.py:DeepSpeedZeroOptimizer"
 ZERO_3 = "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3"
 ENGINE = "runtime/engine.py:DeepSpeedEngine"
-BOTH = ("optimizer", "dp_process_group", "unscale_and_clip_grads", "loss_scale", "cpu_offload", "param_groups")
+BOTH = ("optimizer", "dp_process_group", "get_grad_norm_direct", "loss_scale", "cpu_offload", "param_groups")
 # By where a name is defined: in a class, its methods and attributes; in a module, what it sets on any object.
 NAMES = {
     ZERO_1_2: (
         *BOTH,
         *("single_partition_of_fp32_groups", "bit16_groups", "averaged_gradients", "all_grad_tensors"),
-        *("reset_cpu_buffers", "device", "overflow"),
-        *("get_grad_norm_direct", "check_overflow", "_update_model_bit16_weights"),  # replaced
+        *("reset_cpu_buffers", "overflow", "flatten", "reduce_bucket_size", "_grad_acc_hooks"),
+        *("parallel_partitioned_bit16_groups", "round_robin_bit16_groups", "bit16_groups_flat"),
+        *("scaled_global_norm", "reduce_gradients", "overlapping_partition_gradients_reduce_epilogue"),  # replaced
     ),
     ZERO_3: (
         *(name for name in BOTH if name != "cpu_offload"),
         *("fp32_partitioned_groups_flat", "sub_group_to_group_id", "fp16_groups", "_overflow_clean_up"),
-        "parameter_offload",
+        *("parameter_offload", "_get_norm_groups"),
     ),
     ENGINE: ("optimizer", "global_rank", "device", "was_step_applied", "set_gradient_accumulation_boundary"),
     "runtime/zero/partition_parameters.py": ("ds_numel", "ds_shape", "ds_tensor", "partition_numel"),

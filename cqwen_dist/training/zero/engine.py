@@ -27,8 +27,9 @@ from cqwen_dist.training.optim import HeadOptimizer
 from cqwen_dist.training.parameter_groups import feature_members, head_members
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.zero import zero_state
+from cqwen_dist.training.zero.flat_step import FlatStep, is_flat
 from cqwen_dist.training.zero.partitioned_base import join_deepspeed
-from cqwen_dist.training.zero.patches import forget_trace, patch_clip, patch_tensor_loops, skip_frozen_groups
+from cqwen_dist.training.zero.patches import forget_trace, patch_norm, skip_frozen_groups
 from cqwen_dist.training.zero.settings import deepspeed_config
 
 
@@ -66,6 +67,11 @@ class UsualNorm:
 
     def add(self, norm: float) -> None:
         self.seen = [*self.seen, norm][-self.LAST :]
+
+
+def clip_coefficient(over_limit: float) -> float:
+    """What gradients are multiplied by, as DeepSpeed has it. over_limit: their norm divided by its limit."""
+    return min(1.0, 1.0 / (over_limit + 1e-6))
 
 
 class Engine:
@@ -106,7 +112,7 @@ class Engine:
             decay = self.config.train.weight_decay if member.decays else 0.0
             parameter_groups.append({"params": parameters, "lr": 0.0, "weight_decay": decay})
         join_deepspeed()
-        optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, foreach=False)
+        optimizer = torch.optim.AdamW(parameter_groups, betas=self.config.train.betas, fused=True)
         skip_frozen_groups(optimizer)
         with naming("DeepSpeed's start"):
             engine, *_ = deepspeed.initialize(
@@ -114,23 +120,23 @@ class Engine:
             )
         if self.runtime.timeout_s is not None:
             limit_wait(engine.optimizer.dp_process_group, self.runtime.timeout_s)
-        if not hasattr(engine.optimizer, "unscale_and_clip_grads"):
+        if not hasattr(engine.optimizer, "get_grad_norm_direct"):
             raise UserError(
                 "parallel.zero_stage",
                 self.config.parallel.zero_stage,
                 f"another stage: DeepSpeed's {type(engine.optimizer).__name__} has no place to join the heads' norm",
             )
-        patch_clip(engine.optimizer, self._norm_over_limit)
-        patch_tensor_loops(engine.optimizer)
+        if is_flat(engine.optimizer):
+            FlatStep(engine.optimizer, lambda norm_sq: clip_coefficient(self._over_limit(norm_sq)))
+        else:
+            patch_norm(engine.optimizer, self._over_limit)
         return engine
 
-    def _norm_over_limit(self, feature_norm: Any) -> Tensor:
-        """The joint norm of features and heads divided by its limit; computed at a step's first parameter group."""
-        if self._norm is None:
-            norm = torch.as_tensor(feature_norm, device=self.runtime.device).float()
-            norm = torch.where(norm < 0, torch.nan, norm)  # DeepSpeed reports a norm that is not finite as -1
-            self._norm = self._finite_norm((norm.square() + self._head_norm_sq).sqrt())
-        return self._norm / self.usual.limit()
+    def _over_limit(self, feature_norm_sq: Tensor) -> float:
+        """The joint norm of features and heads divided by its limit. Raises as `_finite_norm`."""
+        norm_sq = feature_norm_sq.to(self.runtime.device) + self._head_norm_sq
+        self._norm = self._finite_norm(norm_sq.sqrt())
+        return self._norm_read / self.usual.limit()
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
         """Set which groups train. Those in `newly_trained` begin with zero moments and clear the usual norm."""
@@ -202,7 +208,7 @@ class Engine:
             self._finite.fill_(True)
         assert self._norm is not None
         limit = self.usual.limit()
-        self.heads.step((1.0 / (self._norm / limit + 1e-6)).clamp(max=1.0))  # as DeepSpeed's own
+        self.heads.step(clip_coefficient(self._norm_read / limit))
         self.usual.add(self._norm_read)
         self.clipped = self._norm_read > limit
         return self._norm

@@ -70,6 +70,7 @@ def deepspeed_config(config: Config, world_size: int, trained: int) -> dict[str,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the device twice a step
     }
     if bf16 and stage >= 2:  # in stage 1 DeepSpeed would take an optimizer that cannot join the heads' norm
         result["data_types"] = {"grad_accum_dtype": "fp32"}

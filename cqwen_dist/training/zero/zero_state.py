@@ -92,7 +92,7 @@ def _state(engine: Any, flat: Tensor) -> dict[str, Any]:
     """Adam's state of a flat master; zeros and step 0 before the first step."""
     state = engine.optimizer.optimizer.state[flat]
     if not state:
-        state["step"] = torch.tensor(0.0)
+        state["step"] = torch.zeros((), device=flat.device)  # where the fused AdamW reads it
         for key in MOMENTS:
             state[key] = torch.zeros_like(flat)
     return state
@@ -148,4 +148,4 @@ def write_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str
             flat[piece.in_flat].copy_(whole.flatten()[piece.in_parameter])
     for group, _, flat in masters(engine):
         if slots[group] in state.steps:  # a tensor each: a shared one would step twice
-            _state(engine, flat)["step"] = torch.tensor(float(state.steps[slots[group]]))
+            _state(engine, flat)["step"] = torch.tensor(float(state.steps[slots[group]]), device=flat.device)

@@ -1,0 +1,171 @@
+"""What a step asks of the device, counted without one: operations launched, and places where the host waits.
+
+Eager PyTorch launches a kernel or a few for each operation that it dispatches; views and allocations launch nothing. So
+the number of dispatched operations tells how long the host is busy (16 us each on an H200's machine, LOG.md), and can
+be counted on a CPU. The host waits where it reads a number, a shape that depends on values, or a copy that is not
+`non_blocking`. A CPU run is read as if the batches that are given were on the host and all else on a device.
+
+Operations inside a compiled region are not those of its kernels: there the profiler counts (`parts.device_counts`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Operations of aten's that allocate, or only name a tensor anew; views say so themselves.
+_NO_KERNEL = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_reshape_alias", "_unsafe_view"),
+    *("detach", "detach_", "alias", "lift_fresh", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory"),
+}
+# Operations whose result's shape, or the result itself, the host has to know.
+_READS = {
+    *("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"),
+    *("unique_consecutive", "unique_dim_consecutive", "bincount"),
+}
+# Lines that run for tensors on a CPU alone, and what they read is at hand there: the end of a file's name, a function.
+_CPU_ALONE = {("ovr/loss.py", "_check"), ("ovr/scores.py", "prob_at"), ("ovr/one_pass.py", "backward")}
+_READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+
+
+class Launches(TorchDispatchMode):
+    """Inside it, operations and waits are counted, by part of the step.
+
+    host: tensors that are on the host although they look like the device's (on a CPU everything does).
+    """
+
+    def __init__(self, host: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.operations: dict[str, Counter[str]] = {}
+        self.waits: dict[str, Counter[str]] = {}
+        self._now: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._host: Any = WeakIdKeyDictionary()
+        for tensor in host:
+            self.on_host(tensor)
+
+    def end(self, part: str) -> None:
+        """What was counted since the last call belongs to `part`."""
+        for found, now in zip((self.operations, self.waits), self._now, strict=True):
+            found.setdefault(part, Counter()).update(now)
+            now.clear()
+
+    def on_host(self, tensor: Tensor) -> None:
+        """From now on, the tensor is on the host."""
+        self._host[tensor] = True
+
+    def on_device(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda or (
+            tensor.device.type == "cpu" and tensor not in self._host and not torch.cuda.is_available()
+        )
+
+    def move(self, tensor: Tensor, to_host: bool) -> Tensor:
+        """On a CPU run: the tensor's copy on the other side."""
+        copy = tensor.detach().clone() if not tensor.requires_grad else tensor.clone()
+        if to_host:
+            self.on_host(copy)
+        else:
+            self._host.pop(copy, None)
+        return copy
+
+    def wait(self, what: str) -> None:
+        """The host waits here."""
+        place = _place()
+        if not any(f"{file}:" in place and place.endswith(f" {name}") for file, name in _CPU_ALONE):
+            self._now[1][f"{what} at {place}"] += 1
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """{"operations": {part: how many}, "waits": ...}."""
+        found = {"operations": self.operations, "waits": self.waits}
+        return {name: {part: counts.total() for part, counts in parts.items()} for name, parts in found.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        here = any(map(self.on_device, inputs)) if inputs else True
+        name = func.overloadpacket.__name__
+        if here and (name in _READS or (name == "index" and _by_mask(args[1]))):
+            self.wait(name)
+        result = func(*args, **kwargs)
+        if not here:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self.on_host(tensor)
+        elif not func.is_view and name not in _NO_KERNEL and func.namespace != "profiler":
+            self._now[0][name] += 1
+        return result
+
+
+class _Moves(TorchFunctionMode):
+    """Sees what moves between host and device, which on a CPU run nothing below would show."""
+
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self.launches = launches
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, launches = kwargs or {}, self.launches
+        if func in _READING_METHODS and launches.on_device(args[0]):
+            launches.wait(func.__name__)
+        if func is Tensor.cpu and launches.on_device(args[0]):
+            launches.wait("cpu")
+            return func(*args, **kwargs) if args[0].is_cuda else launches.move(args[0], True)
+        if func is torch.tensor and kwargs.get("device") is not None and not isinstance(args[0], Tensor):
+            launches.wait("torch.tensor of Python numbers")
+        if func is Tensor.to and isinstance(next(iter(args[1:]), kwargs.get("device")), (torch.device, str)):
+            moved = func(*args, **kwargs)
+            if not torch.cuda.is_available() and not launches.on_device(args[0]):
+                moved = launches.move(moved, False)
+                if not kwargs.get("non_blocking"):
+                    launches.wait("to(device)")
+            return moved
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and kwargs.get("device") is None and _is_new(func, args):
+            launches.on_host(result)
+        return result
+
+
+def _is_new(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a function makes a tensor out of Python's numbers alone, on the host where no device is named."""
+    return getattr(torch, getattr(func, "__name__", ""), None) is func and not any(
+        isinstance(leaf, Tensor) for leaf in tree_leaves(args)
+    )
+
+
+def _by_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _place() -> str:
+    """The innermost caller outside torch and this file, as file:line function."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    path = frame.f_code.co_filename.rsplit("/", 3)[1:]
+    return f"{'/'.join(path)}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+@contextmanager
+def counting(host: Iterable[Tensor] = ()) -> Iterator[Launches]:
+    """Inside, what this thread and its backward passes launch is counted."""
+    launches, accelerator = Launches(host), get_accelerator()
+    accelerator.synchronize = lambda device_index=None: launches.wait("synchronize")  # DeepSpeed's name for it
+    try:
+        with _Moves(launches), launches:
+            yield launches
+    finally:
+        del accelerator.synchronize

@@ -1,0 +1,134 @@
+"""The fused linear map with an adapter is PEFT's: values, every gradient, dropout's draws, names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.tiny import random_batch, tiny_model
+from torch import Tensor, nn
+
+from cqwen_dist.bench.launches import counting
+from cqwen_dist.config import LoraConfig
+from cqwen_dist.model.fused_lora import FusedLinear, fuse_adapters
+from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, merge_lora
+
+N, IN, OUT, R = 37, 20, 28, 3
+
+
+class Holder(nn.Module):
+    def __init__(self, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(IN, OUT, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def layers(bias: bool, dropout: float, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """PEFT's, the fused one, and PEFT's in float64, with the same weights."""
+    for own, fuse in ((dtype, False), (dtype, True), (torch.float64, False)):
+        torch.manual_seed(0)
+        holder = Holder(bias, dtype)
+        inject_lora(holder, LoraConfig(r=R, alpha=5, dropout=dropout, target_modules=["q_proj"]))
+        for name, p in holder.named_parameters():
+            if is_lora(name):
+                p.data = torch.randn_like(p).to(dtype)
+        holder = holder.to(own).train()
+        if fuse:
+            fuse_adapters(holder)
+            assert type(holder.q_proj) is FusedLinear
+        yield holder.q_proj
+
+
+def run(layer: nn.Module, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    x, g = torch.randn(*shape, IN), torch.randn(*shape, OUT)
+    first = x.to(dtype).to(next(layer.parameters()).dtype).requires_grad_()
+    torch.manual_seed(2)  # of dropout
+    y = layer(first)
+    y.backward(g.to(dtype).to(y.dtype))
+    found = {"y": y.detach(), "x": first.grad}
+    found |= {name: p.grad for name, p in layer.named_parameters() if p.requires_grad}
+    assert all(value is not None for value in found.values())
+    return {name: value.double() for name, value in found.items()}  # type: ignore[union-attr]
+
+
+# With dropout in one dtype: torch draws other masks for other dtypes, so float64 is no oracle of them.
+@pytest.mark.parametrize(("dropout", "dtype"), [(0.0, torch.float32), (0.0, torch.bfloat16), (0.4, torch.float32)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(N,), (2, 5), (1, 1), (0,)])
+def test_its_error_is_at_most_pefts(bias: bool, dropout: float, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    plain, fused, wide = (run(layer, dtype, shape) for layer in layers(bias, dropout, dtype))
+    assert set(fused) == set(plain)
+    if dropout:
+        wide = plain  # the same draws, equal to rounding
+    step = torch.finfo(dtype).eps
+    for name, exact in wide.items():
+        if not exact.numel():
+            continue
+        size = exact.abs().max()
+        allowed = (plain[name] - exact).abs().max() + 4 * step * size  # sums of other orders
+        assert (fused[name] - exact).abs().max() <= allowed, name
+
+
+def test_adapters_of_zero_change_no_bit() -> None:
+    torch.manual_seed(0)
+    holder = Holder(True, torch.bfloat16)
+    x = torch.randn(N, IN).bfloat16()
+    wanted = holder.q_proj(x)
+    inject_lora(holder, LoraConfig(r=R, target_modules=["q_proj"]))
+    holder.to(torch.bfloat16)
+    fuse_adapters(holder)
+    assert torch.equal(holder.q_proj(x), wanted)
+
+
+def test_the_whole_backbone_trains_alike_on_and_off_and_merged() -> None:
+    found = []
+    for fuse in (False, True):
+        model = tiny_model(lora=LoraConfig(r=2).model_dump())
+        torch.manual_seed(3)
+        for name, p in model.named_parameters():
+            p.requires_grad_(is_lora(name))
+            if is_lora(name):
+                nn.init.normal_(p, std=0.1)
+        names = list(model.state_dict())
+        if fuse:
+            fuse_adapters(model.transformer)
+        assert list(model.state_dict()) == names
+        batch = random_batch()
+        keep = batch.kept
+        z = model.kept_features(batch, keep)
+        z.square().mean().backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if is_lora(n)}
+        with torch.no_grad(), adapters_disabled(model.transformer):
+            off = model.kept_features(batch, keep)
+        merge_lora(model.transformer)
+        with torch.no_grad():
+            found.append((z.detach(), off, model.kept_features(batch, keep), gradients))
+    (z, off, merged, gradients), (z_fused, off_fused, merged_fused, others) = found
+    torch.testing.assert_close(z_fused, z, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged_fused, merged)
+    assert torch.equal(off_fused, off)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_dora_stays_pefts() -> None:
+    holder = Holder(True, torch.float32)
+    inject_lora(holder, LoraConfig(r=R, dora=True, target_modules=["q_proj"]))
+    fuse_adapters(holder)
+    assert type(holder.q_proj) is not FusedLinear
+
+
+def test_it_launches_products_alone() -> None:
+    counts = {}
+    for name, layer in zip(("peft", "fused"), layers(True, 0.0, torch.float32), strict=False):
+        x = torch.randn(N, IN, requires_grad=True)
+        with counting() as launches:
+            layer(x).sum().backward()
+            launches.end(name)
+        counts[name] = launches.operations[name]
+    products = {"mm": 3, "addmm": 1, "addmm_": 4}  # e, dB, dx; y with its bias; h, into y, dA, into dx
+    assert {name: counts["fused"][name] for name in products} == products
+    extra = {name: n for name, n in counts["fused"].items() if name not in products}
+    assert sum(extra.values()) <= 3, f"beside the products: {extra}"  # the test's own sum, and x's gradient
+    assert sum(counts["fused"].values()) <= sum(counts["peft"].values()) - 4, counts
