@@ -238,11 +238,12 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
 
 def _best_words(s: Sizes) -> Part:
     """What computing the accuracy of a micro-batch takes."""
-    n = s.tokens * s.group
+    n, w, group = s.tokens * s.group, s.width, s.group > 1
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
-    held = s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4
-    held += words * s.words * FP32 * (1 + (s.width < FP32))
-    return Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
+    held = s.tokens * (s.base.hidden * w + s.causal * FP32 * 4) + group * 2 * n * s.words * w  # own; the group's
+    held += words * s.words * FP32 * (1 + (w < FP32))
+    chunks = CHUNKS + group
+    return Part("best words", chunks * n * words * FP32 + held, f"{chunks} chunks [{n}, {words:,}]")
 
 
 def _step_gradients(s: Sizes) -> Part:

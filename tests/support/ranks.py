@@ -29,9 +29,7 @@ def fork_server() -> Any:
     return context
 
 
-def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, staged: str = ""
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, staged: str = "") -> list[Any]:
     """fn(*args) on `world` ranks with the process group up; what each returns, by rank.
 
     staged: "cuda": all ranks on one GPU, their collectives by way of the host (`parallel.staged`); "cpu": the same
