@@ -14,6 +14,7 @@ import gc
 import sys
 from collections.abc import Callable
 from importlib.resources import files
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,10 +168,15 @@ def _on_gpu() -> list[Case]:
 
 
 def _in_world(world: int) -> list[Case]:
-    """Small models in vocabulary groups of 8, two sequences a rank."""
+    """Small models in vocabulary groups of up to 8, two sequences a rank.
+
+    Two layers in a large world: of each weight, the profiler keeps an event for every rank's slice.
+    """
+    layers = {"num_hidden_layers": 2} if world > 256 else {}
 
     def case(name: str, changes: dict[str, Any], *trains: list[str], **architecture: Any) -> Case:
-        spread = {"parallel.vocab_group_size": min(8, world), **_batch(256, 2), "train.global_batch_size": 2 * world}
+        architecture |= layers
+        spread = {"parallel.vocab_group_size": gcd(8, world), **_batch(256, 2), "train.global_batch_size": 2 * world}
         return Case(name, {**SMALL, **architecture}, spread | changes, [*trains] or [ALL])
 
     return [

@@ -89,9 +89,10 @@ def distributed(
 ) -> Iterator[Runtime]:
     """Bring the process group up, yield the `Runtime`, take the group down; a group that is up already is used.
 
-    backend (`parallel.backend`): auto: gloo on CPU, nccl on GPUs; gloo: on GPUs by way of the host. A single process gets a group of one, so that all runs take the same path. The group is
-    always destroyed: otherwise gloo may abort after a success. stop: the flag that signals set, where one is
-    installed. alone: a group of one, even under a launcher.
+    backend (`parallel.backend`): auto: gloo on CPU, nccl on GPUs; gloo: on GPUs by way of the host. A single process
+    gets a group of one, so that all runs take the same path. The group is always destroyed: otherwise gloo may abort
+    after a success. stop: the flag that signals set, where one is installed. alone: a group of one, even under a
+    launcher.
     """
     rank, world, local_rank = find_ranks(os.environ)
     device = pick_device(local_rank, backend)

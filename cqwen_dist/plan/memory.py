@@ -157,7 +157,8 @@ def _gathered(s: Sizes, held: bool) -> Part:
     """
     live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
     largest = max(rows * columns for rows, columns, _ in s.base.linears.values())
-    numbers = min(live + largest // 2, s.base.backbone_parameters) if held and s.over(3) > 1 else 0
+    everything = s.base.backbone_parameters + s.trained_features
+    numbers = min(live + largest // 2, everything) if held and s.over(3) > 1 else 0
     return Part("gathered by ZeRO-3", numbers * s.width, f"whole weights in use, at most {live:,} and half a matrix")
 
 
