@@ -227,8 +227,8 @@ def accept(
     if gpus is not None:
         import torch
 
-        if gpus > (found := torch.cuda.device_count()):
-            raise UserError("--gpus", gpus, f"at most {found}, the GPUs here; --ranks needs none")
+        if gpus > (here := torch.cuda.device_count()):
+            raise UserError("--gpus", gpus, f"at most {here}, the GPUs here; --ranks needs none")
         ranks = gpus
     if hostfile is not None:
         from cqwen_dist.cluster.hostfile import read_hostfile

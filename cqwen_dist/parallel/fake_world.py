@@ -41,7 +41,7 @@ def one_of(world: int) -> Iterator[Runtime]:
     os.environ.update({name: str(value) for name, value in names.items()})  # DeepSpeed reads them
     reduce_scatter = dist.reduce_scatter_tensor
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    dist.reduce_scatter_tensor = _own_part
+    dist.reduce_scatter_tensor = _own_part  # type: ignore[assignment]
     try:
         yield Runtime(0, world, 0, device)
     finally:

@@ -109,7 +109,8 @@ def distributed(
         rank, world = 0, 1
     limit = timedelta(seconds=timeout_s)
     chosen = "gloo" if device.type == "cpu" else staged.BACKEND if backend == "gloo" else "nccl"
-    with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, local_rank, limit) as store:
+    place = local_rank if device.index is None else device.index  # DeepSpeed takes LOCAL_RANK for the GPU's number
+    with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, place, limit) as store:
         dist.init_process_group(
             chosen,
             store=store,

@@ -35,7 +35,7 @@ class StagedGroup(dist.ProcessGroup):
     """A process group that hands every collective to a gloo group of the same ranks. inner: that group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.inner = dist.ProcessGroup(store, rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
         self.inner._set_default_backend(kind)

@@ -107,9 +107,10 @@ def _rows(batch: Batch, start: int, stop: int) -> Batch:
 
 def runtime_of(case: Case, timeout_s: float | None = None) -> Runtime:
     """This rank, also in the environment that DeepSpeed reads."""
-    rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank))
-    return Runtime(rank, case.world, rank, device_here(), timeout_s)
+    rank, device = dist.get_rank(), device_here()
+    gpu = rank if device.index is None else device.index  # as DeepSpeed reads LOCAL_RANK
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(gpu))
+    return Runtime(rank, case.world, rank, device, timeout_s)
 
 
 def device_here() -> torch.device:

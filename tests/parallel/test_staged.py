@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from support.runs import cqwen, losses, write_config
 
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.collectives import all_gather_into, barrier, gather_objects, reduce_scatter_into, sum_over
@@ -89,3 +91,21 @@ def test_ranks_share_a_gpu_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError, match=r"rank 2 on a machine with 1 GPU.*parallel\.backend=gloo"):
         pick_device(1)
     assert pick_device(1, "gloo") == torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@ON_GPU
+def test_a_run_of_two_ranks_on_one_gpu_is_the_run_of_one(tmp_path: Path) -> None:
+    """Under the launcher, in ZeRO-3 with a shared vocabulary; TF32 is off, sums come in another order."""
+    config = write_config(tmp_path)
+    spread = [
+        "parallel.backend=gloo",
+        "parallel.zero_stage=3",
+        "parallel.vocab_group_size=2",
+        f"run.dir={tmp_path}/two",
+    ]
+    for ranks, more in ((1, []), (2, spread)):
+        done = cqwen("launch", config, "--ranks", ranks, *more, timeout=400, DS_ACCELERATOR="cuda")
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "run"), rel=1e-4)
