@@ -4,6 +4,8 @@ Each case builds the model and its engine, enters every stage and takes steps; t
 the accuracy and the constraint. Measured is the most that torch's allocator gave out at once: on CUDA from its
 statistics, on a CPU from the allocations that the profiler records. Planned are the tensors of `cqwen plan`, without
 context and fragmentation.
+
+With a world, this process is rank 0 of so many, of which the others do not exist (`parallel.fake_world`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from importlib.resources import files
+from math import gcd
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +23,14 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cqwen_dist.bench.rig import build_rig
-from cqwen_dist.config import Config
+from cqwen_dist.bench.timing import device_name
+from cqwen_dist.config import Config, load_config
 from cqwen_dist.config.reading import given_config
+from cqwen_dist.parallel.fake_world import one_of
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.plan import Architecture
-from cqwen_dist.plan.architecture import known_architecture
+from cqwen_dist.plan.architecture import known_architecture, read_architecture
 from cqwen_dist.plan.make import tensor_bytes, worst
 from cqwen_dist.plan.memory import MIB, WORKSPACE
 from cqwen_dist.plan.sizes import Kind, stage_sizes
@@ -53,10 +60,29 @@ SMALL: dict[str, Any] = {
 ALL, NO_LORA, HEADS = ["heads", "embedding", "lora"], ["heads", "embedding"], ["heads"]
 BF16 = {"train.precision": "bf16"}
 QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
+PACKED = {"data.pack": True}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 ZERO_2, ZERO_3 = {"parallel.zero_stage": 2}, {"parallel.zero_stage": 3}
 SAMPLED = {"loss.negatives": "sampled"}
 KL_HELD = {"loss.constraint.mode": "dual"}
+# A 72B model by its proportions, an eighth as wide: a layer has 0.88 of the numbers that ZeRO-3 keeps gathered.
+LIKE_72B = {
+    **SMALL,
+    "vocab_size": 19_008,
+    "hidden_size": 1024,
+    "intermediate_size": 3696,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+}
+LIVE_LIKE_72B = {
+    "deepspeed.zero_optimization": {
+        "stage3_max_live_parameters": 15_600_000,
+        "stage3_max_reuse_distance": 15_600_000,
+        "stage3_prefetch_bucket_size": 780_000,
+        "stage3_param_persistence_threshold": 1560,
+    }
+}
+OWN_CONFIGS = ("7b", "14b", "32b", "72b")  # what a GPU measures in a world
 
 
 def cases(kind: str) -> list[Case]:
@@ -81,8 +107,8 @@ def _on_cpu() -> list[Case]:
         case("dropout", {"model.lora.dropout": 0.1}),
         case("checkpointing", CHECKPOINTING),
         case("checkpointing, bf16", CHECKPOINTING | BF16),
-        case("packed", {"data.pack": True}),
-        case("packed, bf16", {"data.pack": True} | BF16),
+        case("packed", PACKED),
+        case("packed, bf16", PACKED | BF16),
         case("accumulation", {"train.global_batch_size": 12}),
         case("a large vocabulary", vocab_size=40_000),
         case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
@@ -127,7 +153,7 @@ def _on_gpu() -> list[Case]:
         case("0.5B, dropout", 8, {"model.lora.dropout": 0.1}),
         case("0.5B, q and v", 8, QV),
         case("0.5B, accumulation", 4, {"train.global_batch_size": 12}),
-        case("0.5B, packed", 8, {"data.pack": True}),
+        case("0.5B, packed", 8, PACKED),
         case("0.5B, heads", 8, trains=HEADS),
         case("0.5B, embedding and heads", 8, trains=NO_LORA),
         case("0.5B, fp32", 4, {"train.precision": "fp32"}),
@@ -138,6 +164,29 @@ def _on_gpu() -> list[Case]:
         case("7B wide, 4 layers, heads", 8, trains=HEADS, size="7B", num_hidden_layers=4),
         case("7B wide, 8 layers, checkpointing", 8, CHECKPOINTING, size="7B", num_hidden_layers=8),
         case("7B, 2 x 1024", 2, size="7B"),
+    ]
+
+
+def _in_world(world: int) -> list[Case]:
+    """Small models in vocabulary groups of up to 8, two sequences a rank.
+
+    Two layers in a large world: of each weight, the profiler keeps an event for every rank's slice.
+    """
+    layers = {"num_hidden_layers": 2} if world > 256 else {}
+
+    def case(name: str, changes: dict[str, Any], *trains: list[str], **architecture: Any) -> Case:
+        architecture |= layers
+        spread = {"parallel.vocab_group_size": gcd(8, world), **_batch(256, 2), "train.global_batch_size": 2 * world}
+        return Case(name, {**SMALL, **architecture}, spread | changes, [*trains] or [ALL])
+
+    return [
+        case("ZeRO-1, bf16", BF16),
+        case("ZeRO-2, bf16", BF16 | ZERO_2),
+        case("ZeRO-3, fp32", ZERO_3),
+        case("ZeRO-3, bf16, q and v", BF16 | ZERO_3 | QV),
+        case("ZeRO-3, bf16, a large vocabulary", BF16 | ZERO_3, vocab_size=40_000),
+        case("as 72B: heads", BF16 | ZERO_3 | CHECKPOINTING | PACKED | LIVE_LIKE_72B, HEADS, **LIKE_72B),
+        case("as 72B: heads, then all", BF16 | ZERO_3 | CHECKPOINTING | PACKED | LIVE_LIKE_72B, HEADS, ALL, **LIKE_72B),
     ]
 
 
@@ -162,11 +211,18 @@ def config_of(case: Case) -> Config:
 
 def measure(case: Case, runtime: Runtime, groups: Groups | None = None) -> dict[str, Any]:
     """One case: {name, measured, predicted, ratio, stage, moment}, MiB. Collective over the world."""
-    config, device = config_of(case), runtime.device
+    return {"name": case.name, **measure_config(config_of(case), case.architecture, runtime, groups)}
+
+
+def measure_config(
+    config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None
+) -> dict[str, Any]:
+    """As `measure`, without a name."""
+    device = runtime.device
     kind: Kind = "cuda" if device.type == "cuda" else "cpu"
 
     def build() -> Callable[[], None]:
-        rig = build_rig(config, case.architecture, runtime, groups)
+        rig = build_rig(config, architecture, runtime, groups)
 
         def steps() -> None:
             for index in range(len(config.stages)):
@@ -178,11 +234,10 @@ def measure(case: Case, runtime: Runtime, groups: Groups | None = None) -> dict[
         return steps
 
     measured = peak_of(build, device)
-    base = Architecture.of(case.architecture)
+    base = Architecture.of(architecture)
     s, phase, parts = worst(stage_sizes(config, base, world=runtime.world_size, kind=kind))
     predicted = tensor_bytes(parts) + (WORKSPACE if kind == "cuda" else 0)
     return {
-        "name": case.name,
         "measured_mib": measured / MIB,
         "predicted_mib": predicted / MIB,
         "ratio": predicted / measured,
@@ -200,7 +255,27 @@ def measure_all(only: list[str]) -> tuple[list[dict[str, Any]], str]:
         for case in chosen:
             rows.append(measure(case, runtime))
             print(f"{case.name}: {rows[-1]['ratio']:.3f} of measured", file=sys.stderr)
-        return rows, torch.cuda.get_device_name() if kind == "cuda" else "cpu"
+        return rows, device_name(runtime.device)
+
+
+def measure_world(world: int, configs: list[Path], only: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """As `measure_all`, of rank 0 of so many: of these configs, or of those that this kind of device tries."""
+    with one_of(world) as runtime:
+        gpu, chosen = runtime.device.type == "cuda", []
+        if gpu and not configs:
+            configs = [Path(str(files("cqwen_dist") / "configs" / f"qwen2.5-{size}.yaml")) for size in OWN_CONFIGS]
+        for path in configs:
+            config = load_config(path)
+            chosen.append((path.stem, config, read_architecture(config)))
+        if not chosen:
+            chosen = [(case.name, config_of(case), case.architecture) for case in _in_world(world)]
+        chosen.sort(key=lambda item: item[1].parallel.zero_stage == 3)  # last: see `_on_cpu`
+        rows = []
+        for name, config, architecture in chosen:
+            if not only or any(word in name for word in only):
+                rows.append({"name": name, **measure_config(config, architecture, runtime)})
+                print(f"{name}: {rows[-1]['ratio']:.3f} of measured", file=sys.stderr)
+        return rows, f"rank 0 of {world}, {device_name(runtime.device)}"
 
 
 def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 For each ZeRO stage, on random weights: bytes that this rank's collectives carry in a step (counted, and by
 `plan.comm`), the most that torch's allocator gave out on any rank (measured, and by `plan.memory`), tokens a second.
+And what a link carries in each collective, by size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cqwen_dist.bench.rig import build_rig
 from cqwen_dist.bench.timing import device_name, seconds_of
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.collectives import gather_objects
-from cqwen_dist.parallel.measure import all_reduce_seconds, bus_bandwidth
+from cqwen_dist.parallel.measure import OPERATIONS, bus_bandwidth, collective_seconds, said_bandwidths
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.parallel.traffic import Traffic
 from cqwen_dist.plan import Architecture
@@ -26,7 +27,7 @@ from cqwen_dist.plan.sizes import Kind, stage_sizes
 WARM, TIMED = 2, 5  # steps
 LARGEST_GROUP = 8  # ranks that share the vocabulary: those of a machine, usually
 TINY = 64  # bytes for each rank: counts of a step, norms and flags, which the plan leaves out
-MESSAGE = 64 * 2**20
+MESSAGES_MIB = (1, 16, 64, 256)  # whole buffers; on CPUs without the last
 
 
 def layouts(world: int) -> list[tuple[int, int]]:
@@ -45,9 +46,15 @@ def measure_ranks() -> dict[str, Any] | None:
         found: dict[str, Any] = {"ranks": runtime.world_size, "device": device_name(runtime.device)}
         found["layouts"] = [_layout(runtime, traffic, *at, gpu) for at in layouts(runtime.world_size)]
         if runtime.world_size > 1:
-            seconds = all_reduce_seconds([MESSAGE], runtime.device)[MESSAGE]
-            found["all_reduce_gib_per_s"] = bus_bandwidth(MESSAGE, seconds, runtime.world_size) / 2**30
+            found["gib_per_s"] = {name: _bandwidths(runtime, name, gpu) for name in OPERATIONS}
         return found if runtime.is_main else None
+
+
+def _bandwidths(runtime: Runtime, operation: str, gpu: bool) -> dict[str, float]:
+    """GiB a second of a link by MiB of the buffer."""
+    world, sizes = runtime.world_size, [mib * 2**20 for mib in MESSAGES_MIB[: None if gpu else -1]]
+    seconds = collective_seconds(sizes, runtime.device, world, operation)
+    return {str(n // 2**20): bus_bandwidth(n, s, world, operation) / 2**30 for n, s in seconds.items()}
 
 
 def _layout(runtime: Runtime, traffic: Traffic, zero: int, group: int, gpu: bool) -> dict[str, Any]:
@@ -105,6 +112,5 @@ def lines(found: dict[str, Any]) -> str:
             f"(planned {row['planned_bytes']:,}), {row['measured_mib']:,.1f} MiB (planned {row['planned_mib']:,.1f}), "
             f"{row['tokens_per_s']:,.0f} tokens/s"
         )
-    if "all_reduce_gib_per_s" in found:
-        out.append(f"all-reduce of {MESSAGE // 2**20} MiB: {found['all_reduce_gib_per_s']:.2f} GiB/s a link")
+    out += [f"{name}: {said_bandwidths(sizes)}" for name, sizes in found.get("gib_per_s", {}).items()]
     return "\n".join(out)

@@ -6,7 +6,6 @@ the memory of a step.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
 from cqwen_dist.ops.products import dtype_of
-from cqwen_dist.parallel.collectives import barrier, gather_objects
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime, seed_everything
 from cqwen_dist.training.assembly import Base, Training, Words, build_training
 from cqwen_dist.training.stages import StagePlan
 from cqwen_dist.training.step import ACCURACY_EVERY
-from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
+from cqwen_dist.training.zero.partitioned_base import partitioned
 
 NUMBER_SHARE = 0.125  # of the tokens are <NUM>, as in GSM8K
 DOCUMENTS = 4  # texts in a packed sequence
+SPREAD = 0.02  # of the random weights
 
 
 @dataclass(frozen=True)
@@ -96,18 +95,32 @@ def build_rig(config: Config, architecture: dict[str, Any], runtime: Runtime, gr
     return rig
 
 
+class _RandomRows:
+    """An output head [V,H] of which only the rows that are asked for are drawn, on the CPU."""
+
+    def __init__(self, rows: int, hidden: int, dtype: torch.dtype) -> None:
+        self.shape = torch.Size((rows, hidden))
+        self._dtype = dtype
+
+    def __getitem__(self, at: slice) -> Tensor:
+        start, stop, _ = at.indices(self.shape[0])
+        return torch.randn(stop - start, self.shape[1], dtype=self._dtype) * SPREAD
+
+
+@torch.no_grad()
+def _draw(name: str, value: Tensor) -> None:
+    """A parameter of a random base: norms are 1, the others small."""
+    if name.endswith("norm.weight"):
+        value.fill_(1.0)
+    else:
+        value.normal_(std=SPREAD)
+
+
 def _base(config: Config, architecture: dict[str, Any], runtime: Runtime) -> Base:
-    """Random weights on the run's device; under ZeRO-3 partitioned, by way of files in a temporary folder."""
+    """Random weights on the run's device; under ZeRO-3 drawn and partitioned module by module: none is ever whole."""
     settings, dtype = AutoConfig.for_model(**architecture), dtype_of(config.train.precision)
     if config.parallel.zero_stage == 3:
-        with tempfile.TemporaryDirectory() as own:
-            folder = gather_objects(own)[0]  # one for all ranks of a machine
-            if runtime.is_main:
-                AutoModelForCausalLM.from_config(settings, dtype=dtype).save_pretrained(folder)
-            barrier()
-            base, head, _ = load_partitioned_base(folder, config, runtime)
-            found = Base(base, head[:])
-            barrier()
-        return found
+        head = _RandomRows(settings.vocab_size, settings.hidden_size, dtype)
+        return Base(partitioned(settings, config, runtime, _draw), head)
     with runtime.device:  # draws the weights of a large model where they are used
         return Base(AutoModelForCausalLM.from_config(settings, dtype=dtype))

@@ -47,7 +47,7 @@ WARM_UP = 3  # steps
 def measure(config: Config, *, gpu: str, **how: Any) -> dict[str, Any] | None:
     """`run` in its own process group or the launcher's. Returns None on every rank but the first."""
     architecture = read_architecture(config)
-    with distributed(config.parallel.timeout_min * 60) as runtime:
+    with distributed(config.parallel.timeout_min * 60, backend=config.parallel.backend) as runtime:
         if runtime.device.type == "cuda":
             shown = torch.cuda.get_device_name().lower()
             gpu = gpu or next((name for name in MACHINES if name in shown), "h100")

@@ -215,12 +215,21 @@ def doctor(
 
 
 def accept(
-    ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine, or of all hosts together.")] = 2,
-    hostfile: Annotated[Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh.")] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes on this machine.")] = 2,
+    gpus: Annotated[int | None, typer.Option(min=2, help="As --ranks, each with a GPU of this machine.")] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Lines `host slots=N`: use these hosts, over ssh, instead of --ranks.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="A new folder, which every host sees.")] = Path("accept"),
     as_json: AsJson = False,
 ) -> None:
     """Whether ranks here equal one, say and hold what is planned, how fast they are, and survive a kill: a table."""
+    if gpus is not None:
+        import torch
+
+        if gpus > (here := torch.cuda.device_count()):
+            raise UserError("--gpus", gpus, f"at most {here}, the GPUs here; --ranks needs none")
+        ranks = gpus
     if hostfile is not None:
         from cqwen_dist.cluster.hostfile import read_hostfile
 

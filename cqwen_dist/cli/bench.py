@@ -88,14 +88,25 @@ def step(
 
 
 def memory(
+    configs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[CONFIG]...", help="With --world: measure these; default: the package's, or small ones."
+        ),
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only configurations whose name contains this.")] = None,
+    world: Annotated[
+        int | None, typer.Option(help="As rank 0 of so many ranks, of which the others do not exist.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Peak memory of real training steps for many configurations, compared with `cqwen plan`."""
     quiet_libraries()
-    from cqwen_dist.bench.memory_check import measure_all, table
+    from cqwen_dist.bench.memory_check import measure_all, measure_world, table
 
-    rows, device = measure_all(only or [])
+    if configs and world is None:
+        raise UserError("bench memory", str(configs[0]), "a config with --world (without, a fixed list is measured)")
+    rows, device = measure_all(only or []) if world is None else measure_world(world, configs or [], only or [])
     print_document({"device": device, "rows": rows}, as_json, lambda found: table(found["rows"], found["device"]))
 
 

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from cqwen_dist.cluster.launch import launch, run_words
 from cqwen_dist.config import UserError
+from cqwen_dist.parallel.measure import said_bandwidths
 from cqwen_dist.run.files import LATEST, METRICS, write_atomically
 from cqwen_dist.run.status import read_status
 
@@ -166,10 +167,10 @@ def of_steps(alone: dict[str, Any], together: dict[str, Any]) -> list[Row]:
         allowed = f"planned within {MEMORY:.0%}"
         rows.append(Row(f"memory of a step: {layout}", found, allowed, abs(ratio - 1) <= MEMORY))
         share = row["tokens_per_s"] / (ranks * alone["layouts"][0]["tokens_per_s"])
-        found = f"{row['tokens_per_s']:,.0f} tokens/s, {share:.2f} of {ranks} times one rank"
-        rows.append(Row(f"speed: {layout}", found, "", None))
-    if "all_reduce_gib_per_s" in together:
-        rows.append(Row("all-reduce of 64 MiB", f"{together['all_reduce_gib_per_s']:.2f} GiB/s a link", "", None))
+        found = f"{share:.2f}: {row['tokens_per_s']:,.0f} tokens/s over {ranks} times one rank's"
+        rows.append(Row(f"scaling efficiency: {layout}", found, "", None))
+    for name, speeds in together.get("gib_per_s", {}).items():
+        rows.append(Row(f"bandwidth of {name}", said_bandwidths(speeds), "", None))
     return rows
 
 

@@ -41,7 +41,7 @@ WAIT_FOR_FILE_S = 30.0
 def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
     """The document, on rank 0; None on the others. Collective under a launcher; alone without one."""
     from cqwen_dist.parallel.collectives import gather_objects
-    from cqwen_dist.parallel.measure import all_reduce_seconds, bus_bandwidth, clock_spread
+    from cqwen_dist.parallel.measure import bus_bandwidth, clock_spread, collective_seconds
     from cqwen_dist.parallel.runtime import distributed
 
     join_srun()
@@ -59,7 +59,7 @@ def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
             together |= _shared(folder, facts["host"], runtime.is_main)
         if world > 1:
             together["clock_spread_s"] = clock_spread()
-            times = all_reduce_seconds(QUICK_SIZES if quick else SIZES, runtime.device)
+            times = collective_seconds(QUICK_SIZES if quick else SIZES, runtime.device, world)
             together["backend"] = "nccl" if runtime.device.type == "cuda" else "gloo"
             together["all_reduce"] = [
                 {"bytes": size, "seconds": s, "gib_per_s": bus_bandwidth(size, s, world) / 2**30}

@@ -24,6 +24,8 @@ class ParallelConfig(Section):
     """Ranks that share the vocabulary's rows; 1: every rank holds all."""
     offload: Literal["none", "optimizer"] = "none"
     """Keep optimizer states in host memory, the engine's and the heads', and step there."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """auto: NCCL between GPUs, gloo between CPUs; gloo: by way of the host, slow, but ranks may share a GPU."""
     timeout_min: Above0 = 30.0
     """Minutes a rank waits for the others before the run fails."""
 

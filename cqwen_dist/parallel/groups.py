@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cqwen_dist.config import refuse_ranks
 from cqwen_dist.parallel.collectives import from_main_rank
+from cqwen_dist.parallel.staged import StagedGroup
 
 T = TypeVar("T")
 
@@ -87,4 +88,4 @@ def side_group(timeout_s: float | None = None) -> ProcessGroup:
 
 def limit_wait(group: ProcessGroup, seconds: float) -> None:
     """Set the timeout of a group that was made elsewhere (by DeepSpeed)."""
-    _set_pg_timeout(timedelta(seconds=seconds), group)
+    _set_pg_timeout(timedelta(seconds=seconds), group.inner if isinstance(group, StagedGroup) else group)

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from cqwen_dist.parallel.collectives import barrier, gather_objects, sum_over
+from cqwen_dist.parallel.collectives import all_gather_into, barrier, gather_objects, reduce_scatter_into, sum_over
 
-ALL_REDUCES, CLOCK_READINGS = 5, 10
+ROUNDS, CLOCK_READINGS = 5, 10
 
 
-def all_reduce_seconds(sizes: Sequence[int], device: torch.device) -> dict[int, float]:
-    """Message size in bytes -> seconds of one all-reduce over the world, the slowest rank's median. Collective."""
-    found = {}
+def _gather(values: Tensor, world: int) -> None:
+    all_gather_into(values, values.chunk(world)[0].clone())
+
+
+def _scatter(values: Tensor, world: int) -> None:
+    reduce_scatter_into(torch.empty_like(values.chunk(world)[0]), values)
+
+
+# Operation -> (over a whole buffer on the world's ranks, how often a ring carries (n-1)/n of the buffer).
+OPERATIONS: dict[str, tuple[Callable[[Tensor, int], object], int]] = {
+    "all-reduce": (lambda values, _: sum_over(values), 2),
+    "all-gather": (_gather, 1),
+    "reduce-scatter": (_scatter, 1),
+}
+
+
+def collective_seconds(
+    sizes: Sequence[int], device: torch.device, world: int, operation: str = "all-reduce"
+) -> dict[int, float]:
+    """Bytes of the whole buffer -> seconds over the world's ranks, the slowest rank's median. Collective."""
+    found, run = {}, OPERATIONS[operation][0]
     for size in sizes:
-        values = torch.zeros(max(1, size // 4), device=device)
+        values = torch.zeros(world * max(1, size // (4 * world)), device=device)
         times = []
-        for _ in range(ALL_REDUCES + 1):
+        for _ in range(ROUNDS + 1):
             barrier()
             began = time.perf_counter()
-            sum_over(values)
+            run(values, world)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
-        found[size] = max(gather_objects(sorted(times[1:])[ALL_REDUCES // 2]))  # the first round connects
+        found[size] = max(gather_objects(sorted(times[1:])[ROUNDS // 2]))  # the first round connects
     return found
 
 
-def bus_bandwidth(size: int, seconds: float, world: int) -> float:
-    """Bytes a second that each rank's link carries in a ring all-reduce: 2 (n-1)/n of the message."""
-    return 2 * (world - 1) / world * size / seconds
+def bus_bandwidth(size: int, seconds: float, world: int, operation: str = "all-reduce") -> float:
+    """Bytes a second that each rank's link carries in a ring: (n-1)/n of the buffer, twice in an all-reduce."""
+    return OPERATIONS[operation][1] * (world - 1) / world * size / seconds
+
+
+def said_bandwidths(by_mib: dict[str, float]) -> str:
+    """Bandwidths of an operation, by MiB of the buffer, in one line."""
+    return "GiB/s a link: " + ", ".join(f"{speed:.2f} of {mib} MiB" for mib, speed in by_mib.items())
 
 
 def clock_spread() -> float:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cqwen_dist.config.errors import UserError
+from cqwen_dist.parallel import staged
 from cqwen_dist.parallel.hang import HangWatch
 from cqwen_dist.parallel.launcher import free_port
 from cqwen_dist.parallel.stop import StopFlag
@@ -60,18 +61,18 @@ def launched(env: Mapping[str, str]) -> bool:
     return any(all(name in env for name in names) for names in _LAUNCHERS)
 
 
-def pick_device(local_rank: int) -> torch.device:
+def pick_device(local_rank: int, backend: str = "auto") -> torch.device:
     """This rank's GPU, or the CPU where there is none (or with DS_ACCELERATOR=cpu).
 
-    Under SLURM a task may see one GPU alone, so there the number wraps. Raises `UserError` for more ranks than GPUs
-    under another launcher: NCCL lets no two ranks share one.
+    backend "gloo": ranks may share a GPU. Under SLURM a task may see one GPU alone, so there the number wraps. Raises
+    `UserError` for more ranks than GPUs under another launcher: NCCL lets no two ranks share one.
     """
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count()
-    if local_rank >= found and "LOCAL_RANK" in os.environ:
+    if local_rank >= found and "LOCAL_RANK" in os.environ and backend != "gloo":
         ranks = f"a rank {local_rank + 1} on a machine with {found} GPU"
-        raise UserError("--ranks", ranks, f"at most {found}, or DS_ACCELERATOR=cpu")
+        raise UserError("--ranks", ranks, f"at most {found}, or DS_ACCELERATOR=cpu, or parallel.backend=gloo (slow)")
     return torch.device("cuda", local_rank % found)
 
 
@@ -83,15 +84,18 @@ def seed_everything(seed: int) -> None:
 
 
 @contextmanager
-def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False) -> Iterator[Runtime]:
+def distributed(
+    timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: bool = False, backend: str = "auto"
+) -> Iterator[Runtime]:
     """Bring the process group up, yield the `Runtime`, take the group down; a group that is up already is used.
 
-    gloo on CPU, nccl on GPUs. A single process gets a group of one, so that all runs take the same path. The group is
-    always destroyed: otherwise gloo may abort after a success. stop: the flag that signals set, where one is
-    installed. alone: a group of one, even under a launcher.
+    backend (`parallel.backend`): auto: gloo on CPU, nccl on GPUs; gloo: on GPUs by way of the host. A single process
+    gets a group of one, so that all runs take the same path. The group is always destroyed: otherwise gloo may abort
+    after a success. stop: the flag that signals set, where one is installed. alone: a group of one, even under a
+    launcher.
     """
     rank, world, local_rank = find_ranks(os.environ)
-    device = pick_device(local_rank)
+    device = pick_device(local_rank, backend)
     if dist.is_initialized():
         if alone and dist.get_world_size() > 1:
             found = f"a process group of {dist.get_world_size()} that is up"
@@ -104,14 +108,16 @@ def distributed(timeout_s: float = 1800.0, stop: StopFlag | None = None, alone: 
     if alone:
         rank, world = 0, 1
     limit = timedelta(seconds=timeout_s)
-    with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, local_rank, limit) as store:
+    chosen = "gloo" if device.type == "cpu" else staged.BACKEND if backend == "gloo" else "nccl"
+    place = local_rank if device.index is None else device.index  # DeepSpeed takes LOCAL_RANK for the GPU's number
+    with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, place, limit) as store:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            chosen,
             store=store,
             rank=rank,
             world_size=world,
             timeout=limit,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if chosen == "nccl" else None,
         )
         try:
             yield Runtime(rank, world, local_rank, device, timeout_s, stop or StopFlag())

@@ -56,7 +56,7 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
     """The phases of a step that may need most, and what each holds in addition to `kept`. Parts may be empty."""
     gradients = _head_gradients(s) + _feature_gradients(s)
     earlier = Part("accumulated gradients", gradients * (s.accumulation > 1), "of earlier micro-batches")
-    held = (_activations(s), earlier)
+    held = (_activations(s), earlier, _gathered(s, s.graph))
     found: dict[str, tuple[Part, ...]] = {
         "the loss": (*held, *_loss(s)),
         "backward of the heads": (*held, *_heads_backward(s)),
@@ -64,14 +64,14 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
         "a look at the accuracy": (Part("gradients", gradients, "of the step"), _best_words(s)),
     }
     if s.config.loss.constraint.mode == "monitor":
-        found["a look at the constraint"] = (*held, *_heads_backward(s, looking=True))
+        found["a look at the constraint"] = (*held[:2], *_heads_backward(s, looking=True))
     if s.graph:
         layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
         own = Part("gradients", gradients, "heads in fp32; features in the weights' dtype")
         found["backward of the last layer"] = (*held, own, layer)
     else:  # also where z is cached: this forward pass makes the cache
         layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
-        found["forward"] = (earlier, layer)
+        found["forward"] = (earlier, layer, _gathered(s, True))
     return found
 
 
@@ -81,7 +81,8 @@ def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
         yield Part("process", PROCESS, "Python, torch and their libraries")
         return
     yield Part("CUDA context", CONTEXT, "driver, loaded kernels")
-    groups = (1 + (s.group > 1) + (1 < s.group < s.world) + 1) if s.world > 1 else 0
+    over_nccl = s.world > 1 and s.config.parallel.backend == "auto"
+    groups = (1 + (s.group > 1) + (1 < s.group < s.world) + 1) if over_nccl else 0
     if groups:
         yield Part("communication buffers", groups * NCCL, f"NCCL, {groups} communicators")
     share = FRAGMENTATION[s.kind]
@@ -101,10 +102,6 @@ def _frozen(s: Sizes) -> Iterator[Part]:
     else:
         yield Part("backbone (frozen)", ceil_div(a.backbone_parameters * s.width, over), how)
     yield Part("token embedding (frozen)", ceil_div(a.embedding_parameters * s.width, over), f"V H, {how}")
-    if s.zero == 3:
-        live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
-        gathered = min(live + a.layer_parameters, a.backbone_parameters + a.embedding_parameters) if over > 1 else 0
-        yield Part("gathered by ZeRO-3", gathered * s.width, f"whole weights in use, at most {live:,} and a layer")
 
 
 def _engine(s: Sizes) -> Iterator[Part]:
@@ -149,6 +146,19 @@ def _activations(s: Sizes) -> Part:
         return Part("activations", activations.batch(s), "the batch: nothing is kept of the backbone")
     what = "layer inputs (recomputed in backward)" if s.checkpointing else "what autograd keeps of every layer"
     return Part("activations", activations.saved(s), f"L = {s.base.layers} layers of N = {s.tokens:,}: {what}")
+
+
+def _gathered(s: Sizes, held: bool) -> Part:
+    """Whole weights in forward, and up to backward where they are held for it.
+
+    ZeRO-3 fetches ahead until its limit is reached or passed by a part of a matrix. Without a backward pass (also that
+    of the look at the constraint) it drops each weight after its use. After backward it holds none.
+    """
+    live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
+    largest = max(rows * columns for rows, columns, _ in s.base.linears.values())
+    everything = s.base.backbone_parameters + s.trained_features
+    numbers = min(live + largest // 2, everything) if held and s.over(3) > 1 else 0
+    return Part("gathered by ZeRO-3", numbers * s.width, f"whole weights in use, at most {live:,} and half a matrix")
 
 
 def _head_gradients(s: Sizes) -> int:
@@ -227,11 +237,12 @@ def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
 
 def _best_words(s: Sizes) -> Part:
     """What computing the accuracy of a micro-batch takes."""
-    n = s.tokens * s.group
+    n, w, group = s.tokens * s.group, s.width, s.group > 1
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
-    held = s.tokens * s.base.hidden * s.width + n * s.causal * FP32 * 4
-    held += words * s.words * FP32 * (1 + (s.width < FP32))
-    return Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
+    held = s.tokens * (s.base.hidden * w + s.causal * FP32 * 4) + group * 2 * n * s.words * w  # own; the group's
+    held += words * s.words * FP32 * (1 + (w < FP32))
+    chunks = CHUNKS + group
+    return Part("best words", chunks * n * words * FP32 + held, f"{chunks} chunks [{n}, {words:,}]")
 
 
 def _step_gradients(s: Sizes) -> Part:

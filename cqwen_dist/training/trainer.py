@@ -36,7 +36,8 @@ def train(
     write_inputs: as of `open_session`. Raises `UserError` on every rank where the input is wrong, and `Stopped` where a
     signal stopped the run, which can be resumed.
     """
-    with StopFlag().installed() as stop, distributed(config.parallel.timeout_min * 60, stop) as runtime:
+    wait, backend = config.parallel.timeout_min * 60, config.parallel.backend
+    with StopFlag().installed() as stop, distributed(wait, stop, backend=backend) as runtime:
         metrics = train_on(config, runtime, callbacks, write_inputs)
         folder = Path(config.run.dir)
         ended = from_main_rank(lambda: read_status(folder))

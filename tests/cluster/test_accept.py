@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from support.ranks import run_ranks
 from support.runs import cqwen
 
 from cqwen_dist.bench.ranks import layouts
 from cqwen_dist.cluster.accept import Row, _differences, figures, of_steps
+from cqwen_dist.parallel.measure import OPERATIONS, bus_bandwidth, collective_seconds
 
 ALONE = {"ranks": 1, "layouts": [{"tokens_per_s": 100.0}]}
 
@@ -26,9 +29,36 @@ def verdicts(rows: list[Row]) -> list[bool | None]:
 def test_messages_pass_to_the_byte_and_memory_within_a_tenth() -> None:
     rows = of_steps(ALONE, steps())
     assert verdicts(rows) == [True, True, None]
-    assert rows[2].found == "150 tokens/s, 0.75 of 2 times one rank"
+    assert rows[2].what == "scaling efficiency: ZeRO-2, vocabulary group 2"
+    assert rows[2].found == "0.75: 150 tokens/s over 2 times one rank's"
     assert verdicts(of_steps(ALONE, steps(said_bytes=501))) == [False, True, None]
     assert verdicts(of_steps(ALONE, steps(planned_mib=111.0))) == [True, False, None]
+
+
+def test_bandwidths_are_shown_by_operation_and_size() -> None:
+    row = of_steps(ALONE, {**steps(), "gib_per_s": {"all-gather": {"1": 0.25, "16": 1.5}}})[-1]
+    assert (row.what, row.passed) == ("bandwidth of all-gather", None)
+    assert row.found == "GiB/s a link: 0.25 of 1 MiB, 1.50 of 16 MiB"
+
+
+def bandwidths() -> dict[str, list[float]]:
+    device = torch.device("cpu")
+    return {name: list(collective_seconds([4096, 1 << 20], device, 2, name).values()) for name in OPERATIONS}
+
+
+def test_collectives_are_timed_alike_on_every_rank() -> None:
+    one, two = run_ranks(bandwidths, 2)
+    assert one == two, "the slowest rank's median"
+    assert all(seconds > 0 for times in one.values() for seconds in times)
+    assert bus_bandwidth(100, 2.0, 4) == 2 * 0.75 * 50
+    assert bus_bandwidth(100, 2.0, 4, "all-gather") == 0.75 * 50
+
+
+def test_more_gpus_than_here_are_refused() -> None:
+    done = cqwen("accept", "--gpus", 64)
+    assert done.returncode == 2
+    assert "--gpus" in done.stderr
+    assert "--ranks" in done.stderr
 
 
 def test_layouts_cover_every_stage_and_a_group_that_divides_the_ranks() -> None:
@@ -64,6 +94,6 @@ def test_two_ranks_of_this_machine_are_accepted(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "site" / "accept.json").read_text())
     by_name = {row["what"]: row for row in found["rows"]}
-    assert len(by_name) == 3 * 3 + 1 + 3 + 1
+    assert len(by_name) == 3 * 3 + 3 + 3 + 1
     assert [name for name, row in by_name.items() if row["passed"] is False] == []
     assert by_name["killed and gone on with"]["found"].endswith("equal")

@@ -108,9 +108,15 @@ def _rows(batch: Batch, start: int, stop: int) -> Batch:
 
 def runtime_of(case: Case, timeout_s: float | None = None) -> Runtime:
     """This rank, also in the environment that DeepSpeed reads."""
-    rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank))
-    return Runtime(rank, case.world, rank, torch.device("cpu"), timeout_s)
+    rank, device = dist.get_rank(), device_here()
+    gpu = rank if device.index is None else device.index  # as DeepSpeed reads LOCAL_RANK
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(gpu))
+    return Runtime(rank, case.world, rank, device, timeout_s)
+
+
+def device_here() -> torch.device:
+    """The GPU that all ranks share (`run_ranks(..., staged="cuda")`), or the CPU."""
+    return torch.device("cuda", 0) if os.environ.get("DS_ACCELERATOR") == "cuda" else torch.device("cpu")
 
 
 def begin(case: Case, groups: Groups, timeout_s: float | None = None) -> Engine:
@@ -144,8 +150,10 @@ def forward_and_backward(case: Case, groups: Groups, engine: Engine, step: int, 
     whole = step_batch(step)
     words, numbers = int(whole.label_mask.sum()), int(whole.numeric_mask.sum())
     counts = token_counts(case, groups, step)
-    model, total = engine.model, torch.zeros(())
-    for i, batch in enumerate(shares(case, step, dist.get_rank())):
+    model, device = engine.model, engine.runtime.device
+    total = torch.zeros((), device=device)
+    for i, own in enumerate(shares(case, step, dist.get_rank())):
+        batch = own.to(device)
         keep = batch.label_mask.flatten().nonzero()[:, 0]
         z = engine.forward(batch, keep)
         terms = fused_loss(
@@ -192,10 +200,10 @@ def take_steps(case: Case, groups: Groups, engine: Engine) -> Trained:
 
 
 def parameters(engine: Engine) -> dict[str, Tensor]:
-    """Everything that trains, by name: this rank's rows, the rest whole. Collective."""
+    """Everything that trains, by name, on the CPU: this rank's rows, the rest whole. Collective."""
     features, _, _ = engine.feature_state()
     named = {f"features.{name}": value for name, value in features.items()}
-    return named | {m.name: m.parameter.detach().clone() for m in engine.heads.members}
+    return named | {m.name: m.parameter.detach().cpu().clone() for m in engine.heads.members}
 
 
 def distance(case: Case, groups: Groups, found: Trained, oracle: Trained) -> Found:
@@ -233,3 +241,13 @@ def run_cases(cases: list[Case], oracles: dict[str, Trained]) -> list[tuple[Case
         trained = train_sharded(case, groups[case.group])
         results.append((case, distance(case, groups[case.group], trained, oracles[case.kind])))
     return results
+
+
+def train_alone(cases: list[Case]) -> dict[str, tuple[list[float], list[float], dict[str, Any]]]:
+    """One rank's losses, norms and parameters (arrays: they outlive the rank), by kind."""
+    groups, found = build_groups(1), {}
+    for case in cases:
+        trained = train_sharded(case, groups)
+        arrays = {name: value.numpy() for name, value in trained.parameters.items()}
+        found[case.kind] = trained.losses, trained.norms, arrays
+    return found

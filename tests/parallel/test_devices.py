@@ -1,10 +1,14 @@
 """Which device a rank takes. GPUs are pretended here: only their number matters."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from cqwen_dist.config import UserError
-from cqwen_dist.parallel.runtime import pick_device
+from cqwen_dist.parallel import staged
+from cqwen_dist.parallel.runtime import distributed, pick_device
 
 
 @pytest.fixture
@@ -33,3 +37,21 @@ def test_the_cpu_on_request(two_gpus, monkeypatch):
 def test_slurm_shows_each_task_its_own(two_gpus, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     assert pick_device(3).index == 1
+
+
+@pytest.mark.parametrize(("backend", "local", "chosen"), [("gloo", 3, staged.BACKEND), ("auto", 1, "nccl")])
+def test_the_backend_and_the_gpu_that_deepspeed_is_told(two_gpus, monkeypatch, backend, local, chosen):
+    """DeepSpeed takes LOCAL_RANK for the number of a GPU, which must exist."""
+    seen = []
+
+    def begin(name, **options):
+        seen.append((name, options["device_id"], os.environ["LOCAL_RANK"]))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": local, "DS_ACCELERATOR": "cuda"}.items():
+        monkeypatch.setenv(name, str(value))
+    with distributed(backend=backend) as runtime:
+        assert runtime.device == torch.device("cuda", 1)
+    assert seen == [(chosen, torch.device("cuda", 1) if chosen == "nccl" else None, "1")]

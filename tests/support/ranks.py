@@ -29,19 +29,23 @@ def fork_server() -> Any:
     return context
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, staged: str = "") -> list[Any]:
     """fn(*args) on `world` ranks with the process group up; what each returns, by rank.
+
+    staged: "cuda": all ranks on one GPU, their collectives by way of the host (`parallel.staged`); "cpu": the same
+    copies to and fro, of tensors on the CPU.
 
     fn is a top-level function (it is pickled by name); it may return anything that pickles. The first rank that
     raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds, after every rank
     has said on stderr where it stands.
     """
-    context = fork_server()
+    context = mp.get_context("spawn") if staged == "cuda" else fork_server()  # DeepSpeed looks for a GPU only once
     results = context.SimpleQueue()
+    environment = {**os.environ, **({"DS_ACCELERATOR": staged} if staged else {})}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: its port stays ours
     ranks = [
         context.Process(
-            target=_rank, args=(fn, rank, world, store.port, results, timeout, dict(os.environ), args), daemon=True
+            target=_rank, args=(fn, rank, world, store.port, results, timeout, environment, staged, args), daemon=True
         )
         for rank in range(world)
     ]
@@ -79,6 +83,7 @@ def _rank(
     results: Any,
     timeout: float,
     environment: dict[str, str],
+    staged: str,
     args: tuple[Any, ...],
 ) -> None:
     os.environ.clear()  # the server's is of when it was started
@@ -89,9 +94,21 @@ def _rank(
     faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group(_backend(staged), store=store, rank=rank, world_size=world)
         results.put((rank, fn(*args), None))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # whatever it is, the parent tells it
         results.put((rank, None, traceback.format_exc()))
+
+
+def _backend(staged: str) -> str:
+    if not staged:
+        return "gloo"
+    from cqwen_dist.parallel import staged as module
+
+    if staged == "cuda":
+        torch.cuda.set_device(0)
+    else:
+        module.on_host = lambda tensor: False
+    return module.BACKEND

@@ -101,7 +101,6 @@ def load_partitioned_base(
     config: of the run, with ZeRO stage 3. rows_for: as of `load_base`.
     """
     dtype, code = dtype_of(config.train.precision), config.model.trust_remote_code
-    settings = deepspeed_config(config, runtime.world_size, 1)
     main_rank_first(lambda: base_folder_of(name_or_path))  # one rank downloads it for all
     folder = base_folder_of(name_or_path)
     try:
@@ -115,9 +114,23 @@ def load_partitioned_base(
     if rows > shape.vocab_size:
         head, table = WithMeanRows(head, rows), WithMeanRows(table, rows, dtype)
         record_added_rows(shape, rows)
+
+    def read(name: str, value: Tensor) -> None:
+        value.copy_(_whole(files, name, value.shape, table))
+
+    return partitioned(shape, config, runtime, read), head, table
+
+
+def partitioned(shape: Any, config: Config, runtime: Runtime, fill: Callable[[str, Tensor], None]) -> PreTrainedModel:
+    """A base of this architecture without its output head, module by module. Collective over the world.
+
+    fill: writes a parameter of this name into a tensor on the device; rank 0's is taken.
+    """
+    dtype, code = dtype_of(config.train.precision), config.model.trust_remote_code
+    settings = deepspeed_config(config, runtime.world_size, 1)
     join_deepspeed()
     with init_empty_weights(include_buffers=False):
-        base = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=code)
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(shape, dtype=dtype, trust_remote_code=code)
     base.lm_head = None
     for name, module in base.model.named_modules(prefix="model"):
         own = dict(module.named_parameters(recurse=False))
@@ -125,11 +138,11 @@ def load_partitioned_base(
             for key, parameter in own.items():
                 value = torch.empty(parameter.shape, dtype=dtype, device=runtime.device)
                 if runtime.is_main:
-                    value.copy_(_whole(files, f"{name}.{key}", parameter.shape, table))
+                    fill(f"{name}.{key}", value)
                 setattr(module, key, nn.Parameter(value, requires_grad=False))
             with naming("DeepSpeed's partitioning"):
                 deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
-    return base, head, table
+    return base
 
 
 def _whole(files: WeightFiles, name: str, shape: torch.Size, table: Any) -> Tensor:

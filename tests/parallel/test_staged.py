@@ -1,0 +1,111 @@
+"""Collectives by way of the host: what gloo itself gives, wherever the tensors lie, and through views of one buffer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.runs import cqwen, losses, write_config
+
+from cqwen_dist.config import UserError
+from cqwen_dist.parallel.collectives import all_gather_into, barrier, gather_objects, reduce_scatter_into, sum_over
+from cqwen_dist.parallel.groups import build_groups, limit_wait
+from cqwen_dist.parallel.runtime import pick_device
+from cqwen_dist.parallel.staged import StagedGroup
+
+WORLD = 4
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
+
+
+def every_collective(kind: str) -> int:
+    """On this rank: each collective that the package and DeepSpeed's ZeRO use, against its sum written out."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device(kind)
+    groups = build_groups(2)
+    assert isinstance(groups.world, StagedGroup)
+    assert isinstance(groups.vocab, StagedGroup)
+    limit_wait(groups.world, 60.0)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        mine = torch.arange(6, device=device).to(dtype) + 10 * rank
+        total = sum(torch.arange(6) + 10 * r for r in range(world)).to(dtype)
+        assert torch.equal(sum_over(mine.clone()).cpu(), total)
+        mates = dist.get_process_group_ranks(groups.vocab)
+        assert torch.equal(
+            sum_over(mine.clone(), groups.vocab).cpu(), sum(torch.arange(6) + 10 * r for r in mates).to(dtype)
+        )
+        everyone = torch.empty(6 * world, dtype=dtype, device=device)
+        all_gather_into(everyone, mine)
+        assert everyone.cpu().tolist() == [i + 10 * r for r in range(world) for i in range(6)]
+        part = torch.empty(2, dtype=dtype, device=device)
+        reduce_scatter_into(part, mine[:4].contiguous(), groups.vocab)
+        place = dist.get_rank(groups.vocab)
+        assert part.cpu().tolist() == [sum(i + 10 * r for r in mates) for i in range(2 * place, 2 * place + 2)]
+
+    # As DeepSpeed calls them: into a view of the input, asynchronously, with a list
+    flat = torch.arange(8.0, device=device) + rank
+    own = flat.chunk(world)[rank]
+    dist.reduce_scatter_tensor(own, flat)
+    assert own.cpu().tolist() == [world * i + sum(range(world)) for i in (2 * rank, 2 * rank + 1)]
+    buffer = torch.zeros(3 * world, device=device)
+    view = buffer.narrow(0, 3 * rank, 3).fill_(rank + 1.0)
+    dist.all_gather_into_tensor(buffer, view, async_op=True).wait()
+    assert buffer.cpu().tolist() == [r + 1.0 for r in range(world) for _ in range(3)]
+    parts = [torch.zeros(2, device=device) for _ in range(world)]
+    dist.all_gather(parts, torch.full((2,), float(rank), device=device))
+    assert [p[0].item() for p in parts] == list(range(world))
+    value = torch.full((3,), float(rank), device=device)
+    dist.broadcast(value, 1)
+    assert value.tolist() == [1.0] * 3
+    value = torch.full((3,), float(rank), device=device)
+    dist.reduce(value, 2)
+    assert rank != 2 or value.tolist() == [6.0] * 3
+    largest = torch.tensor(float(rank), device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    assert largest.item() == world - 1
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as both:
+        outputs = [torch.empty(world * n, device=device) for n in (1, 2)]
+        for output in outputs:
+            dist.all_gather_into_tensor(output, torch.full((output.numel() // world,), float(rank), device=device))
+    both.wait()
+    assert outputs[1].cpu().tolist() == [float(r) for r in range(world) for _ in range(2)]
+    assert gather_objects(rank) == list(range(world))
+    barrier()
+    dist.new_group(backend="gloo", timeout=timedelta(seconds=30))  # as the saving thread's
+    return rank
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+def test_every_collective_by_way_of_the_host(kind: str) -> None:
+    assert run_ranks(every_collective, WORLD, kind, staged=kind, timeout=120) == list(range(WORLD))
+
+
+def test_ranks_share_a_gpu_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match=r"rank 2 on a machine with 1 GPU.*parallel\.backend=gloo"):
+        pick_device(1)
+    assert pick_device(1, "gloo") == torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@ON_GPU
+def test_a_run_of_two_ranks_on_one_gpu_is_the_run_of_one(tmp_path: Path) -> None:
+    """Under the launcher, in ZeRO-3 with a shared vocabulary; TF32 is off, sums come in another order."""
+    config = write_config(tmp_path)
+    spread = [
+        "parallel.backend=gloo",
+        "parallel.zero_stage=3",
+        "parallel.vocab_group_size=2",
+        f"run.dir={tmp_path}/two",
+    ]
+    for ranks, more in ((1, []), (2, spread)):
+        done = cqwen("launch", config, "--ranks", ranks, *more, timeout=400, DS_ACCELERATOR="cuda")
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "run"), rel=1e-4)
