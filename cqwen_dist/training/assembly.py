@@ -29,6 +29,7 @@ from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.losses import LossOptions, gate_named
+from cqwen_dist.model.varlen import attend_within_texts
 from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
@@ -200,6 +201,8 @@ def build_training(
     )
     if config.model.gradient_checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    if config.model.attention == "varlen":
+        attend_within_texts(model.transformer)
     if config.model.compile_layers:
         compile_layers(model.transformer)
     engine = Engine(model, config, runtime, groups)
