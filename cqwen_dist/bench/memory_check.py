@@ -55,6 +55,7 @@ BF16 = {"train.precision": "bf16"}
 QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 ZERO_2, ZERO_3 = {"parallel.zero_stage": 2}, {"parallel.zero_stage": 3}
+PACKED = {"data.pack": True, "model.attention": "varlen"}
 SAMPLED = {"loss.negatives": "sampled"}
 KL_HELD = {"loss.constraint.mode": "dual"}
 
@@ -83,6 +84,10 @@ def _on_cpu() -> list[Case]:
         case("checkpointing, bf16", CHECKPOINTING | BF16),
         case("packed", {"data.pack": True}),
         case("packed, bf16", {"data.pack": True} | BF16),
+        case("packed without a mask", PACKED),
+        case("packed without a mask, bf16", PACKED | BF16),
+        case("packed without a mask, long", PACKED | _batch(768, 1)),
+        case("packed without a mask, q and v", PACKED | QV),
         case("accumulation", {"train.global_batch_size": 12}),
         case("a large vocabulary", vocab_size=40_000),
         case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
@@ -128,6 +133,7 @@ def _on_gpu() -> list[Case]:
         case("0.5B, q and v", 8, QV),
         case("0.5B, accumulation", 4, {"train.global_batch_size": 12}),
         case("0.5B, packed", 8, {"data.pack": True}),
+        case("0.5B, packed without a mask", 8, PACKED),
         case("0.5B, heads", 8, trains=HEADS),
         case("0.5B, embedding and heads", 8, trains=NO_LORA),
         case("0.5B, fp32", 4, {"train.precision": "fp32"}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import load_partitioned_base
 
 NUMBER_SHARE = 0.125  # of the tokens are <NUM>, as in GSM8K
-DOCUMENTS = 4  # texts in a packed sequence
+DOCUMENTS = (0.1, 0.2, 0.3, 0.4)  # texts of a packed row, by their share of it
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class Rig(Training):
         ids[is_number] = number
         values = torch.where(is_number, torch.randn(ids.shape, generator=make).double() * 30, 0.0)
         positions = torch.arange(length).expand(rows, -1)
-        if self.config.data.pack and length >= DOCUMENTS:
-            positions = positions % -(-length // DOCUMENTS)
+        if self.config.data.pack:
+            ends = [round(length * share) for share in accumulate(DOCUMENTS)]
+            positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise([0, *ends])]).expand(rows, -1)
         return Batch(
             input_ids=ids[:, :-1].contiguous(),
             numeric_values=values[:, :-1].contiguous(),

@@ -24,7 +24,7 @@ from rich.text import Text
 from cqwen_dist.batch import Batch
 from cqwen_dist.bench.parts import Marks, between, marked, profile_steps
 from cqwen_dist.bench.peer import PeerStep, peer_step
-from cqwen_dist.bench.rig import Rig, build_rig
+from cqwen_dist.bench.rig import DOCUMENTS, Rig, build_rig
 from cqwen_dist.bench.timing import device_name, seconds_of, spread, wait_for
 from cqwen_dist.config import Config
 from cqwen_dist.ops.products import dtype_of
@@ -82,7 +82,8 @@ def run(
     """
     device = runtime.device
     kind: Kind = "cuda" if device.type == "cuda" else "cpu"
-    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind)
+    text = config.data.sequence_length * sum(share**2 for share in DOCUMENTS)
+    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind, text=text)
     timer, traffic = Timer(device, machine, rounds), Traffic(Marks(device).now)
     before = _allocated(device)
     rows: list[dict[str, Any]] = []

@@ -74,8 +74,8 @@ def _within(
     window: a token sees so many tokens, itself among them; None: all of its text before it.
     """
     window = window if window is not None and window < texts.longest else None
-    if len(q) == len(texts.lengths) * texts.longest:
-        return _even(q, k, v, texts.longest, scale, dropout, window)
+    if window is None and len(q) == len(texts.lengths) * texts.longest:
+        return _even(q, k, v, texts.longest, scale, dropout, None)
     kernel = None if dropout or not q.is_cuda else kernel_for(q.dtype, q.shape[-1], window)
     if kernel is not None:
         return kernel(q, k, v, texts.begin, texts.longest, scale)
