@@ -82,16 +82,24 @@ class Rig(Training):
         )
 
 
-def build_rig(config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None) -> Rig:
+def build_rig(
+    config: Config,
+    architecture: dict[str, Any],
+    runtime: Runtime,
+    groups: Groups | None = None,
+    num_token_id: int | None = None,
+) -> Rig:
     """A model of `architecture` with random weights, its engine and its stepper. Collective over the world.
 
-    Raises `UserError` if the config and the number of ranks do not fit.
+    num_token_id: default: the last row. Raises `UserError` if the config and the number of ranks do not fit.
     """
     seed_everything(config.train.seed)
     groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     base = _base(config, architecture, runtime)
     vocab = base.model.config.vocab_size
-    words = Words(vocab - 1, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64))
+    words = Words(
+        vocab - 1 if num_token_id is None else num_token_id, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64)
+    )
     rig = Rig(**vars(build_training(config, runtime, groups, base, words, steps_per_epoch=1)))
     if config.loss.constraint.mode != "off":
         rig.constraint.begin(rig.engine.feature_state()[0], rig.batches(rig.schedule.plans[0])[:1])

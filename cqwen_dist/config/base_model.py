@@ -96,8 +96,8 @@ class ModelConfig(Section):
     where a micro-batch is small."""
     attention: Literal["mask", "varlen"] = "mask"
     """What keeps packed texts apart (data.pack). mask: a mask [T, T] for each row. varlen: each text attends to itself
-    alone, by a variable-length kernel on a GPU (bf16; not yet measured there), text by text elsewhere; the same values up
-    to rounding."""
+    alone, by a variable-length kernel on a GPU (bf16; not yet measured there), text by text elsewhere; equal up to
+    rounding."""
     trust_remote_code: bool = False
     """Let transformers run code from the model's folder."""
     quantize: Literal["none", "nf4"] = "none"

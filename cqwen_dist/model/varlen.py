@@ -66,9 +66,7 @@ def _attention(
 
 
 @torch.compiler.disable  # lengths are of this batch alone: compiled code would be made anew for each
-def _within(
-    q: Tensor, k: Tensor, v: Tensor, texts: Texts, scale: float, dropout: float, window: int | None
-) -> Tensor:
+def _within(q: Tensor, k: Tensor, v: Tensor, texts: Texts, scale: float, dropout: float, window: int | None) -> Tensor:
     """q [N,heads,D], k and v [N,kv_heads,D] of N = B T positions -> [N,heads,D].
 
     window: a token sees so many tokens, itself among them; None: all of its text before it.
@@ -118,7 +116,8 @@ def _torch_kernel(window: int | None) -> Kernel | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    takes = inspect.signature(varlen_attn).parameters
+    call: Any = varlen_attn
+    takes = inspect.signature(call).parameters
     if "window_size" not in takes and window is not None:
         return None
     left = -1 if window is None else window - 1  # tokens before oneself
@@ -127,7 +126,7 @@ def _torch_kernel(window: int | None) -> Kernel | None:
     def run(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, longest: int, scale: float) -> Tensor:
         # The kernel shares key heads in every version; later ones want to be told.
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in takes else {}
-        out: Tensor = varlen_attn(q, k, v, begin, begin, longest, longest, scale=scale, **causal, **grouped)
+        out: Tensor = call(q, k, v, begin, begin, longest, longest, scale=scale, **causal, **grouped)
         return out
 
     return run

@@ -1,0 +1,164 @@
+"""`cqwen bench packed`: the same real texts padded, packed with a mask, and packed without one: real tokens a second.
+
+A padded position costs the backbone what a real one costs, and the heads nothing. So packing is as cheap as it can be
+where the backbone's seconds fall as the positions do: the measured ratio stands beside this one. Weights are random.
+Seconds are CPU time on a CPU, which other jobs change little. Ratios are medians over rounds in which all take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cqwen_dist.batch import Batch
+from cqwen_dist.bench.parts import Marks, marked
+from cqwen_dist.bench.rig import Rig, build_rig
+from cqwen_dist.bench.timing import device_name, in_turn
+from cqwen_dist.config import Config
+from cqwen_dist.data.collate import collate
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.load import load_datasets
+from cqwen_dist.data.loader import epoch_order
+from cqwen_dist.data.packing import pack
+from cqwen_dist.data.store import Sample
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.model.varlen import attend_within_texts
+from cqwen_dist.parallel.runtime import distributed
+from cqwen_dist.plan import read_architecture
+from cqwen_dist.training.stages import StagePlan
+
+PADDED, MASK, VARLEN = "padded", "packed, mask", "packed, varlen"
+PACKED = 32  # times the rows that are used are packed: few texts leave rows half empty
+
+
+class Busy(Marks):
+    """Marks whose timestamps on a CPU are this process's own seconds."""
+
+    def now(self) -> Any:
+        """A timestamp, taken without waiting for the device."""
+        return super().now() if self.cuda else time.process_time()
+
+
+def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> dict[str, Any]:
+    """Steps of the config's last stage on one micro-batch of packed rows, and on the same texts padded.
+
+    Returns a JSON-ready document. Raises: UserError for data that cannot be read.
+    """
+    architecture = read_architecture(config)
+    architecture["vocab_size"] = tokenizer.rows_for(int(architecture["vocab_size"]))
+    stage = len(config.stages) - 1
+    own, micro = config.stages[stage], config.batch_sizes(config.stages[stage])[1]
+    length = own.sequence_length or config.data.sequence_length
+    data = config.data.model_copy(update={"pack": False, "sequence_length": length})
+    rows, texts = texts_of(load_datasets(data, tokenizer).train, micro, length, config.train.seed)
+    padded = [texts[i : i + micro] for i in range(0, len(texts), micro)]
+    tokens = sum(len(document.ids) for row in rows for document in row)
+    with distributed(config.parallel.timeout_min * 60) as runtime:
+        rig = build_rig(config, architecture, runtime, num_token_id=tokenizer.num_token_id)
+        plan = rig.enter(stage)
+        kinds = {PADDED: padded, MASK: [rows], VARLEN: [rows]}
+        made = {
+            kind: [
+                collate(s, pad_token_id=tokenizer.pad_token_id, num_token_id=tokenizer.num_token_id) for s in samples
+            ]
+            for kind, samples in kinds.items()
+        }
+        found = in_turn({kind: partial(_seconds, rig, plan, kind, made[kind]) for kind in kinds}, rounds + 1)
+        device = device_name(runtime.device)
+    places = {kind: sum(batch.input_ids.numel() for batch in batches) for kind, batches in made.items()}
+    return {
+        "device": device,
+        "precision": config.train.precision,
+        "texts": len(texts),
+        "tokens": tokens,
+        "rounds": rounds,
+        "rows": list(_rows(found, made, places, tokens)),
+    }
+
+
+def texts_of(dataset: TextDataset, count: int, length: int, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """(`count` packed rows of at most `length` tokens, drawn from many; their texts one by one, in random order).
+
+    Fewer rows where the data has no more.
+    """
+    order = epoch_order(len(dataset), seed, 0)
+    lengths = dataset.lengths()[order]
+    enough = int(np.searchsorted(lengths.cumsum(), PACKED * count * length)) + 1
+    found = pack(lengths[:enough], length)
+    drawn = epoch_order(len(found.begin) - 1, seed, 1)[:count]
+    rows = [found.pieces[found.begin[row] : found.begin[row + 1]] for row in drawn]
+    packed = [tuple(document for i in row for document in dataset[int(order[i])]) for row in rows]
+    return packed, [dataset[int(order[i])] for i in sorted(np.concatenate(rows))]
+
+
+def _seconds(rig: Rig, plan: StagePlan, kind: str, batches: Sequence[Batch]) -> dict[str, float]:
+    """Seconds of one step, by part."""
+    if kind == VARLEN:
+        attend_within_texts(rig.model.transformer)
+    else:
+        rig.model.transformer.set_attn_implementation("sdpa")  # type: ignore[operator]
+    marks = Busy(rig.runtime.device)
+    with marked(rig, marks):
+        marks.end("begin")
+        rig.step(list(batches), plan)
+        marks.end("rest")
+        return marks.seconds()
+
+
+def _rows(
+    found: dict[str, list[dict[str, float]]], made: dict[str, list[Batch]], places: dict[str, int], tokens: int
+) -> Iterator[dict[str, Any]]:
+    """A row of the table for each contender; the first round, a warm-up, is not counted."""
+    whole = {kind: [sum(parts.values()) for parts in rounds[1:]] for kind, rounds in found.items()}
+    backbone = {
+        kind: [sum(s for name, s in parts.items() if name.startswith("backbone")) for parts in rounds[1:]]
+        for kind, rounds in found.items()
+    }
+    for kind in found:
+        over = [padded / own for padded, own in zip(backbone[PADDED], backbone[kind], strict=True)]
+        predicted = places[PADDED] / places[kind]
+        yield {
+            "name": kind,
+            "shapes": [list(batch.input_ids.shape) for batch in made[kind]],
+            "filled": tokens / places[kind],
+            "tokens_per_s": tokens / statistics.median(whole[kind]),
+            "backbone_ms_per_1000": 1e6 * statistics.median(backbone[kind]) / tokens,
+            "step_over_padded": statistics.median(
+                padded / own for padded, own in zip(whole[PADDED], whole[kind], strict=True)
+            ),
+            "backbone_over_padded": statistics.median(over),
+            "by_padding": predicted,
+            "of_prediction": statistics.median(over) / predicted,
+        }
+
+
+def table(result: dict[str, Any]) -> Group:
+    """``measure``'s result for a terminal."""
+    title = f"{result['texts']} texts, {result['tokens']:,} tokens, {result['precision']}, {result['device']}"
+    out = Table(title=title, title_justify="left")
+    out.add_column("")
+    columns = ("micro-batches", "filled", "tokens/s", "backbone, ms/1,000", "over padded", "by padding", "of it")
+    for column in columns:
+        out.add_column(column, justify="right")
+    for row in result["rows"]:
+        rows, width = row["shapes"][0][0], max(shape[1] for shape in row["shapes"])
+        out.add_row(
+            row["name"],
+            f"{len(row['shapes'])} of {rows} x {width}",
+            f"{row['filled']:.1%}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['backbone_ms_per_1000']:,.1f}",
+            f"{row['backbone_over_padded']:.2f}",
+            f"{row['by_padding']:.2f}",
+            f"{row['of_prediction']:.0%}",
+        )
+    note = "tokens/s: real ones, whole steps. Ratios: the backbone's seconds; by padding: of the positions."
+    return Group(out, Text(note))
