@@ -250,7 +250,6 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     datasets = load_datasets(config.data, tokenizer, main_rank_first)
     statistics = datasets.train.statistics(rank, world, gather_objects)
     loaders = StageLoaders(datasets.train, config, rank, world)
-
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),
