@@ -53,7 +53,7 @@ def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> 
     Returns a JSON-ready document. Raises: UserError for data that cannot be read.
     """
     architecture = read_architecture(config)
-    architecture["vocab_size"] = tokenizer.rows_for(int(architecture["vocab_size"]))
+    architecture = {**architecture, "vocab_size": tokenizer.rows_for(int(architecture["vocab_size"]))}
     stage = len(config.stages) - 1
     own, micro = config.stages[stage], config.batch_sizes(config.stages[stage])[1]
     length = own.sequence_length or config.data.sequence_length

@@ -123,13 +123,17 @@ class ModelConfig(Section):
         total, noise = self.gamma_init, self.b_noise_init
         if total is not None and noise is not None and noise > total / 2:
             raise refused("b_noise_init", noise, f"at most {total / 2:g}, half of model.gamma_init (the total scale)")
-        if self.attention == "varlen" and self.compile_layers and self.gradient_checkpointing:
-            allowed = "false with attention varlen and gradient_checkpointing (recomputed layers would not be compiled)"
-            raise refused("compile_layers", True, allowed)
         targets = self.lora.target_modules
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:
                 raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> ModelConfig:
+        if self.attention == "varlen" and self.compile_layers and self.gradient_checkpointing:
+            allowed = "false with attention varlen and gradient_checkpointing (recomputed layers would not be compiled)"
+            raise refused("compile_layers", True, allowed)
         return self
 
     @field_validator("threshold_init")
