@@ -1,8 +1,10 @@
-"""`cqwen bench packed`: the same real texts padded, packed with a mask, and packed without one: real tokens a second.
+"""`cqwen bench packed`: real texts padded, packed with a mask, and packed without one, in real tokens a second.
 
 A padded position costs the backbone what a real one costs, and the heads nothing. So packing is as cheap as it can be
-where the backbone's seconds fall as the positions do: the measured ratio stands beside this one. Weights are random.
-Seconds are CPU time on a CPU, which other jobs change little. Ratios are medians over rounds in which all take turns.
+where the backbone's seconds a real token fall as the positions do: the measured ratio stands beside this one. Rows are
+packed out of the whole data, as in a run, so they hold texts of similar lengths; padded texts are drawn at random.
+Weights are random. Seconds are CPU time on a CPU, which other jobs change little. Ratios are medians over rounds in
+which all take turns.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ from cqwen_dist.plan import read_architecture
 from cqwen_dist.training.stages import StagePlan
 
 PADDED, MASK, VARLEN = "padded", "packed, mask", "packed, varlen"
-PACKED = 32  # times the rows that are used are packed: few texts leave rows half empty
 
 
 class Busy(Marks):
@@ -48,7 +49,7 @@ class Busy(Marks):
 
 
 def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> dict[str, Any]:
-    """Steps of the config's last stage on one micro-batch of packed rows, and on the same texts padded.
+    """Steps of the config's last stage on one micro-batch of packed rows, and on about as many tokens of padded texts.
 
     Returns a JSON-ready document. Raises: UserError for data that cannot be read.
     """
@@ -60,7 +61,6 @@ def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> 
     data = config.data.model_copy(update={"pack": False, "sequence_length": length})
     rows, texts = texts_of(load_datasets(data, tokenizer).train, micro, length, config.train.seed)
     padded = [texts[i : i + micro] for i in range(0, len(texts), micro)]
-    tokens = sum(len(document.ids) for row in rows for document in row)
     with distributed(config.parallel.timeout_min * 60) as runtime:
         rig = build_rig(config, architecture, runtime, num_token_id=tokenizer.num_token_id)
         plan = rig.enter(stage)
@@ -73,30 +73,27 @@ def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> 
         }
         found = in_turn({kind: partial(_seconds, rig, plan, kind, made[kind]) for kind in kinds}, rounds + 1)
         device = device_name(runtime.device)
-    places = {kind: sum(batch.input_ids.numel() for batch in batches) for kind, batches in made.items()}
     return {
         "device": device,
         "precision": config.train.precision,
-        "texts": len(texts),
-        "tokens": tokens,
         "rounds": rounds,
-        "rows": list(_rows(found, made, places, tokens)),
+        "rows": list(_rows(found, made)),
     }
 
 
 def texts_of(dataset: TextDataset, count: int, length: int, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(`count` packed rows of at most `length` tokens, drawn from many; their texts one by one, in random order).
+    """(`count` packed rows of at most `length` tokens, texts with about as many tokens), both drawn at random.
 
-    Fewer rows where the data has no more.
+    dataset: of single texts. Fewer rows where the data has no more.
     """
-    order = epoch_order(len(dataset), seed, 0)
-    lengths = dataset.lengths()[order]
-    enough = int(np.searchsorted(lengths.cumsum(), PACKED * count * length)) + 1
-    found = pack(lengths[:enough], length)
-    drawn = epoch_order(len(found.begin) - 1, seed, 1)[:count]
+    lengths = dataset.lengths()
+    found = pack(lengths, length)
+    drawn = epoch_order(len(found.begin) - 1, seed, 0)[:count]
     rows = [found.pieces[found.begin[row] : found.begin[row + 1]] for row in drawn]
-    packed = [tuple(document for i in row for document in dataset[int(order[i])]) for row in rows]
-    return packed, [dataset[int(order[i])] for i in sorted(np.concatenate(rows))]
+    order = epoch_order(len(dataset), seed, 0)
+    enough = int(np.searchsorted(lengths[order].cumsum(), lengths[np.concatenate(rows)].sum())) + 1
+    packed = [tuple(document for i in row for document in dataset[int(i)]) for row in rows]
+    return packed, [dataset[int(i)] for i in order[:enough]]
 
 
 def _seconds(rig: Rig, plan: StagePlan, kind: str, batches: Sequence[Batch]) -> dict[str, float]:
@@ -113,27 +110,28 @@ def _seconds(rig: Rig, plan: StagePlan, kind: str, batches: Sequence[Batch]) -> 
         return marks.seconds()
 
 
-def _rows(
-    found: dict[str, list[dict[str, float]]], made: dict[str, list[Batch]], places: dict[str, int], tokens: int
-) -> Iterator[dict[str, Any]]:
+def _rows(found: dict[str, list[dict[str, float]]], made: dict[str, list[Batch]]) -> Iterator[dict[str, Any]]:
     """A row of the table for each contender; the first round, a warm-up, is not counted."""
-    whole = {kind: [sum(parts.values()) for parts in rounds[1:]] for kind, rounds in found.items()}
-    backbone = {
-        kind: [sum(s for name, s in parts.items() if name.startswith("backbone")) for parts in rounds[1:]]
-        for kind, rounds in found.items()
-    }
-    for kind in found:
+    tokens = {kind: sum(int(batch.attention_mask.sum()) for batch in batches) for kind, batches in made.items()}
+    filled = {kind: tokens[kind] / sum(batch.input_ids.numel() for batch in made[kind]) for kind in made}
+    whole, backbone = (
+        {
+            kind: [sum(s for part, s in parts.items() if part.startswith(of)) / tokens[kind] for parts in rounds[1:]]
+            for kind, rounds in found.items()
+        }
+        for of in ("", "backbone")
+    )
+    for kind in made:
         over = [padded / own for padded, own in zip(backbone[PADDED], backbone[kind], strict=True)]
-        predicted = places[PADDED] / places[kind]
+        predicted = filled[kind] / filled[PADDED]
         yield {
             "name": kind,
             "shapes": [list(batch.input_ids.shape) for batch in made[kind]],
-            "filled": tokens / places[kind],
-            "tokens_per_s": tokens / statistics.median(whole[kind]),
-            "backbone_ms_per_1000": 1e6 * statistics.median(backbone[kind]) / tokens,
-            "step_over_padded": statistics.median(
-                padded / own for padded, own in zip(whole[PADDED], whole[kind], strict=True)
-            ),
+            "texts": sum(int((batch.position_ids == 0)[batch.attention_mask].sum()) for batch in made[kind]),
+            "tokens": tokens[kind],
+            "filled": filled[kind],
+            "tokens_per_s": 1 / statistics.median(whole[kind]),
+            "backbone_s_per_token": statistics.median(backbone[kind]),
             "backbone_over_padded": statistics.median(over),
             "by_padding": predicted,
             "of_prediction": statistics.median(over) / predicted,
@@ -142,23 +140,25 @@ def _rows(
 
 def table(result: dict[str, Any]) -> Group:
     """``measure``'s result for a terminal."""
-    title = f"{result['texts']} texts, {result['tokens']:,} tokens, {result['precision']}, {result['device']}"
+    title = f"Packed rows and padded texts, {result['precision']}, {result['device']}"
     out = Table(title=title, title_justify="left")
     out.add_column("")
-    columns = ("micro-batches", "filled", "tokens/s", "backbone, ms/1,000", "over padded", "by padding", "of it")
-    for column in columns:
+    for column in ("texts", "micro-batches", "filled", "tokens/s", "backbone", "over padded", "by padding", "of it"):
         out.add_column(column, justify="right")
     for row in result["rows"]:
         rows, width = row["shapes"][0][0], max(shape[1] for shape in row["shapes"])
         out.add_row(
             row["name"],
+            str(row["texts"]),
             f"{len(row['shapes'])} of {rows} x {width}",
             f"{row['filled']:.1%}",
             f"{row['tokens_per_s']:,.0f}",
-            f"{row['backbone_ms_per_1000']:,.1f}",
+            f"{1 / row['backbone_s_per_token']:,.0f}",
             f"{row['backbone_over_padded']:.2f}",
             f"{row['by_padding']:.2f}",
             f"{row['of_prediction']:.0%}",
         )
-    note = "tokens/s: real ones, whole steps. Ratios: the backbone's seconds; by padding: of the positions."
+    note = (
+        "Real tokens a second, of the step and of its backbone alone. Ratios: of the backbone; by padding: of `filled`."
+    )
     return Group(out, Text(note))

@@ -91,7 +91,7 @@ def packed(
     rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Real texts packed with a mask and without one, compared with the same texts padded, in real tokens a second."""
+    """Real texts packed with a mask and without one, compared with texts padded, in real tokens a second."""
     from cqwen_dist.config import load_config
 
     checked = load_config(config, overrides or [])
