@@ -6,8 +6,9 @@ dimensions), V vocabulary (V_full), v rows of the vocabulary on this rank. U, S 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,26 @@ def recent_numbers(is_number: torch.Tensor, values: torch.Tensor, positions: tor
     return listed[rank.clamp(min=0)].masked_fill(~known, torch.nan)
 
 
+@dataclass(eq=False)
+class Texts:
+    """Where a batch's texts lie, one behind another in the flattened B*T; padding behind packed texts is a text.
+
+    Lengths are on the host, so that attention within each text waits for no device.
+    """
+
+    lengths: list[int]  # of each of K texts, B*T together
+    longest: int
+    begin: torch.Tensor  # [K+1] int32, on the batch's device: where each begins, and B*T
+
+    @classmethod
+    def at(cls, position_ids: torch.Tensor) -> Texts:
+        """Of `Batch.position_ids`."""
+        flat = position_ids.flatten()
+        begin = torch.cat([(flat == 0).nonzero()[:, 0], torch.tensor([len(flat)], device=flat.device)])
+        lengths = begin.diff().tolist()
+        return cls(lengths, max(lengths), begin.int())
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch. Labels are already shifted: labels[:, t] is the token after position t."""
@@ -72,11 +93,22 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device (asynchronously from pinned memory)."""
-        return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory, for asynchronous copies to a GPU."""
-        return Batch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with other tensors; `texts`, found here, goes with it."""
+        batch = Batch(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
+        batch.__dict__["texts"] = replace(self.texts, begin=moved(self.texts.begin))
+        return batch
+
+    @cached_property
+    def texts(self) -> Texts:
+        """The texts of the rows. Found once, before the batch goes to a device: there it would wait for it."""
+        return Texts.at(self.position_ids)
 
     @property
     def label_mask(self) -> torch.Tensor:

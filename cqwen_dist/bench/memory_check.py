@@ -63,6 +63,7 @@ QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
 PACKED = {"data.pack": True}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 ZERO_2, ZERO_3 = {"parallel.zero_stage": 2}, {"parallel.zero_stage": 3}
+WITHIN = PACKED | {"model.attention": "varlen"}  # each text attends to itself alone
 SAMPLED = {"loss.negatives": "sampled"}
 KL_HELD = {"loss.constraint.mode": "dual"}
 # A 72B model by its proportions, an eighth as wide: a layer has 0.88 of the numbers that ZeRO-3 keeps gathered.
@@ -109,6 +110,10 @@ def _on_cpu() -> list[Case]:
         case("checkpointing, bf16", CHECKPOINTING | BF16),
         case("packed", PACKED),
         case("packed, bf16", PACKED | BF16),
+        case("packed without a mask", WITHIN),
+        case("packed without a mask, bf16", WITHIN | BF16),
+        case("packed without a mask, long", WITHIN | _batch(768, 1)),
+        case("packed without a mask, q and v", WITHIN | QV),
         case("accumulation", {"train.global_batch_size": 12}),
         case("a large vocabulary", vocab_size=40_000),
         case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
@@ -154,6 +159,7 @@ def _on_gpu() -> list[Case]:
         case("0.5B, q and v", 8, QV),
         case("0.5B, accumulation", 4, {"train.global_batch_size": 12}),
         case("0.5B, packed", 8, PACKED),
+        case("0.5B, packed without a mask", 8, WITHIN),
         case("0.5B, heads", 8, trains=HEADS),
         case("0.5B, embedding and heads", 8, trains=NO_LORA),
         case("0.5B, fp32", 4, {"train.precision": "fp32"}),

@@ -7,6 +7,7 @@ the memory of a step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from cqwen_dist.training.step import ACCURACY_EVERY
 from cqwen_dist.training.zero.partitioned_base import partitioned
 
 NUMBER_SHARE = 0.125  # of the tokens are <NUM>, as in GSM8K
-DOCUMENTS = 4  # texts in a packed sequence
+DOCUMENTS = (0.1, 0.2, 0.3, 0.4)  # texts of a packed row, by their share of it
 SPREAD = 0.02  # of the random weights
 
 
@@ -66,8 +67,9 @@ class Rig(Training):
         ids[is_number] = number
         values = torch.where(is_number, torch.randn(ids.shape, generator=make).double() * 30, 0.0)
         positions = torch.arange(length).expand(rows, -1)
-        if self.config.data.pack and length >= DOCUMENTS:
-            positions = positions % -(-length // DOCUMENTS)
+        if self.config.data.pack:
+            ends = [round(length * share) for share in accumulate(DOCUMENTS)]
+            positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise([0, *ends])]).expand(rows, -1)
         return Batch(
             input_ids=ids[:, :-1].contiguous(),
             numeric_values=values[:, :-1].contiguous(),
@@ -79,16 +81,24 @@ class Rig(Training):
         )
 
 
-def build_rig(config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None) -> Rig:
+def build_rig(
+    config: Config,
+    architecture: dict[str, Any],
+    runtime: Runtime,
+    groups: Groups | None = None,
+    num_token_id: int | None = None,
+) -> Rig:
     """A model of `architecture` with random weights, its engine and its stepper. Collective over the world.
 
-    Raises `UserError` if the config and the number of ranks do not fit.
+    num_token_id: default: the last row. Raises `UserError` if the config and the number of ranks do not fit.
     """
     seed_everything(config.train.seed)
     groups = groups or build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     base = _base(config, architecture, runtime)
     vocab = base.model.config.vocab_size
-    words = Words(vocab - 1, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64))
+    words = Words(
+        vocab - 1 if num_token_id is None else num_token_id, used_rows=vocab, counts=np.ones(vocab, dtype=np.int64)
+    )
     rig = Rig(**vars(build_training(config, runtime, groups, base, words, steps_per_epoch=1)))
     if config.loss.constraint.mode != "off":
         rig.constraint.begin(rig.engine.feature_state()[0], rig.batches(rig.schedule.plans[0])[:1])

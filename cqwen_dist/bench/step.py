@@ -23,7 +23,7 @@ from cqwen_dist.batch import Batch
 from cqwen_dist.bench.launches import counting
 from cqwen_dist.bench.parts import Marks, between, device_counts, marked, profile_steps
 from cqwen_dist.bench.peer import PeerStep, peer_step
-from cqwen_dist.bench.rig import Rig, build_rig
+from cqwen_dist.bench.rig import DOCUMENTS, Rig, build_rig
 from cqwen_dist.bench.timing import device_name, seconds_of, spread, wait_for
 from cqwen_dist.config import Config
 from cqwen_dist.ops.products import dtype_of
@@ -120,7 +120,8 @@ def _ours(
     """A row or two for each stage, the last stage's batches, and the sizes of all. Adds to `profiles`."""
     device, rows = runtime.device, []
     kind: Kind = "cuda" if device.type == "cuda" else "cpu"
-    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind)
+    text = config.data.sequence_length * sum(share**2 for share in DOCUMENTS)
+    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind, text=text)
     before = _allocated(device)
     rig = build_rig(config, architecture, runtime)
     for index, s in enumerate(sizes):

@@ -49,7 +49,7 @@ for name, panel, text, commands in (
         "bench",
         MEASURE,
         "Measure on this machine.",
-        (bench.data, bench.loss, bench.step, bench.memory, bench.ranks, bench.generate, bench.numbers),
+        (bench.data, bench.loss, bench.step, bench.packed, bench.memory, bench.ranks, bench.generate, bench.numbers),
     ),
 ):
     group = typer.Typer(no_args_is_help=True, help=text)

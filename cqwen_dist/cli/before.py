@@ -160,6 +160,9 @@ def plan(
     interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
     calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="Texts in an epoch; default: counted if cheap.")] = None,
+    text_tokens: Annotated[
+        float | None, typer.Option(min=1, help="Tokens of a packed text (data.pack); default: all of its row.")
+    ] = None,
     search: Annotated[bool, typer.Option("--search", help="Try every layout; print the best and why.")] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Efficiency from 1 to 1,024 GPUs by layout.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the config (with --search: of the best layout).")] = None,
@@ -178,6 +181,7 @@ def plan(
         interconnect=interconnect,
         calibration=calibrate,
         sequences=sequences,
+        text_tokens=text_tokens,
         searching=search,
         scale=scale,
         write=write,

@@ -87,6 +87,23 @@ def step(
         print_document(result, as_json, table)
 
 
+def packed(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(help="Counted steps of each contender.", min=1)] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Real texts packed with a mask and without one, compared with texts padded, in real tokens a second."""
+    from cqwen_dist.config import load_config
+
+    checked = load_config(config, overrides or [])
+    quiet_libraries()
+    from cqwen_dist.bench.packed import measure, table
+    from cqwen_dist.report.prepared import tokenizer_of
+
+    print_document(measure(checked, tokenizer_of(checked), rounds), as_json, table)
+
+
 def memory(
     configs: Annotated[
         list[Path] | None,

@@ -94,6 +94,10 @@ class ModelConfig(Section):
     compile_layers: bool = False
     """The backbone's layers by torch.compile: a minute more at the start, then faster and smaller on a GPU, most so
     where a micro-batch is small."""
+    attention: Literal["mask", "varlen"] = "mask"
+    """What keeps packed texts apart (data.pack). mask: a mask [T, T] for each row. varlen: each text attends to itself
+    alone, by a variable-length kernel on a GPU (bf16; not yet measured there), text by text elsewhere; equal up to
+    rounding."""
     trust_remote_code: bool = False
     """Let transformers run code from the model's folder."""
     quantize: Literal["none", "nf4"] = "none"
@@ -123,6 +127,13 @@ class ModelConfig(Section):
         for name in [] if targets == "all-linear" else targets:
             if name not in LINEARS:
                 raise refused("lora.target_modules", name, f"names out of {', '.join(LINEARS)}, or all-linear")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> ModelConfig:
+        if self.attention == "varlen" and self.compile_layers and self.gradient_checkpointing:
+            allowed = "false with attention varlen and gradient_checkpointing (recomputed layers would not be compiled)"
+            raise refused("compile_layers", True, allowed)
         return self
 
     @field_validator("threshold_init")

@@ -38,17 +38,23 @@ class FeatureExtractionNetwork(nn.Module):
         *,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        texts: Any = None,
     ) -> Tensor:
         """embeddings [B,T,H], attention_mask [B,T] -> z [B,T,H], the last hidden state after the final norm.
 
-        past_key_values: a transformers cache, extended in place.
+        past_key_values: a transformers cache, extended in place. texts: the batch's `Texts`, for a transformer that
+        attends inside each (`model.varlen`).
         """
+        within = {} if texts is None else {"texts": texts}
+        if texts is not None:  # a mask of four dimensions is taken as it is, so none is made
+            attention_mask = embeddings.new_empty(0, 0, 0, 0)
         return self.transformer(
             inputs_embeds=embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=past_key_values is not None,
+            **within,
         ).last_hidden_state
 
 

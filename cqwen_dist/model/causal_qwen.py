@@ -24,6 +24,7 @@ from cqwen_dist.model.configuration import BESIDE_Z, CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
 from cqwen_dist.model.lora import inject_lora
+from cqwen_dist.model.varlen import attends_within_texts
 from cqwen_dist.model.wide import WidePart, columns_beside_z
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
@@ -48,13 +49,16 @@ class FeatureStack(nn.Module):
         past_key_values: Any = None,
         keep: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        texts: Any = None,
     ) -> Tensor:
         """[B,T] each -> z [B,T,H]; with keep [N] (indices into the flattened B*T) only those, [N,H].
 
-        inputs_embeds [B,T,H]: instead of input_ids (`NumericalAwareEmbedding`).
+        inputs_embeds [B,T,H]: instead of input_ids (`NumericalAwareEmbedding`). texts: as `FeatureExtractionNetwork`'s.
         """
         embeddings = self.embedding(input_ids, numeric_values, inputs_embeds)
-        z = self.backbone(embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values)
+        z = self.backbone(
+            embeddings, attention_mask, position_ids=position_ids, past_key_values=past_key_values, texts=texts
+        )
         return z if keep is None else z.flatten(0, 1).index_select(0, keep)
 
 
@@ -205,7 +209,8 @@ class CausalQwenModel(nn.Module):
         token attends to padding on its right.
         """
         run = self.features if features is None else features
-        z = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep)
+        texts = batch.texts if attends_within_texts(self.transformer) else None
+        z = run(batch.input_ids, batch.numeric_values, None, batch.position_ids, keep=keep, texts=texts)
         return self.wide_behind(z, batch, keep)
 
     def wide_behind(self, z: Tensor, batch: Batch, keep: Tensor) -> Tensor:

@@ -14,8 +14,17 @@ _READS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 2, "up_proj": 2, "
 
 
 def masked(s: Sizes) -> bool:
-    """Whether attention has a mask: packed documents, a limited window. Plain causal attention needs none."""
-    return s.config.data.pack or (s.base.window is not None and s.length >= s.base.window)
+    """Whether attention has a mask: packed documents, a limited window. Plain causal attention needs none, and with
+    `model.attention: varlen` only a window does, where no kernel knows of it."""
+    if s.config.data.pack and s.config.model.attention == "mask":
+        return True
+    kernel = s.config.model.attention == "varlen" and s.kind == "cuda" and s.width < FP32
+    return s.base.window is not None and s.attended >= s.base.window and not kernel
+
+
+def by_text(s: Sizes) -> bool:
+    """Whether attention runs text by text (`model.varlen`)."""
+    return s.config.data.pack and s.config.model.attention == "varlen" and (s.kind == "cpu" or s.width == FP32)
 
 
 def layer_saved(s: Sizes) -> int:
@@ -35,6 +44,8 @@ def layer_saved(s: Sizes) -> int:
         each += w * (2 * q + 2 * kv) + a.heads * FP32
     if a.model_type == "qwen3":
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
+    if by_text(s) and "o_proj" in s.adapters and "lora" in s.trainable:
+        each += w * q  # the texts' outputs put together, beside each of them
     each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code makes again
     return s.tokens * (each + _adapters_saved(s))
 

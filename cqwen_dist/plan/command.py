@@ -30,6 +30,7 @@ def run(
     interconnect: str = "ib400",
     calibration: Path | None = None,
     sequences: int | None = None,
+    text_tokens: float | None = None,
     searching: bool = False,
     scale: bool = False,
     write: Path | None = None,
@@ -43,6 +44,7 @@ def run(
     options: dict[str, Any] = {"gpu_memory_gib": gpu_memory_gib, "architecture": architecture, "machine": known}
     points = scaling(config, **options) if scale else None
     options |= {"nodes": nodes, "gpus_per_node": gpus_per_node, "sequences": sequences or count_sequences(config)}
+    options["text"] = text_tokens
     planned = plan(config, **options)
     choices = search(config, **options) if searching else []
     document, shown = planned.to_dict(), [*render(planned, choices).renderables]

@@ -101,8 +101,10 @@ def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
     rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
     compiled = s.config.model.compile_layers
     passes = layer_bytes(s) * (COMPILED_PASSES if compiled else 1)
-    forward = n * (each.backbone_forward / rate + (0 if s.cached else passes / memory))
-    backward = n * ((each.backbone_backward + each.recomputed) / rate)
+    between = each.between_texts
+    forward = n * ((each.backbone_forward + between) / rate + (0 if s.cached else passes / memory))
+    again = s.graph * (2.5 + s.checkpointing)  # both factors' gradients, the scores again, the layer again
+    backward = n * ((each.backbone_backward + each.recomputed + again * between) / rate)
     backward += n * s.graph * (2 + s.checkpointing) * passes / memory
     words = s.base.vocab * PASSES[s.loss_impl] + 15 * s.causal * FP32
     heads = n * ((each.word_head + each.abduction) / (m.peak(s.width) * m.head_efficiency) + words / memory)

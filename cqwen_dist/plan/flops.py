@@ -2,13 +2,15 @@
 
 A plan makes `Work` from a config (`of_stage`), a run from its model (`telemetry.perf`). Useful operations are those of
 the formulas: causal attention looks at half of [T, T]. What is computed again (gradient checkpointing; the scores, in
-attention's backward) is counted separately. MFU is useful operations over the hardware's peak.
+attention's backward), or made between packed texts and hidden by a mask, is counted separately. MFU is useful
+operations over the hardware's peak.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cqwen_dist.plan.activations import masked
 from cqwen_dist.plan.sizes import Sizes
 
 
@@ -21,6 +23,7 @@ class Flops:
     abduction: float
     word_head: float
     recomputed: float
+    between_texts: float = 0.0  # scores that a mask of packed rows makes and hides, forward
 
     @property
     def backbone(self) -> float:
@@ -59,10 +62,19 @@ class Work:
         """Attention's scores and their use, of all layers: the half of [T, T] that a token may see."""
         return 2.0 * self.layers * self.attention * length
 
-    def flops(self, length: float, trained: frozenset[str], *, cached: bool, checkpointing: bool = False) -> Flops:
+    def flops(
+        self,
+        length: float,
+        trained: frozenset[str],
+        *,
+        cached: bool,
+        checkpointing: bool = False,
+        row: float | None = None,
+    ) -> Flops:
         """Operations of a token in a stage that trains the groups `trained`.
 
-        length: tokens of a sequence; cached: z was computed before; checkpointing: activations are computed again.
+        length: tokens of its text (of several: the sum of their squares over their sum); cached: z was computed before;
+        checkpointing: activations are computed again; row: tokens of a row whose every score a mask makes.
         Backward: frozen matrices pass gradients on (one product each), adapters that train also learn (two), both
         factors of attention's products have a gradient.
         """
@@ -78,6 +90,7 @@ class Work:
             abduction=abduction * (1 + ("abduction" in trained) + graph),
             word_head=words * (1 + tokens + ("classifier" in trained)),
             recomputed=graph * (scores / 2 + checkpointing * forward),
+            between_texts=0.0 if cached or row is None else 2 * self.scores(row) - scores,
         )
 
 
@@ -98,7 +111,8 @@ def of_stage(s: Sizes) -> Work:
 
 def flops(s: Sizes) -> Flops:
     """Operations of one token in this stage."""
-    return of_stage(s).flops(s.length, s.trainable, cached=s.cached, checkpointing=s.checkpointing)
+    row = s.length if masked(s) else None
+    return of_stage(s).flops(s.attended, s.trainable, cached=s.cached, checkpointing=s.checkpointing, row=row)
 
 
 def softmax_head_ratio(s: Sizes) -> float:
@@ -110,4 +124,4 @@ def softmax_head_ratio(s: Sizes) -> float:
 def cache_ratio(s: Sizes) -> float:
     """Tokens/s that operations predict with z from the cache over those with the backbone's forward pass."""
     heads = flops(s).heads
-    return (of_stage(s).forward(s.length) + heads) / heads
+    return (of_stage(s).forward(s.attended) + heads) / heads

@@ -133,11 +133,12 @@ def plan(
     architecture: dict[str, Any],
     machine: Machine | None = None,
     sequences: int | None = None,
+    text: float | None = None,
 ) -> Plan:
     """Memory of one rank (the largest one), and what the run costs. `gpus_per_node` 0 means one CPU rank a node.
 
     `architecture` is the base's transformers config (`read_architecture`); machine: rates (default an H100's, or a
-    CPU's); sequences: in an epoch of the data, where that is known. Raises `UserError`.
+    CPU's); sequences: in an epoch of the data, where that is known; text: as of `Sizes`. Raises `UserError`.
     """
     if nodes < 1:
         raise UserError("--nodes", nodes, "at least 1")
@@ -149,7 +150,7 @@ def plan(
     ranks_per_node = max(1, gpus_per_node)
     base = Architecture.of(architecture)
     kind: Kind = "cuda" if gpus_per_node else "cpu"
-    sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences)
+    sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences, text=text)
     s, phase, parts = worst(sizes)
     parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))
     return Plan(

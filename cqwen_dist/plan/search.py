@@ -136,11 +136,12 @@ def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]
     sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
     groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
     adapters = config.trains("lora")
+    compiled = config.model.compile_layers and config.model.attention == "varlen"  # then nothing is recomputed
     combinations = product(
         [size for size in sizes if batch % size == 0],
         (1, 2, 3) if world > 1 else (1,),
         sorted({*groups, config.parallel.vocab_group_size}),
-        (False, True) if adapters or config.trains("embedding") else (False,),
+        (False, True) if (adapters or config.trains("embedding")) and not compiled else (False,),
         ("none", "optimizer") if adapters else ("none",),
     )
     return (Layout(*each) for each in combinations)

@@ -20,10 +20,20 @@ MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
 
 
 class Sizes:
-    """A stage of a config on the rank with the most work. sequences: of an epoch; None: not known."""
+    """A stage of a config on the rank with the most work.
+
+    sequences: of an epoch; None: not known. text: tokens of a packed text: sum of squares over sum; None: all of a row.
+    """
 
     def __init__(
-        self, config: Config, base: Architecture, world: int, kind: Kind, stage: Stage, sequences: int | None = None
+        self,
+        config: Config,
+        base: Architecture,
+        world: int,
+        kind: Kind,
+        stage: Stage,
+        sequences: int | None = None,
+        text: float | None = None,
     ) -> None:
         self.config, self.base, self.world, self.kind, self.stage = config, base, world, kind, stage
         self.sequences_in_data = sequences
@@ -33,6 +43,7 @@ class Sizes:
         self.accumulation = ceil_div(share, micro_batch)  # micro-batches a step
         self.length = stage.sequence_length or config.data.sequence_length  # T
         self.tokens = min(micro_batch, share) * self.length  # N
+        self.attended = min(text or self.length, self.length) if config.data.pack else float(self.length)
         self.step_tokens = self.global_batch * self.length  # of all ranks in an optimizer step
         # what trains; the engine is never rebuilt, so what a group that trained in any stage holds stays
         self.trainable = stage.groups
@@ -149,11 +160,17 @@ class Sizes:
 
 
 def stage_sizes(
-    config: Config, base: Architecture, *, world: int, kind: Kind, sequences: int | None = None
+    config: Config,
+    base: Architecture,
+    *,
+    world: int,
+    kind: Kind,
+    sequences: int | None = None,
+    text: float | None = None,
 ) -> list[Sizes]:
-    """One for every stage. Raises `UserError` where the ranks and the vocabulary groups do not fit."""
+    """One for every stage; arguments as `Sizes`. Raises `UserError` where ranks and vocabulary groups do not fit."""
     refuse_ranks(config.parallel.vocab_group_size, world)
-    return [Sizes(config, base, world, kind, stage, sequences) for stage in config.stages]
+    return [Sizes(config, base, world, kind, stage, sequences, text) for stage in config.stages]
 
 
 def ceil_div(count: int, parts: int) -> int:

@@ -30,6 +30,7 @@ from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.fused_lora import fuse_adapters
 from cqwen_dist.model.losses import LossOptions, gate_named
+from cqwen_dist.model.varlen import attend_within_texts
 from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
@@ -202,6 +203,8 @@ def build_training(
     if config.model.gradient_checkpointing:
         model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     fuse_adapters(model.transformer)
+    if config.model.attention == "varlen":
+        attend_within_texts(model.transformer)
     if config.model.compile_layers:
         compile_layers(model.transformer)
     engine = Engine(model, config, runtime, groups)
@@ -249,7 +252,6 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     datasets = load_datasets(config.data, tokenizer, main_rank_first)
     statistics = datasets.train.statistics(rank, world, gather_objects)
     loaders = StageLoaders(datasets.train, config, rank, world)
-
     words = Words(
         tokenizer.num_token_id,
         used_rows=max(tokenizer.text_size, tokenizer.num_token_id + 1),

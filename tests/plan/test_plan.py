@@ -151,6 +151,31 @@ def test_a_layers_share_by_hand():
     assert activations.layer_saved(one) == one.tokens * by_hand
 
 
+def test_packed_texts_without_a_mask_keep_what_unpacked_ones_keep():
+    """By hand: a mask repeats k and v for every head, and is kept as numbers in each layer and as bools once."""
+    base, train = Architecture.of(SMALL), {"precision": "bf16", "micro_batch_size": 4}
+
+    def one(kind: str = "cuda", architecture: Architecture = base, **data: Any) -> Any:
+        attention = data.pop("attention", "mask")
+        settings = config(model={"attention": attention}, data=data, train=train)
+        return stage_sizes(settings, architecture, world=1, kind=kind)[1]
+
+    plain, mask, within = one(), one(pack=True), one(pack=True, attention="varlen")
+    assert activations.saved(within) == activations.saved(plain)
+    q, kv, w, length = 64, 32, 2, 16
+    more = w * (4 * q - 2 * q - 2 * kv) + length * w
+    assert activations.layer_saved(mask) - activations.layer_saved(plain) == mask.tokens * more
+    once = mask.tokens * length
+    assert activations.saved(mask) - activations.saved(plain) == base.layers * mask.tokens * more + once
+    on_cpu, plain_cpu = one("cpu", pack=True, attention="varlen"), one("cpu")
+    beside = on_cpu.tokens * w * q  # the outputs of the texts put together, which o_proj's adapter reads
+    assert activations.layer_saved(on_cpu) - activations.layer_saved(plain_cpu) == beside
+    window = Architecture.of({**SMALL, "model_type": "mistral", "sliding_window": 8})
+    assert activations.masked(one(architecture=window, pack=True))
+    assert not activations.masked(one(architecture=window, pack=True, attention="varlen")), "the kernel knows it"
+    assert activations.masked(one("cpu", architecture=window, pack=True, attention="varlen"))
+
+
 def test_zero_shards_the_engine_and_the_group_shards_the_rows():
     one = planned(config(), gpus=4)
     three = planned(config(parallel={"zero_stage": 3, "vocab_group_size": 4}), gpus=4)

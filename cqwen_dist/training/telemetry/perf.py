@@ -61,18 +61,18 @@ class Clock:
     def work(self, micro_batches: Sequence[Batch]) -> None:
         """The batches, still on the CPU, are here."""
         self._ready = time.perf_counter()
-        rows = sum(int(batch.attention_mask.any(1).sum()) for batch in micro_batches)
-        self._shape = (rows, sum(int(batch.label_mask.sum()) for batch in micro_batches))
+        texts = sum(int(batch.attention_mask[batch.position_ids == 0].sum()) for batch in micro_batches)
+        self._shape = (texts, sum(int(batch.label_mask.sum()) for batch in micro_batches))
 
     def metrics(self, tokens: int, groups: frozenset[str], cached: bool = False) -> dict[str, float]:
         """perf/... of the last step. tokens: of all ranks. groups: those that train. cached: z was read from a cache.
 
-        The FLOPs are this rank's share of the useful ones, with attention at the mean length.
+        The FLOPs are this rank's share of the useful ones, with attention at the mean length of a text.
         """
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        rows, labels = self._shape
+        texts, labels = self._shape
         share = tokens // self.world
-        each = self.of.flops(share / max(rows, 1), groups, cached=cached)
+        each = self.of.flops(share / max(texts, 1), groups, cached=cached)
         tflops = (share * each.backbone + labels * each.heads) / seconds / 1e12
         metrics = {
             "perf/tokens_per_s": tokens / seconds,

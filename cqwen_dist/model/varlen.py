@@ -1,0 +1,150 @@
+"""Attention of packed texts without a mask: each text attends to itself alone (`model.attention: varlen`).
+
+A mask [T,T] of packed rows makes every score of a row, also between texts, repeats k and v for all query heads, and
+keeps the row of the mask for every token. Here the texts of a batch lie one behind another, [B T, heads, D], and
+
+    all of one length (no row is packed)   torch's causal attention over all texts at once
+    CUDA, bf16 or fp16, D at most 256      one call of a variable-length kernel: torch's own, or flash-attn's
+    elsewhere                              torch's causal attention, text by text
+
+The backbone's attention is registered with transformers under `NAME`, which stays out of every saved config. A call
+without `texts` (generation, exports, a base as it is) gets the mask that it always got. The kernel is not yet measured
+on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from cqwen_dist.batch import Texts
+
+NAME = "cqwen_varlen"
+Kernel = Callable[..., Tensor]
+
+
+def attend_within_texts(transformer: Any) -> None:
+    """Let calls of a base's transformer that name their batch's `Texts` attend inside each of them."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    transformer.set_attn_implementation(NAME)
+
+
+def attends_within_texts(transformer: Any) -> bool:
+    """Whether `attend_within_texts` was called."""
+    return bool(transformer.config._attn_implementation == NAME)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    texts: Texts | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: q [B,heads,T,D], k and v [B,kv_heads,T,D] -> [B,T,heads,D], no weights.
+
+    texts: of the batch. None: attention_mask is a mask, as for "sdpa".
+    """
+    if texts is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    out = _within(*flat, texts, options["scaling"], options.get("dropout", 0.0), options.get("sliding_window"))
+    return out.unflatten(0, (len(query), -1)), None
+
+
+@torch.compiler.disable  # lengths are of this batch alone: compiled code would be made anew for each
+def _within(q: Tensor, k: Tensor, v: Tensor, texts: Texts, scale: float, dropout: float, window: int | None) -> Tensor:
+    """q [N,heads,D], k and v [N,kv_heads,D] of N = B T positions -> [N,heads,D].
+
+    window: a token sees so many tokens, itself among them; None: all of its text before it.
+    """
+    window = window if window is not None and window < texts.longest else None
+    if window is None and len(q) == len(texts.lengths) * texts.longest:
+        return _even(q, k, v, texts.longest, scale, dropout, None)
+    kernel = None if dropout or not q.is_cuda else kernel_for(q.dtype, q.shape[-1], window)
+    if kernel is not None:
+        return kernel(q, k, v, texts.begin, texts.longest, scale)
+    parts = zip(q.split(texts.lengths), k.split(texts.lengths), v.split(texts.lengths), strict=True)
+    return torch.cat([_even(*part, len(part[0]), scale, dropout, window) for part in parts])
+
+
+def _even(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, dropout: float, window: int | None) -> Tensor:
+    """`_within` for texts of one length."""
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+    seen = None
+    if window is not None and window < length:
+        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        q, k, v, seen, dropout, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def kernel_for(dtype: torch.dtype, width: int, window: int | None) -> Kernel | None:
+    """What runs all texts of a batch on this GPU at once; None where nothing does.
+
+    width: D. Returns: (q, k, v, begin, longest, scale) -> [N,heads,D], begin and longest as of `Texts`.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256 or not _has_flash():
+        return None
+    return _torch_kernel(window) or _flash_attn_kernel(window)
+
+
+@cache
+def _has_flash() -> bool:
+    """Whether this GPU runs FlashAttention-2: Ampere and later."""
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+
+
+@cache
+def _torch_kernel(window: int | None) -> Kernel | None:
+    """torch's own: torch 2.10 and later. Its arguments were renamed, so its signature says what it takes."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    call: Any = varlen_attn
+    takes = inspect.signature(call).parameters
+    if "window_size" not in takes and window is not None:
+        return None
+    left = -1 if window is None else window - 1  # tokens before oneself
+    causal: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in takes else {"is_causal": True}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, longest: int, scale: float) -> Tensor:
+        # The kernel shares key heads in every version; later ones want to be told.
+        grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in takes else {}
+        out: Tensor = call(q, k, v, begin, begin, longest, longest, scale=scale, **causal, **grouped)
+        return out
+
+    return run
+
+
+@cache
+def _flash_attn_kernel(window: int | None) -> Kernel | None:
+    """The package flash-attn's, where it is installed."""
+    if find_spec("flash_attn") is None:
+        return None
+    from flash_attn import flash_attn_varlen_func
+
+    seen = (-1, -1) if window is None else (window - 1, 0)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, longest: int, scale: float) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
+            q, k, v, begin, begin, longest, longest, softmax_scale=scale, causal=True, window_size=seen
+        )
+        return out
+
+    return run

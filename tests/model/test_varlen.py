@@ -1,0 +1,293 @@
+"""Packed texts without a mask: loss and every gradient as of each text alone, whatever is done to the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.numerics import assert_all_close, assert_close, gradients, relative_error
+from support.tiny import CONTEXT, NUM, tiny_model
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import varlen as torch_varlen
+from transformers.masking_utils import sdpa_mask
+
+from cqwen_dist.batch import Batch, Texts
+from cqwen_dist.config import Config, LoraConfig
+from cqwen_dist.config.bases import ARCHITECTURES
+from cqwen_dist.data.collate import collate
+from cqwen_dist.data.store import Document, Sample
+from cqwen_dist.model import CausalQwenModel, varlen
+from cqwen_dist.model.backbone import compile_layers
+from cqwen_dist.model.lora import is_lora_b
+from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.model.varlen import _even, _within, attend_within_texts, kernel_for
+
+ROWS = ((7, 1, 5), (11, 1, 3), (15,))  # tokens of each row's texts: padding of 3, 1 and (in its own text) 1 behind
+
+
+def document(length: int, seed: int) -> Document:
+    """Random words; a fifth are numbers to learn."""
+    draw = np.random.RandomState(seed)
+    numbers = draw.rand(length) < 0.2
+    ids = np.where(numbers, NUM, draw.randint(0, NUM, length)).astype(np.int32)
+    return Document(ids, np.where(numbers, draw.randn(length) * 9, 0.0), numbers)
+
+
+def samples(rows: tuple[tuple[int, ...], ...] = ROWS) -> list[Sample]:
+    return [tuple(document(n, 10 * i + j) for j, n in enumerate(row)) for i, row in enumerate(rows)]
+
+
+def batch_of(rows: list[Sample]) -> Batch:
+    return collate(rows, pad_token_id=NUM + 1, num_token_id=NUM)
+
+
+def model_of(kind: str, *, within: bool, checkpointing: str = "") -> CausalQwenModel:
+    """With adapters that matter, and every parameter learning."""
+    model = tiny_model(kind, number_dims=3, lora=LoraConfig(r=2).model_dump())
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_lora_b(name) or name.startswith(("abduction", "action")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    if checkpointing:
+        model.train()
+        model.transformer.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})  # type: ignore
+    if within:
+        attend_within_texts(model.transformer)
+    return model.requires_grad_(True)
+
+
+def trained(model: CausalQwenModel, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss over all batches, divided by their counts together, and the gradient of every parameter."""
+    words, numbers = (sum(int(getattr(b, name).sum()) for b in batches) for name in ("label_mask", "numeric_mask"))
+    total = torch.zeros(())
+    for batch in batches:
+        keep = batch.kept
+        values, mask = batch.numeric_labels.flatten()[keep], batch.numeric_mask.flatten()[keep]
+        labels = TokenLabels(batch.labels.flatten()[keep], model.target.forward(values), mask)
+        u = model.abduction(model.kept_features(batch, keep))
+        weights = {"token_weight": 1 / words, "number_weight": 1 / numbers}
+        total = total + fused_loss(model.action, u, labels, LossOptions(NUM), **weights).loss
+    total.backward()
+    return total.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_loss_and_every_gradient_are_those_of_each_text_alone_and_of_the_mask(kind: str) -> None:
+    """fp32, relative 1e-5 of a tensor's largest entry: the products have other shapes. Mistral's window is 5."""
+    alone = [batch_of([(text,)]) for row in samples() for text in row if len(text.ids) > 1]
+    loss, wanted = trained(model_of(kind, within=False), alone)
+    assert len(wanted) == len(list(model_of(kind, within=False).parameters())), "a parameter has no gradient"
+    for within in (True, False):
+        found, grads = trained(model_of(kind, within=within), [batch_of(samples())])
+        assert_close(found, loss, 1e-5, "loss")
+        assert_all_close(grads, wanted, 1e-5)
+
+
+def test_the_mask_is_not_made_and_is_made_again_for_a_call_without_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, model = batch_of(samples()), model_of("qwen2", within=True)
+    made = []
+    monkeypatch.setattr(varlen, "sdpa_mask", lambda *args, **given: made.append(sdpa_mask(*args, **given)) or made[-1])
+    attend_within_texts(model.transformer)
+    z = model.kept_features(batch, batch.kept)
+    assert not made, "a mask was made though the batch names its texts"
+    whole = model.features(batch.input_ids, batch.numeric_values, None, batch.position_ids)
+    assert made[0].shape == (3, 1, 16, 16)
+    assert_close(whole.flatten(0, 1)[batch.kept], z, 1e-5, "z")
+    positions = torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids)
+    mixed = model.features(batch.input_ids, batch.numeric_values, None, positions)
+    assert relative_error(mixed.flatten(0, 1)[batch.kept], z) > 1e-2, "texts that see each other must differ"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+@pytest.mark.parametrize("how", ["reentrant", "plain"])
+def test_recomputed_layers_know_the_texts_in_backward(kind: str, how: str) -> None:
+    batch = batch_of(samples())
+    loss, wanted = trained(model_of(kind, within=True), [batch])
+    again, grads = trained(model_of(kind, within=True, checkpointing=how), [batch])
+    assert torch.equal(again, loss)
+    assert_all_close(grads, wanted, 1e-6)
+
+
+def test_rows_of_one_text_are_what_they_were_to_the_bit() -> None:
+    rows = samples(((9,), (16,), (4,)))
+    batch = batch_of(rows)
+    assert batch.texts.lengths == [16, 16, 16]
+    wanted, found = (trained(model_of("qwen2", within=within), [batch]) for within in (False, True))
+    assert torch.equal(found[0], wanted[0])
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted[1].items())
+
+
+def test_compiled_layers_are_compiled_once_for_batches_of_any_texts() -> None:
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    plain, compiled = model_of("qwen3", within=True), model_of("qwen3", within=True)
+    compile_layers(compiled.transformer, backend=counter)
+    frames = []
+    for seed in range(4):
+        draw = np.random.RandomState(seed)
+        lengths = tuple(draw.randint(1, 8, draw.randint(3, 8)))
+        batch = batch_of(samples((lengths, (CONTEXT,))))
+        found, wanted = trained(compiled, [batch]), trained(plain, [batch])
+        assert_close(found[0], wanted[0], 1e-5, "loss")
+        assert_all_close(found[1], wanted[1], 1e-4)
+        frames.append(counter.frame_count)
+    assert frames[-1] == frames[0] > 0, f"compiled anew for other lengths: {frames}"
+
+
+def test_compiled_and_recomputed_layers_are_refused_together() -> None:
+    model = {"name_or_path": "x", "compile_layers": True, "gradient_checkpointing": True, "attention": "varlen"}
+    with pytest.raises(ValueError, match=r"false with attention varlen and gradient_checkpointing"):
+        Config.model_validate({"model": model, "data": {"train": "x"}})
+
+
+def test_texts_lie_where_positions_begin_again_and_go_with_the_batch() -> None:
+    batch = batch_of(samples())
+    assert batch.texts.lengths == [7, 1, 5, 3, 11, 1, 3, 1, 16]
+    assert batch.texts.begin.tolist() == [0, 7, 8, 13, 16, 27, 28, 31, 32, 48]
+    assert (batch.texts.longest, batch.texts.begin.dtype) == (16, torch.int32)
+    assert batch_of([]).texts.lengths == [8]
+    moved = batch.to("meta")  # a device that can tell no position
+    assert moved.texts.lengths == batch.texts.lengths
+    assert moved.texts.begin.device.type == "meta"
+
+
+def test_the_saved_config_names_no_attention_of_ours(tmp_path) -> None:
+    model = model_of("qwen2", within=True)
+    model.transformer.config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
+    assert varlen.NAME not in (tmp_path / "config.json").read_text()
+    assert varlen.NAME not in str(model.config.to_dict())
+
+
+# ---- the kernels ----
+
+
+def given(dtype: torch.dtype = torch.float32, device: str = "cpu", heads: int = 6, width: int = 8) -> list[Tensor]:
+    """q, k, v of 40 positions, two key heads, that require gradients."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(40, count, width, generator=draw).to(device, dtype).requires_grad_() for count in (heads, 2, 2)]
+
+
+def texts(device: str = "cpu") -> Texts:
+    lengths = [17, 1, 13, 9]
+    return Texts(lengths, 17, torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device))
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """softmax(q k / sqrt(D)) v in float64, of one text: a token sees `window` tokens, itself among them."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k) / q.shape[-1] ** 0.5
+    back = torch.arange(len(q))[:, None] - torch.arange(len(q))
+    seen = (back >= 0) & (back < (window or len(q)))
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_is_the_formula_with_shared_key_heads_and_a_window(window: int | None) -> None:
+    q, k, v = given()
+    parts = zip(q.split(texts().lengths), k.split(texts().lengths), v.split(texts().lengths), strict=True)
+    wanted = torch.cat([by_formula(*part, window) for part in parts])
+    found = _within(q, k, v, texts(), 8**-0.5, 0.0, window)
+    assert_close(found, wanted, 1e-6, "attention")
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), (q, k, v)),
+        torch.autograd.grad(wanted.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert_close(one, other, 1e-6, "gradient")
+
+
+def v2_10(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, return_aux=None, scale=None):
+    assert is_causal
+    return reference(q, k, v, cu_q, (-1, 0), scale)
+
+
+def v2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    return reference(q, k, v, cu_q, window_size, scale)
+
+
+def v2_12(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    return reference(q, k, v, cu_q, window_size, scale)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: tuple[int, int], scale: float) -> Tensor:
+    """What FlashAttention's documentation says of these arguments."""
+    assert window[1] == 0, "not causal"
+    left = window[0] if window[0] >= 0 else len(q)
+    out = []
+    for begin, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        back = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        one = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+        out.append(F.scaled_dot_product_attention(*one, (back >= 0) & (back <= left), scale=scale, enable_gqa=True))
+    return torch.cat([part[0].transpose(0, 1) for part in out])
+
+
+@pytest.fixture
+def on_ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the GPU ran FlashAttention-2."""
+    monkeypatch.setattr(varlen, "_has_flash", lambda: True)
+    varlen._torch_kernel.cache_clear()
+    yield
+    varlen._torch_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("signature", [v2_10, v2_11, v2_12])
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_kernel_is_called_as_each_torch_wants_it(
+    signature: Callable[..., Any], window: int | None, on_ampere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_varlen, "varlen_attn", signature)
+    q, k, v = given()
+    kernel = kernel_for(torch.bfloat16, 8, window)
+    if signature is v2_10 and window is not None:
+        assert kernel is None, "this torch's kernel has no window"
+        return
+    assert kernel is not None
+    found = kernel(q, k, v, texts().begin, 17, 8**-0.5)
+    assert_close(found, _within(q, k, v, texts(), 8**-0.5, 0.0, window), 1e-6, "attention")
+
+
+def test_this_torchs_kernel_takes_the_arguments_and_has_a_gradient(on_ampere: None) -> None:
+    """By its shapes alone: the meta device runs what the kernel says of itself."""
+    for window in (None, 4):
+        q, k, v = (x.detach().to("meta", torch.bfloat16).requires_grad_() for x in given())
+        kernel = kernel_for(torch.bfloat16, 8, window)
+        assert kernel is not None
+        out = kernel(q, k, v, texts("meta").begin, 17, 8**-0.5)
+        out.sum().backward()
+        assert out.shape == q.shape
+        assert [x.grad.shape for x in (q, k, v) if x.grad is not None] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 8), (torch.bfloat16, 6), (torch.bfloat16, 264)])
+def test_what_no_kernel_takes_runs_text_by_text(dtype: torch.dtype, width: int, on_ampere: None) -> None:
+    assert kernel_for(dtype, width, None) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("heads", "width"), [(2, 64), (6, 64), (14, 128)])
+def test_the_kernel_on_the_gpu(window: int | None, heads: int, width: int) -> None:
+    """bf16: no further from the formula in float64 than text by text in bf16 is, plus bf16's rounding of the result."""
+    q, k, v = given(heads=heads, width=width)
+    parts = zip(q.split(texts().lengths), k.split(texts().lengths), v.split(texts().lengths), strict=True)
+    wanted = torch.cat([by_formula(*part, window) for part in parts])
+    slopes = torch.autograd.grad(wanted.square().sum(), (q, k, v))
+    assert kernel_for(torch.bfloat16, width, window) is not None, "this GPU and this torch have no kernel"
+    on_gpu = [x.detach().cuda().bfloat16().requires_grad_() for x in (q, k, v)]
+    scale = width**-0.5
+    found = _within(*on_gpu, texts("cuda"), scale, 0.0, window)
+    grads = torch.autograd.grad(found.float().square().sum(), on_gpu)
+    split = zip(*(x.split(texts().lengths) for x in on_gpu), strict=True)
+    plain = torch.cat([_even(*part, len(part[0]), scale, 0.0, window) for part in split])
+    plain_grads = torch.autograd.grad(plain.float().square().sum(), on_gpu)
+    pairs = zip((found, *grads), (plain, *plain_grads), (wanted, *slopes), strict=True)
+    for one, other, exact in pairs:
+        assert relative_error(one.cpu(), exact) <= relative_error(other.cpu(), exact) + 2**-7
