@@ -1,7 +1,8 @@
 """Steps of fixed shapes, compiled; and the end of a generation without waiting for the GPU.
 
-One token of a small model is so little work that the launches of its kernels take longer than the kernels. torch.compile
-fuses them, and with mode "reduce-overhead" a CUDA graph launches all of a step at once. Not yet measured on a GPU.
+One token of a small model is so little work that the launches of its kernels take longer than the kernels.
+torch.compile fuses them, and with mode "reduce-overhead" a CUDA graph launches all of a step at once. Not yet measured
+on a GPU.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class CompiledSteps:
 class Ending:
     """Whether all rows have ended.
 
-    On a GPU the answer of a step is copied to the host behind the step's work and read LATE steps later, so the GPU never
-    waits for the host, and the host waits only when it is LATE steps ahead. So up to LATE steps more are done; they write
-    padding. at_once: the answer of the last step, as on a CPU.
+    On a GPU the answer of a step is copied to the host behind the step's work and read LATE steps later. So the GPU
+    never waits for the host, and the host waits only when it is LATE steps ahead. Up to LATE steps more are done; they
+    write padding. at_once: the answer of the last step, as on a CPU.
     """
 
     def __init__(self, done: Tensor, at_once: bool) -> None:

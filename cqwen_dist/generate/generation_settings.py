@@ -37,7 +37,8 @@ class Settings:
     generator: torch.Generator | None = None
     seed: int | None = None
     use_cache: bool = True
-    cache_implementation: Literal["dynamic", "static"] = "dynamic"  # static: steps of fixed shapes, compiled on CUDA
+    # "static": steps of fixed shapes, compiled on CUDA; "dynamic" or None: the cache grows
+    cache_implementation: Literal["dynamic", "static"] | None = None
     compile_config: Any = None  # transformers' CompileConfig, for a static cache; given, it also compiles on a CPU
     disable_compile: bool = False
     digits: Digits | None = None  # of written numbers (`generate.numbers.shown`), as the model reads them; None: all
@@ -58,7 +59,7 @@ class Settings:
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.digits is not None:
             check_digits(self.digits)
-        if self.cache_implementation not in ("dynamic", "static"):
+        if self.cache_implementation not in (None, "dynamic", "static"):
             raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
         if self.cache_implementation == "static" and not self.use_cache:
             raise UserError("cache_implementation", "static", "dynamic where use_cache is false")

@@ -116,7 +116,7 @@ class _Continuation:
     def step(self) -> None:
         """Choose the next token of every row and write it; a row that has ended gets padding."""
         if self.end == self.prompt or not self.use_cache:  # everything is read
-            u_prime = self.infer(torch.arange(self.end, device=self.now.at.device))
+            u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
             self.write(u_prime, self.choose(u_prime))
         else:
             if self.kept is not None:
@@ -137,14 +137,21 @@ class _Continuation:
             law, width = found
             self.draws.draw_ahead(kept.random(len(self.now.ids), width, self.action.cls_weight.device), law)
 
-    def infer(self, columns: Tensor) -> Cauchy:
+    def infer_next(self) -> Cauchy:
+        """`infer` of the last column alone, by the cache. Columns of the mask that are not written yet are True, as the
+        last of them must be, which says that this column is none of padding; causality hides them."""
+        return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
+
+    def infer(self, columns: Tensor, mask: Tensor) -> Cauchy:
         """U' [B,C] at the last of these columns [w], which are new to the cache; on the head's device."""
         now = self.now
-        ids, values, positions = (each.index_select(1, columns) for each in (now.ids, now.numbers.values, now.positions))
+        ids, values, positions = (
+            each.index_select(1, columns) for each in (now.ids, now.numbers.values, now.positions)
+        )
         u: Cauchy = self.model.infer(
             ids,
             values,
-            (now.mask if self.static else now.mask[:, : self.end]) if self.padded else None,
+            mask if self.padded else None,
             position_ids=positions,
             past_key_values=now.cache,
             keep=torch.arange(1, len(ids) + 1, device=ids.device) * ids.shape[1] - 1,
@@ -221,13 +228,13 @@ class _Continuation:
 
 def whole_step(text: _Continuation) -> None:
     """A step that reads the last column alone."""
-    u_prime = text.infer(text.now.at - 1)
+    u_prime = text.infer_next()
     text.write(u_prime, text.choose(u_prime))
 
 
 def first_half(text: _Continuation) -> Cauchy:
     """A step up to the choice of the word."""
-    return text.infer(text.now.at - 1)
+    return text.infer_next()
 
 
 def second_half(text: _Continuation, u_prime: Cauchy, word: Tensor) -> None:

@@ -158,9 +158,9 @@ def shown(value: float, spread: float, digits: Digits = "auto") -> float:
 def rounded(values: Tensor, spreads: Tensor, digits: Digits, powers: Tensor) -> Tensor:
     """`shown` of values and spreads [...] float64, where they are: in a loop on a GPU the host need not read them.
 
-    powers: `POWERS` there. What Python's "g" format writes, read again (up to 15 digits and 1e+-22; beyond, to a unit in
-    the last place): a whole number of units, which are a power of ten. The product or quotient of two exact numbers is
-    the float64 nearest to the text.
+    powers: `POWERS` there. What Python's "g" format writes, read again (up to 15 digits and 1e+-22; beyond, to a unit
+    in the last place): a whole number of units, which are a power of ten. The product or quotient of two exact numbers
+    is the float64 nearest to the text.
     """
     first = _power_below(values, powers)
     if digits == "auto":

@@ -7,7 +7,8 @@ twice, and |W| would be written and read once more. Here each piece of W is read
 is a block that stays in a core's own cache; on CUDA it is a tile of a Triton kernel (not yet measured on a GPU). Shapes
 are fixed, nothing waits for the host, and a compiler sees one operation.
 
-Sums are fp32. With a few tokens Triton's products split every fp32 into three tf32 (`tf32x3`), which keeps fp32's error.
+Sums are fp32. With several tokens Triton multiplies on tensor cores, every fp32 split into tf32 parts (`tf32x3`), which
+keeps fp32's error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import Cauchy
 
 BLOCK_BYTES = 1 << 20  # of a block of |W|: it stays in a core's own cache
+# Of the kernel, by the most tokens: tokens, words and dimensions of a tile. The products of a tile need 16 tokens.
+TILES = {1: (1, 32, 256), 16: (16, 64, 32), 32: (32, 64, 32), 64: (64, 64, 32)}
 
 
 def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
@@ -76,8 +79,7 @@ def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     (n, c), rows = loc.shape, len(weight)
     found = loc.new_empty(2, n, rows)
     if n and rows:
-        tokens = 1 if n == 1 else min(64, max(16, triton.next_power_of_2(n)))
-        words, width = (32, 256) if n == 1 else (64, 32)
+        tokens, words, width = next(tile for most, tile in TILES.items() if n <= most or most == 64)
         grid = (triton.cdiv(rows, words), triton.cdiv(n, tokens))
         shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
         _kernel()[grid](loc.contiguous(), scale.contiguous(), weight, found, weight.stride(0), rows, **shape)
