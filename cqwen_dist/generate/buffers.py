@@ -82,6 +82,7 @@ class Kept:
     addresses a CUDA graph needs again, and the compiled steps. A copy of the model begins with nothing."""
 
     buffers: Buffers | None = None
+    dtype: torch.dtype | None = None
     ahead: dict[int, Tensor] = field(default_factory=dict)  # by width: random numbers of a step, drawn before it
     steps: dict[object, Callable[..., Any]] = field(default_factory=dict)  # by the settings that they are made for
 
@@ -99,13 +100,14 @@ class Kept:
     def __reduce__(self) -> tuple[Any, ...]:
         return Kept, ()
 
-    def take(self, new: Buffers, layers: int) -> Buffers:
-        """The contents of `new` in memory that stays, with an empty static cache for so many layers.
+    def take(self, new: Buffers, layers: int, dtype: torch.dtype) -> Buffers:
+        """The contents of `new` in memory that stays, with an empty static cache for so many layers, in this dtype.
 
         Layers with a sliding window keep all positions too, and the mask hides those outside: transformers' own layer
         for them counts positions on the host, so every step would be compiled anew.
         """
-        if self.buffers is None or self.buffers.shape != new.shape:
+        if self.buffers is None or (self.buffers.shape, self.dtype) != (new.shape, dtype):
+            self.dtype = dtype
             self.steps.clear()
             self.ahead.clear()
             room = new.ids.shape[1]

@@ -59,14 +59,22 @@ class Settings:
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.digits is not None:
             check_digits(self.digits)
-        if self.cache_implementation not in (None, "dynamic", "static"):
-            raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
-        if self.cache_implementation == "static" and not self.use_cache:
-            raise UserError("cache_implementation", "static", "dynamic where use_cache is false")
+        self._check_cache()
         if self.used_rows is not None and self.used_rows < 1:
             raise UserError("used_rows", self.used_rows, "1 or more")
         if self.seed is not None and self.generator is not None:
             raise UserError("seed", self.seed, "a seed or a generator, not both")
+
+    def _check_cache(self) -> None:
+        if self.cache_implementation not in (None, "dynamic", "static"):
+            raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
+        if self.static and not self.use_cache:
+            raise UserError("cache_implementation", "static", "dynamic where use_cache is false")
+
+    @property
+    def static(self) -> bool:
+        """Whether steps have fixed shapes."""
+        return self.cache_implementation == "static"
 
     def generator_on(self, device: torch.device) -> torch.Generator | None:
         """The source of draws; None: torch's global state."""

@@ -77,7 +77,7 @@ class _Continuation:
         numeric_values: Tensor | None,
         attention_mask: Tensor | None,
     ) -> None:
-        config, base, (b, prompt) = model.config, model.config.base_config, input_ids.shape
+        config, base, prompt = model.config, model.config.base_config, input_ids.shape[1]
         self.model, self.action, self.target = model, model.action, model.target
         self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
         self.ends, self.digits = settings.ends(base), settings.digits
@@ -85,33 +85,36 @@ class _Continuation:
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
         # where no row is padded, transformers needs no mask and does not look, which the host would wait for
         self.padded = attention_mask is not None and not bool(attention_mask.all())
-        self.static, self.use_cache = settings.cache_implementation == "static", settings.use_cache
+        self.static, self.use_cache = settings.static, settings.use_cache
         room = -(-self.total // ROOM) * ROOM if self.static else self.total
         self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
         self.kept = Kept.of(model) if self.static else None
         if self.kept is not None:
-            self.now = self.kept.take(self.now, base.num_hidden_layers)
+            dtype = next(model.parameters()).dtype  # the token table's
+            self.now = self.kept.take(self.now, base.num_hidden_layers, dtype)
         elif self.use_cache:
             self.now = replace(self.now, cache=DynamicCache(config=base))
-        # how words and numbers are chosen
-        self.mode = find_mode(settings.mode)
+        self.mode, self.options = find_mode(settings.mode), self.options_of(settings)
         temperature = 1.0 if settings.temperature is None else settings.temperature
         self.draws = Draws(settings.generator_on(input_ids.device), temperature, settings.eps_truncation)
-        rank_by = settings.decode_rule or self.mode.rank_by
-        # the sizes of rows pay off where they serve several steps of a few tokens
-        sized = self.mode.choose is best and rank_by == "ovr" and self.total > prompt + 1 and b <= A_FEW
-        sized = sized and not self.static and not self.action.cls_weight.is_cuda
-        self.options = Options(
+        self.steps = None
+        if self.kept is not None:
+            self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, input_ids.device)
+
+    def options_of(self, settings: Settings) -> Options:
+        """How the mode chooses a word."""
+        config, mode, weight = self.model.config, find_mode(settings.mode), self.action.cls_weight
+        rank_by = settings.decode_rule or mode.rank_by
+        # on a CPU the sizes of rows pay off where they serve several steps of a few tokens
+        few = len(self.now.ids) <= A_FEW and self.total > self.prompt + 1 and not self.static and not weight.is_cuda
+        return Options(
             used_rows=int(config.used_rows) if settings.used_rows is None else settings.used_rows,
             rank_by=rank_by,
             do_sample=settings.do_sample,
             processors=settings.logits_processor,
             added_from=int(config.used_rows) if config.added_rows else None,
-            sizes=row_sizes(self.action.cls_weight) if sized else None,
+            sizes=row_sizes(weight) if few and mode.choose is best and rank_by == "ovr" else None,
         )
-        self.steps = None
-        if self.kept is not None:
-            self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, input_ids.device)
 
     def step(self) -> None:
         """Choose the next token of every row and write it; a row that has ended gets padding."""

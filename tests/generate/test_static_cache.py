@@ -204,6 +204,7 @@ def test_what_is_kept_is_nobody_elses(model) -> None:
     for each in (other, model):
         assert_same(generate(each, **prompts(), **static), generate(each, **prompts(), max_new_tokens=9))
     assert not torch.equal(generate(other, **prompts(), **static)[0], first)
+    assert generate(other.to(torch.bfloat16), **prompts(), **static)[0].shape == first.shape  # a cache in bf16
     one = {name: part[:1] for name, part in prompts().items()}
     assert_same(generate(model, **one, **static), generate(model, **one, max_new_tokens=9))
     assert pickle.loads(pickle.dumps(model.kept_decoding)).buffers is None
