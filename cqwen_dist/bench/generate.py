@@ -1,14 +1,16 @@
 """``cqwen bench generate``: tokens/s of every mode and of Hugging Face's generate on the same base, timed in turn.
 
-Weights are random, as speed depends on shapes, with one exception: mode `standard` computes few scales if P separates
-words well, and all of them if not (`ops.ovr.best`). Row "standard" has equal scales, as a calibrated start has; row
-"standard, all scales" is the worst case.
+Both have the same cache: one that grows, or a static one, whose steps both compile on CUDA (on a CPU on demand).
+Weights are random, as speed depends on shapes, with one exception: on a CPU, mode `standard` computes few scales if P
+separates words well, and all of them if not (`ops.ovr.best`). Row "standard" has equal scales, as a calibrated start
+has; row "standard, all scales" is the worst case. The heads are fp32 whatever the backbone's dtype. Not yet measured on
+a GPU.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,25 +18,39 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor
+from transformers import CompileConfig
 
-from cqwen_dist.bench.timing import in_turn, seconds_of
+from cqwen_dist.bench.timing import device_name, in_turn, seconds_of
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
+from cqwen_dist.ops.products import dtype_of
 
-MODES = ("standard", "compatible", "ovr", "causal", "individual")
+MODES = ("standard", "compatible", "ovr", "causal", "individual", "noise", "sample")
+THEIRS = "Hugging Face"
+# By device: prompts in a batch, new tokens, the backbone's precision
+SHAPES = {"cpu": ((1, 4), 8, "fp32"), "cuda": ((1, 8, 64), 128, "bf16")}
 
 
 def run(
     hidden: int = 896,
     layers: int = 24,
     vocab: int = 151_936,
-    batches: tuple[int, ...] = (1, 4),
+    batches: Sequence[int] = (),
     prompt: int = 32,
-    new_tokens: int = 8,
+    new_tokens: int | None = None,
     rounds: int = 3,
     device: str = "cpu",
+    precision: str | None = None,
+    caches: Sequence[str] = ("dynamic", "static"),
+    modes: Sequence[str] = MODES,
+    compile_on_cpu: bool = False,
 ) -> dict[str, Any]:
-    """Medians over rounds, and each mode's ratio to Hugging Face within a round."""
+    """Medians over rounds, and each mode's ratio to Hugging Face with the same cache within a round.
+
+    batches, new_tokens, precision: default by device, `SHAPES`.
+    """
+    own = SHAPES[torch.device(device).type]
+    batches, new_tokens, precision = batches or own[0], new_tokens or own[1], precision or own[2]
     base = build_base(
         {
             "model_type": "qwen2",
@@ -48,32 +64,52 @@ def run(
             "tie_word_embeddings": True,
         },
         seed=0,
-    ).to(device)  # type: ignore[arg-type]  # transformers wraps `to`
+    ).to(device=device, dtype=dtype_of(precision))  # type: ignore[call-overload]  # transformers wraps `to`
     base.eval()
     model = _causal(base, vocab)
-    contenders: dict[str, Callable[[Tensor], Any]] = {
-        "Hugging Face": lambda ids: base.generate(
-            ids, do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0
-        )
+    contenders = {
+        (cache, name): work
+        for cache in caches
+        for name, work in _contenders(base, model, modes, cache, new_tokens, compile_on_cpu).items()
     }
-    even = model.model.action.b_noise.detach().clone()
-    uneven = even * torch.logspace(-2, 2, even.numel(), device=even.device)
-    for mode in MODES:
-        contenders[mode] = partial(_generate, model, mode, new_tokens, even)
-    contenders["standard, all scales"] = partial(_generate, model, "standard", new_tokens, uneven)
     results = []
     for batch in batches:
         ids = torch.randint(0, vocab - 2, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(device)
-        works = {name: partial(seconds_of, partial(work, ids), ids.device) for name, work in contenders.items()}
-        in_turn(works, 1)  # warms up
+        works = {key: partial(seconds_of, partial(work, ids), ids.device) for key, work in contenders.items()}
+        in_turn(works, 2)  # compiles, and records CUDA graphs
         times = in_turn(works, rounds)
-        for name, own in times.items():
-            ratios = [a / b for a, b in zip(times["Hugging Face"], own, strict=True)]
-            rate = batch * new_tokens / median(own)
-            row = {"batch": batch, "contender": name, "tokens_per_s": rate, "ratio": median(ratios)}
-            results.append({**row, "ratio_least": min(ratios), "ratio_most": max(ratios)})
+        for (cache, name), found in times.items():
+            ratios = [a / b for a, b in zip(times[cache, THEIRS], found, strict=True)]
+            row = {
+                "batch": batch,
+                "cache": cache,
+                "contender": name,
+                "tokens_per_s": batch * new_tokens / median(found),
+            }
+            ends = {"ratio": median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
+            results.append({**row, **ends})
     shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
-    return {"shape": shape, "rounds": rounds, "threads": torch.get_num_threads(), "results": results}
+    place = {"device": device_name(ids.device), "precision": precision, "compiled": compile_on_cpu or ids.is_cuda}
+    return {"shape": shape, "rounds": rounds, **place, "results": results}
+
+
+def _contenders(
+    base: Any, model: CausalQwenForCausalLM, modes: Sequence[str], cache: str, new_tokens: int, compile_on_cpu: bool
+) -> dict[str, Callable[[Tensor], Any]]:
+    """Hugging Face and the modes with one cache, by name: functions of ids [B,T]."""
+    options: dict[str, Any] = {"cache_implementation": cache, "max_new_tokens": new_tokens}
+    if cache == "static" and compile_on_cpu:
+        options["compile_config"] = CompileConfig()
+        options["compile_config"]._compile_all_devices = True
+    theirs = {"do_sample": False, "min_new_tokens": new_tokens, "pad_token_id": 0, **options}
+    found: dict[str, Callable[[Tensor], Any]] = {THEIRS: lambda ids: base.generate(ids, **theirs)}
+    even = model.model.action.b_noise.detach().clone()
+    for mode in modes:
+        found[mode] = partial(_generate, model, mode, even, options)
+    if cache == "dynamic" and even.device.type == "cpu":
+        uneven = even * torch.logspace(-2, 2, even.numel())
+        found["standard, all scales"] = partial(_generate, model, "standard", uneven, options)
+    return found
 
 
 def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
@@ -91,21 +127,23 @@ def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
 
 
 @torch.no_grad()
-def _generate(model: CausalQwenForCausalLM, mode: str, new_tokens: int, b_noise: Tensor, ids: Tensor) -> None:
+def _generate(model: CausalQwenForCausalLM, mode: str, b_noise: Tensor, options: dict[str, Any], ids: Tensor) -> None:
     """Generate with this b_noise [C]."""
     model.model.action.b_noise.copy_(b_noise)
-    model.generate(ids, mode=mode, do_sample=False, seed=0, max_new_tokens=new_tokens, eos_token_id=[])
+    model.generate(ids, mode=mode, do_sample=False, seed=0, eos_token_id=[], **options)
 
 
 def table(result: dict[str, Any]) -> Table:
     """`run`'s result for a terminal."""
-    title = f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {result['threads']} thread(s)"
-    shown = Table(title=title)
-    for column in ("batch", "", "tokens/s", "ratio", "least", "most"):
+    steps = "static steps compiled" if result["compiled"] else "nothing compiled"
+    place = f"{result['device']}, backbone in {result['precision']}, {steps}"
+    shown = Table(title=f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {place}")
+    for column in ("batch", "cache", "", "tokens/s", "ratio", "least", "most"):
         shown.add_column(column)
     for row in result["results"]:
         shown.add_row(
             str(row["batch"]),
+            row["cache"],
             row["contender"],
             f"{row['tokens_per_s']:.2f}",
             *(f"{row[name]:.2f}" for name in ("ratio", "ratio_least", "ratio_most")),

@@ -183,14 +183,39 @@ def generate(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the backbone.")] = 24,
     vocab: Annotated[int, typer.Option(min=1, help="V, words.")] = 151_936,
     batch: Annotated[list[int] | None, typer.Option(help="Prompts in a batch; may be repeated.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 8,
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each contender.")] = 3,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default cuda where there is one.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the backbone, fp32 or bf16; default bf16 on cuda.")] = None,
+    cache: Annotated[list[str] | None, typer.Option(help="dynamic or static; default both.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="A mode; may be repeated; default all.")] = None,
+    compile_on_cpu: Annotated[bool, typer.Option("--compile-on-cpu", help="Compile static steps there too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokens a second of the modes, compared with Hugging Face's generate on the same base, random weights."""
     quiet_libraries()
-    from cqwen_dist.bench.generate import run, table
+    import torch
 
-    result = run(hidden, layers, vocab, tuple(batch or (1, 4)), new_tokens=new_tokens, rounds=rounds, device=device)
+    from cqwen_dist.bench.generate import MODES, run, table
+
+    for key, given, allowed in (
+        ("--precision", [precision or "fp32"], ("fp32", "bf16")),
+        ("--cache", cache or [], ("dynamic", "static")),
+        ("--mode", mode or [], MODES),
+    ):
+        if odd := [each for each in given if each not in allowed]:
+            raise UserError(key, odd[0], ", ".join(allowed))
+    result = run(
+        hidden,
+        layers,
+        vocab,
+        tuple(batch or ()),
+        new_tokens=new_tokens,
+        rounds=rounds,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        precision=precision,
+        caches=cache or ("dynamic", "static"),
+        modes=mode or MODES,
+        compile_on_cpu=compile_on_cpu,
+    )
     print_document(result, as_json, table)

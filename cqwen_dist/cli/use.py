@@ -39,6 +39,9 @@ def generate(
     decode_rule: Annotated[str | None, typer.Option(help="Rank words by ovr (P) or loc (loc_S).")] = None,
     digits: DigitsOption = "auto",
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    cache_implementation: Annotated[
+        str | None, typer.Option(help="dynamic, or static: steps of fixed shapes, compiled on CUDA; for many tokens.")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it is written (one prompt).")] = False,
     device: Device = "auto",
     plot: Annotated[Path | None, typer.Option(help="With --individuals or --noises: first numbers as SVG.")] = None,
@@ -59,8 +62,9 @@ def generate(
     from cqwen_dist.generate.continuation import continue_text, counterfactuals, treatments
 
     model, tokenizer = load_trained(checkpoint, device)
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
-    options: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
+    given["cache_implementation"] = cache_implementation
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     options |= {"max_new_tokens": max_new_tokens, "seed": seed, "digits": _digits(digits), "stop": stop or ()}
     if above is not None:
         print_document(_words_above(model, tokenizer, prompt, above, decision_threshold), as_json, _lines_of_words)

@@ -37,6 +37,10 @@ class Settings:
     generator: torch.Generator | None = None
     seed: int | None = None
     use_cache: bool = True
+    # "static": steps of fixed shapes, compiled on CUDA; "dynamic" or None: the cache grows
+    cache_implementation: Literal["dynamic", "static"] | None = None
+    compile_config: Any = None  # transformers' CompileConfig, for a static cache; given, it also compiles on a CPU
+    disable_compile: bool = False
     digits: Digits | None = None  # of written numbers (`generate.numbers.shown`), as the model reads them; None: all
     # Words from this row on are never written, except in `compatible`. None: the config's; spare rows have no token.
     used_rows: int | None = None
@@ -55,10 +59,22 @@ class Settings:
             raise UserError("decode_rule", self.decode_rule, "ovr, loc")
         if self.digits is not None:
             check_digits(self.digits)
+        self._check_cache()
         if self.used_rows is not None and self.used_rows < 1:
             raise UserError("used_rows", self.used_rows, "1 or more")
         if self.seed is not None and self.generator is not None:
             raise UserError("seed", self.seed, "a seed or a generator, not both")
+
+    def _check_cache(self) -> None:
+        if self.cache_implementation not in (None, "dynamic", "static"):
+            raise UserError("cache_implementation", self.cache_implementation, "dynamic, static")
+        if self.static and not self.use_cache:
+            raise UserError("cache_implementation", "static", "dynamic where use_cache is false")
+
+    @property
+    def static(self) -> bool:
+        """Whether steps have fixed shapes."""
+        return self.cache_implementation == "static"
 
     def generator_on(self, device: torch.device) -> torch.Generator | None:
         """The source of draws; None: torch's global state."""

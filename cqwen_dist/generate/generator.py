@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.utils import is_accelerate_available
 
-from cqwen_dist.batch import recent_numbers
+from cqwen_dist.generate.buffers import ROOM, Buffers, Kept
+from cqwen_dist.generate.compiling import CompiledSteps, Ending
 from cqwen_dist.generate.generation_settings import Settings, check_prompt
 from cqwen_dist.generate.modes import Draws, Options, best, find_mode
-from cqwen_dist.generate.numbers import GeneratedNumbers, empty_numbers
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.generate.numbers import GeneratedNumbers, number_interval, rounded
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.best import row_sizes
-from cqwen_dist.ops.ovr.scores import prob_at
+from cqwen_dist.ops.ovr.best import A_FEW, row_sizes
+from cqwen_dist.ops.ovr.scores import prob_of
 
 # Called after every step with the ids [B,t] and their numbers; returns the rows that end here [B] bool, or None.
 Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
@@ -55,17 +56,18 @@ def generate(
     check_prompt(model, input_ids, numeric_values, attention_mask)
     with at_hand(model.action):
         text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
-        while text.end < text.total and not bool(text.done.all()):
+        now, over = text.now, Ending(text.now.done, at_once=bool(watch))
+        while text.end < text.total and not over():
             text.step()
             for look in watch:
-                ended = look(text.ids[:, : text.end], text.numbers.until(text.end))
+                ended = look(now.ids[:, : text.end], now.numbers.until(text.end))
                 if ended is not None:
-                    text.done = text.done | ended.to(text.done.device)
-    return text.ids[:, : text.end], text.numbers.until(text.end)
+                    now.done.logical_or_(ended.to(now.done.device))
+        return text.result()
 
 
 class _Continuation:
-    """Prompts and continuations in buffers of the final length, the model's cache, and how the mode chooses."""
+    """Prompts and continuations, and how the mode chooses. A step reads and writes `now`."""
 
     def __init__(
         self,
@@ -75,106 +77,180 @@ class _Continuation:
         numeric_values: Tensor | None,
         attention_mask: Tensor | None,
     ) -> None:
-        config, device = model.config, input_ids.device
-        base = config.base_config
-        b, prompt = input_ids.shape
-        self.model, self.digits = model, settings.digits
+        config, base, prompt = model.config, model.config.base_config, input_ids.shape[1]
+        self.model, self.action, self.target = model, model.action, model.target
         self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
-        self.eos = torch.tensor(settings.ends(base), dtype=torch.int64, device=device)
+        self.ends, self.digits = settings.ends(base), settings.digits
+        self.prompt = self.end = prompt
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
-        self.start, self.end = 0, prompt  # [start, end): what the model reads next
-        self.ids = torch.full((b, self.total), self.pad_token_id, dtype=torch.int64, device=device)
-        self.ids[:, :prompt] = input_ids
-        values = torch.zeros((b, self.total), dtype=torch.float64, device=device)
-        if numeric_values is not None:
-            values[:, :prompt] = numeric_values.to(values)
-        self.mask = torch.ones((b, self.total), dtype=torch.bool, device=device)
-        if attention_mask is not None:
-            self.mask[:, :prompt] = attention_mask.bool()
-        self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        intervals = Intervals.from_dict(config.calibration)
-        named = config.number_types, config.more_values
-        self.numbers = empty_numbers(values, model.target, intervals, *named, copies=config.copies)
-        is_number = (self.ids == self.num_token_id) & self.mask
-        self.recent = recent_numbers(is_number, values, self.positions, config.copies)[:, prompt - 1]  # [B,copies]
-        self.done = torch.zeros(b, dtype=torch.bool, device=device)  # rows that have ended
-        self.cache = DynamicCache(config=base) if settings.use_cache else None
-        # how words and numbers are chosen
-        self.action, self.mode = model.action, find_mode(settings.mode)
+        # where no row is padded, transformers needs no mask and does not look, which the host would wait for
+        self.padded = attention_mask is not None and not bool(attention_mask.all())
+        self.static, self.use_cache = settings.static, settings.use_cache
+        room = -(-self.total // ROOM) * ROOM if self.static else self.total
+        self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
+        self.kept = Kept.of(model) if self.static else None
+        if self.kept is not None:
+            dtype = next(model.parameters()).dtype  # the token table's
+            self.now = self.kept.take(self.now, base.num_hidden_layers, dtype)
+        elif self.use_cache:
+            self.now = replace(self.now, cache=DynamicCache(config=base))
+        self.mode, self.options = find_mode(settings.mode), self.options_of(settings)
         temperature = 1.0 if settings.temperature is None else settings.temperature
-        self.draws = Draws(settings.generator_on(device), temperature, settings.eps_truncation)
-        rank_by = settings.decode_rule or self.mode.rank_by
-        # the sizes of rows pay off where they serve several tokens
-        sized = self.mode.choose is best and rank_by == "ovr" and self.total > prompt + 1
-        self.options = Options(
+        self.draws = Draws(settings.generator_on(input_ids.device), temperature, settings.eps_truncation)
+        self.steps = None
+        if self.kept is not None:
+            self.steps = CompiledSteps.of(self.kept, settings, self.padded, model, input_ids.device)
+
+    def options_of(self, settings: Settings) -> Options:
+        """How the mode chooses a word."""
+        config, mode, weight = self.model.config, find_mode(settings.mode), self.action.cls_weight
+        rank_by = settings.decode_rule or mode.rank_by
+        # on a CPU the sizes of rows pay off where they serve several steps of a few tokens
+        few = len(self.now.ids) <= A_FEW and self.total > self.prompt + 1 and not self.static and not weight.is_cuda
+        return Options(
             used_rows=int(config.used_rows) if settings.used_rows is None else settings.used_rows,
             rank_by=rank_by,
             do_sample=settings.do_sample,
             processors=settings.logits_processor,
             added_from=int(config.used_rows) if config.added_rows else None,
-            sizes=row_sizes(self.action.cls_weight) if sized else None,
+            sizes=row_sizes(weight) if few and mode.choose is best and rank_by == "ovr" else None,
         )
 
     def step(self) -> None:
         """Choose the next token of every row and write it; a row that has ended gets padding."""
-        action, numbers, at, device = self.action, self.numbers, self.end, self.ids.device
-        # what is new is read: U [B,C] at each row's last position
-        new, width = slice(self.start, at), at - self.start
-        u: Cauchy = self.model.infer(
-            self.ids[:, new],
-            numbers.values[:, new],
-            self.mask[:, :at],
-            position_ids=self.positions[:, new],
-            past_key_values=self.cache,
-            keep=torch.arange(1, len(self.ids) + 1, device=device) * width - 1,
+        if self.end == self.prompt or not self.use_cache:  # everything is read
+            u_prime = self.infer(torch.arange(self.end, device=self.now.at.device), self.now.mask[:, : self.end])
+            self.write(u_prime, self.choose(u_prime))
+        else:
+            if self.kept is not None:
+                self.draw_ahead(self.kept)
+            torch.compiler.cudagraph_mark_step_begin()  # what the last step returned is not needed any more
+            if self.steps is None:
+                whole_step(self)
+            elif self.options.processors is None:
+                self.steps(whole_step, self)
+            else:  # processors are Hugging Face's own or the user's: they see ids of a length that grows
+                u_prime = self.steps(first_half, self)
+                self.steps(second_half, self, u_prime, self.choose(u_prime))
+        self.end += 1
+
+    def draw_ahead(self, kept: Kept) -> None:
+        """Draw what the next step needs: a compiled step cannot draw from a generator."""
+        found = self.mode.random(self.action, self.options)
+        if found is not None:
+            law, width = found
+            self.draws.draw_ahead(kept.random(len(self.now.ids), width, self.action.cls_weight.device), law)
+
+    def infer_next(self) -> Cauchy:
+        """`infer` of the last column alone, by the cache. Columns of the mask that are not written yet are True, as the
+        last of them must be, which says that this column is none of padding; causality hides them."""
+        return self.infer(self.now.at - 1, self.now.mask if self.static else self.now.mask[:, : self.end])
+
+    def infer(self, columns: Tensor, mask: Tensor) -> Cauchy:
+        """U' [B,C] at the last of these columns [w], which are new to the cache; on the head's device."""
+        now = self.now
+        ids, values, positions = (
+            each.index_select(1, columns) for each in (now.ids, now.numbers.values, now.positions)
         )
-        # a word is chosen, on the head's device; p: P of <NUM> and of every row's word, of each row
-        home = action.cls_weight.device
-        u_prime = self.mode.law(action, u.to(home), self.draws)
-        seen = action.word_part(u_prime)
-        word = self.mode.choose(action, seen, self.draws, self.options, self.ids[:, :at].to(home))
-        asked = torch.cat([word.new_tensor([self.num_token_id]), word])
-        p = prob_at(seen.to(action.cls_weight.dtype), action.word_head(), asked).double().to(device)
-        # the token is written, on the ids' device
+        u: Cauchy = self.model.infer(
+            ids,
+            values,
+            mask if self.padded else None,
+            position_ids=positions,
+            past_key_values=now.cache,
+            keep=torch.arange(1, len(ids) + 1, device=ids.device) * ids.shape[1] - 1,
+        )
+        return self.mode.law(self.action, u.to(self.action.cls_weight.device), self.draws)
+
+    def choose(self, u_prime: Cauchy) -> Tensor:
+        """A word for every row [B], on the head's device."""
+        ids = self.now.ids if self.options.processors is None else self.now.ids[:, : self.end]
+        seen = self.action.word_part(u_prime)
+        return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(seen.loc.device))
+
+    def write(self, u_prime: Cauchy, word: Tensor) -> None:
+        """Write each row's word [B], or its number, with what is known of it; move on."""
+        action, now, numbers, device = self.action, self.now, self.now.numbers, self.now.ids.device
+        seen, head = action.word_part(u_prime).to(action.cls_weight.dtype), action.word_head()
+        p_num = prob_of(seen, head, torch.full_like(word, self.num_token_id)).double().to(device)
+        p_word = prob_of(seen, head, word).double().to(device)
         word, y = word.to(device), action.value(u_prime).to(torch.float64).to(device)
-        number = (word == self.num_token_id) & ~self.done
-        self.ids[:, at] = torch.where(self.done, self.pad_token_id, word)
-        numbers.values[:, at] = self.model.target.inverse(y.loc).where(number, 0.0)
-        numbers.loc[:, at], numbers.scale[:, at] = y.loc.where(number, 0.0), y.scale.where(number, 0.0)
-        numbers.p_num[:, at] = p[:, 0].where(~self.done, math.nan)
-        numbers.p_word[:, at] = p[:, 1:].diagonal().where(~self.done, math.nan)
-        numbers.generated[:, at] = number
+        new = ~now.done
+        number = (word == self.num_token_id) & new
+        value, loc = self.target.inverse(y.loc), y.loc
+        copied = torch.zeros_like(number)
         if numbers.copied is not None:
-            self.copy(u_prime, number)
+            found = action.copied(u_prime, now.recent.to(u_prime.loc.device)).to(device)
+            copied = number & ~found.isnan()
+            value = found.where(copied, value)
+            loc = self.target.forward(value).double().where(copied, loc)
+            self.put(numbers.copied, copied)
+        if self.digits is not None:
+            value = value.where(copied, self.shown(value, y))
+        value = value.where(number, 0.0)
+        self.put(now.ids, torch.where(new, word, self.pad_token_id))
+        self.put(numbers.values, value)
+        self.put(numbers.loc, loc.where(number, 0.0))
+        self.put(numbers.scale, y.scale.where(number, 0.0))
+        self.put(numbers.p_num, p_num.where(new, math.nan))
+        self.put(numbers.p_word, p_word.where(new, math.nan))
+        self.put(numbers.generated, number)
         if numbers.kinds is not None:
-            numbers.kinds[:, at] = action.number_type(u_prime).to(device)
+            self.put(numbers.kinds, action.number_type(u_prime).to(device))
         if numbers.more is not None:
             for kept, every in zip(numbers.more, action.values(u_prime), strict=True):
-                kept[:, at] = every[:, 1:].double().to(device)
-        if self.digits is not None:
-            for row in number.nonzero()[:, 0].tolist():
-                numbers.values[row, at] = numbers.written(row, at, self.digits)
+                self.put(kept, every[:, 1:].double().to(device))
         if numbers.copied is not None:
-            latest = torch.cat([numbers.values[:, at, None], self.recent[:, :-1]], 1)
-            self.recent = latest.where(number[:, None], self.recent)
-        self.done = self.done | torch.isin(word, self.eos)
-        self.start, self.end = (0 if self.cache is None else at), at + 1
+            latest = torch.cat([value[:, None], now.recent[:, :-1]], 1)
+            now.recent.copy_(latest.where(number[:, None], now.recent))
+        now.lengths.add_(new)
+        for end in self.ends:
+            now.done.logical_or_(word == end)
+        now.at.add_(1)
 
-    def copy(self, u_prime: Cauchy, number: Tensor) -> None:
-        """Where the new token is a number (number [B]), write the earlier one that it copies, if any."""
-        numbers, at = self.numbers, self.end
-        found = self.action.copied(u_prime, self.recent.to(u_prime.loc.device)).to(number.device)
-        assert numbers.copied is not None
-        numbers.copied[:, at] = copied = number & ~found.isnan()
-        numbers.values[:, at] = found.where(copied, numbers.values[:, at])
-        numbers.loc[:, at] = self.model.target.forward(numbers.values[:, at]).double().where(copied, numbers.loc[:, at])
+    def put(self, buffer: Tensor, found: Tensor) -> None:
+        """Write found [B,...] into the new column of a buffer [B,T',...]."""
+        buffer.index_copy_(1, self.now.at, found.unsqueeze(1))
+
+    def shown(self, value: Tensor, y: Cauchy) -> Tensor:
+        """The values [B] with the digits that are written (`GeneratedNumbers.written`)."""
+        spread = torch.zeros_like(value)
+        if self.digits == "auto":
+            low, high = number_interval(y, self.target, self.now.numbers.intervals, 0.5)
+            spread = (high - low) / 2
+        assert self.digits is not None
+        return rounded(value, spread, self.digits, self.now.powers)
+
+    def result(self) -> tuple[Tensor, GeneratedNumbers]:
+        """Prompt and continuation, up to the end of the longest row."""
+        end = self.prompt + int(self.now.lengths.max())
+        ids, numbers = self.now.ids[:, :end], self.now.numbers.until(end)
+        if self.kept is None:
+            return ids, numbers
+        return ids.clone(), numbers.clone()  # the next generation writes into the same memory
+
+
+def whole_step(text: _Continuation) -> None:
+    """A step that reads the last column alone."""
+    u_prime = text.infer_next()
+    text.write(u_prime, text.choose(u_prime))
+
+
+def first_half(text: _Continuation) -> Cauchy:
+    """A step up to the choice of the word."""
+    return text.infer_next()
+
+
+def second_half(text: _Continuation, u_prime: Cauchy, word: Tensor) -> None:
+    """The rest of that step."""
+    text.write(u_prime, word)
 
 
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
     """Inside, weights that accelerate offloads to a disk or the CPU are on the module's own device."""
     with ExitStack() as stack:
-        if is_accelerate_available():  # without it nothing is offloaded
+        if not torch.compiler.is_compiling() and is_accelerate_available():  # else nothing is offloaded
             from accelerate.utils import align_module_device
 
             for part in module.modules():

@@ -21,7 +21,7 @@ from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
 from cqwen_dist.intervals import LEVELS
 
 PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "seed", "used_rows")  # as in `Settings`
-PLAIN = ("eos_token_id", "pad_token_id", "use_cache")
+PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 # Hugging Face makes a processor of the logits of each of these. Only `compatible` has logits.
@@ -34,7 +34,6 @@ OF_LOGITS = (
 NEUTRAL = {
     "num_beams": 1,
     "guidance_scale": 1.0,
-    "cache_implementation": "dynamic",
     "output_attentions": False,
     "output_hidden_states": False,
 }

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from cqwen_dist.config import UserError
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
-from cqwen_dist.ops.ovr.best import RowSizes, best_word, scale_scores
-from cqwen_dist.ops.products import product
+from cqwen_dist.ops.ovr.best import RowSizes, all_scores, best_word, strongest
 
 
 @dataclass
@@ -40,22 +39,40 @@ class Draws:
     generator: torch.Generator | None = None  # None: torch's global state
     temperature: float = 1.0  # multiplies the scale that is drawn from
     eps_truncation: float = 0.0  # uniforms stay this far from 0 and 1, which cuts off a Cauchy's far tails
+    # [B,C] uniforms or [B,n] exponentials of one step, drawn before it: a compiled step cannot draw from a generator.
+    ahead: Tensor | None = field(default=None, repr=False)
     _kept: Tensor | None = field(default=None, repr=False)
 
     def from_law(self, law: Cauchy, once: bool) -> Tensor:
         """loc + temperature scale tan(pi (eps - 1/2)), [B,C]. once: the first call draws eps, and it stays."""
-        eps = self._kept
-        if eps is None or not once:
-            device = law.loc.device if self.generator is None else self.generator.device
-            eps = torch.rand(law.loc.shape, generator=self.generator, device=device).to(law.loc.device)
-        self._kept = eps if once else None
+        eps = self._kept if self.ahead is None else self.ahead
+        if eps is None:
+            eps = self.fill(torch.empty_like(law.loc), Tensor.uniform_)
+            self._kept = eps if once else None
         eps = eps.clamp(self.eps_truncation, 1.0 - self.eps_truncation)
         return Cauchy(law.loc, law.scale * self.temperature).sample(eps)
 
     def pick(self, weights: Tensor) -> Tensor:
-        """One index for each row [B], in proportion to weights [B,n] (>= 0, not all 0)."""
-        device = weights.device if self.generator is None else self.generator.device
-        return torch.multinomial(weights.to(device), 1, generator=self.generator)[:, 0].to(weights.device)
+        """One index for each row [B], in proportion to weights [B,n] (>= 0, not all 0).
+
+        As torch.multinomial, to the draw, without its checks, for which the host waits: the first of exponential
+        clocks that run at these rates.
+        """
+        clocks = self.fill(torch.empty_like(weights), Tensor.exponential_) if self.ahead is None else self.ahead
+        return (weights / clocks).argmax(-1)
+
+    def fill(self, memory: Tensor, law: Callable[..., Tensor]) -> Tensor:
+        """memory, filled with draws; law: Tensor.uniform_ or Tensor.exponential_."""
+        if self.generator is None or self.generator.device == memory.device:
+            return law(memory, generator=self.generator)
+        return memory.copy_(law(torch.empty_like(memory, device=self.generator.device), generator=self.generator))
+
+    def draw_ahead(self, memory: Tensor, law: Callable[..., Tensor]) -> None:
+        """Draw a step's random numbers before it, into memory, in the order in which the step would."""
+        if self._kept is None:
+            self.ahead = self.fill(memory, law)
+        elif self.ahead is None:
+            self.ahead = memory.copy_(self._kept)
 
 
 @dataclass(frozen=True)
@@ -68,15 +85,16 @@ class Options:
     # For `compatible`: (ids [B,t], logits [B,V]) -> logits.
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
     added_from: int | None = None  # for `compatible`: rows from this one on are not the base's, and never chosen
-    sizes: RowSizes | None = None  # of the rows of W_cls; they make ranking by P fast; None: every scale is computed
+    sizes: RowSizes | None = None  # of the rows of W_cls: `best_word` needs fewer scales by them; None: all of them
 
 
 def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """argmax P [B], ties decided by loc_S; with rank_by "loc" argmax loc_S."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
-    if options.rank_by == "loc":
-        return (product(u.loc, head.weight[: head.rows]) + action.cls_bias[: head.rows]).argmax(1)
-    return best_word(u, head, options.sizes)
+    if options.rank_by == "ovr":
+        return best_word(u, head, options.sizes)
+    used = head.take(slice(0, head.rows))
+    return (all_scores(u, used)[1].loc if u.loc.is_cuda else used.loc(u)).argmax(1)  # there |W| costs nothing
 
 
 def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
@@ -91,20 +109,22 @@ def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options,
 
 def ovr_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """A draw among the words in use with probability P / sum P; the best word where every P is 0: [B]."""
-    p = prob_words(action, u_prime, options.used_rows)
+    gap, scores = _used(action, u_prime, options.used_rows)
+    p = prob_above(scores.scale, gap)
     none = p.sum(-1) == 0
-    if not none.any():
-        return draws.pick(p)
-    return torch.where(none, best(action, u_prime, draws, options, ids), draws.pick(p + none[:, None]))
+    return torch.where(none, strongest(gap, scores), draws.pick(p + none[:, None]))
 
 
 def prob_words(action: Any, u_prime: Cauchy, used_rows: int, threshold: float | None = None) -> Tensor:
     """P of every word in use [B,used_rows], fp32. threshold replaces the model's own C."""
-    u, head = u_prime.to(action.cls_weight.dtype), action.word_head(used_rows)
-    used = head.take(slice(0, head.rows))
-    loc_s = product(u.loc, used.weight) + action.cls_bias[: head.rows]
-    c = used.threshold if threshold is None else threshold
-    return prob_above(scale_scores(u.scale, used.weight, head.rows), c - loc_s)
+    gap, scores = _used(action, u_prime, used_rows)
+    return prob_above(scores.scale, gap if threshold is None else threshold - scores.loc)
+
+
+def _used(action: Any, u_prime: Cauchy, used_rows: int) -> tuple[Tensor, Cauchy]:
+    """`all_scores` of the words in use."""
+    head = action.word_head(used_rows)
+    return all_scores(u_prime.to(action.cls_weight.dtype), head.take(slice(0, head.rows)))
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,16 @@ class Mode:
     def has_temperature(self) -> bool:
         """Whether a temperature changes the result: of the logits, or of the law that is drawn from."""
         return self.choose is softmax_sample or self.drawn is not None
+
+    def random(self, action: Any, options: Options) -> tuple[Callable[..., Tensor], int] | None:
+        """What a step draws for a row: the law, as `Draws.fill` takes it, and how many numbers; None: nothing."""
+        if self.drawn is not None:
+            return Tensor.uniform_, action.b_noise.numel()
+        if self.choose is ovr_sample:
+            return Tensor.exponential_, action.word_head(options.used_rows).rows
+        if self.choose is softmax_sample and options.do_sample and options.processors is None:
+            return Tensor.exponential_, action.cls_weight.shape[0]
+        return None
 
     def law(self, action: Any, u: Cauchy, draws: Draws) -> Cauchy:
         """U' by U, [B,C] each."""

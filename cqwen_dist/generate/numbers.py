@@ -18,6 +18,8 @@ from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
 
 MOST_DIGITS = 17  # of a float64: all of it
+TENS = 308  # the largest power of ten of a float64
+POWERS = torch.tensor([float(f"1e{k}") for k in range(-TENS, TENS + 1)], dtype=torch.float64, device="cpu")
 Digits = int | Literal["auto"]
 
 
@@ -54,6 +56,11 @@ class GeneratedNumbers:
         cut: dict[str, Any] = {name: value[:, :end] for name, value in vars(self).items() if isinstance(value, Tensor)}
         more = None if self.more is None else Cauchy(*(part[:, :end] for part in self.more))
         return replace(self, **cut, more=more)
+
+    def clone(self) -> GeneratedNumbers:
+        """The same in memory of its own."""
+        own: dict[str, Any] = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **own, more=None if self.more is None else Cauchy(*(part.clone() for part in self.more)))
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """(low, high), each [B,T'] float64 in the raw unit, as `number_interval`; nan where not generated."""
@@ -138,18 +145,53 @@ def shown(value: float, spread: float, digits: Digits = "auto") -> float:
     """A value rounded to its meaningful digits.
 
     digits "auto": down to the second digit of `spread` (half the 50 % interval, raw unit), as measurements are written.
-    The value's first digit always stays, and all digits where the spread is 0. A number: this many significant digits.
+    The value's first digit always stays: a spread that is larger keeps no other. All digits stay where the spread is 0.
+    A number: this many significant digits.
     Raises `UserError` for digits below 1 or above 17, a float64's.
     """
     if digits != "auto":
         check_digits(digits)
-        return float(f"{value:.{digits}g}")
-    if value == 0.0 or not math.isfinite(value) or not math.isfinite(spread) or spread <= 0.0:
-        return value
-    first, last = math.floor(math.log10(abs(value))), math.floor(math.log10(spread)) - 1
-    if last > first:  # the spread is larger than the value: only the first digit is kept
-        return float(f"{value:.1g}")
-    return float(f"{value:.{min(first - last + 1, MOST_DIGITS)}g}")
+    both = torch.tensor([value, spread], dtype=torch.float64)
+    return float(rounded(both[0], both[1], digits, POWERS))
+
+
+def rounded(values: Tensor, spreads: Tensor, digits: Digits, powers: Tensor) -> Tensor:
+    """`shown` of values and spreads [...] float64, where they are: in a loop on a GPU the host need not read them.
+
+    powers: `POWERS` there. What Python's "g" format writes, read again (up to 15 digits and 1e+-22; beyond, to a unit
+    in the last place): a whole number of units, which are a power of ten. The product or quotient of two exact numbers
+    is the float64 nearest to the text.
+    """
+    first = _power_below(values, powers)
+    if digits == "auto":
+        last = _power_below(spreads, powers) - 1
+        kept = torch.where(last > first, 1, (first - last + 1).clamp(max=MOST_DIGITS))
+        plain = ~spreads.isfinite() | (spreads <= 0.0)
+    else:
+        kept = torch.full_like(first, digits)
+        plain = torch.zeros_like(values, dtype=torch.bool)
+    unit = first - kept + 1
+    up, down = (powers[exponent.clamp(0, TENS) + TENS] for exponent in (-unit, unit))
+    units = values * up / down
+    # A half that is exact here may come from rounding: which side is values * up of units * down really on?
+    side = (values * up - units * down) + (_rounded_off(values, up) - _rounded_off(units, down))
+    half = (units - units.floor() == 0.5) & (side.abs() > 0)
+    found = torch.where(half, units + side.sign() / 2, units.round()) * down / up
+    plain = plain | (values == 0.0) | ~values.isfinite() | (kept >= MOST_DIGITS) | (unit < -TENS)
+    return torch.where(plain, values, found)
+
+
+def _rounded_off(a: Tensor, b: Tensor) -> Tensor:
+    """a b - fl(a b) of float64, exact (Dekker 1971, "A floating-point technique for extending the available precision",
+    with Veltkamp's splitting); nan or inf where the splitting overflows."""
+    (a1, a2), (b1, b2) = ((x * 134217729.0 - (x * 134217729.0 - x), x) for x in (a, b))
+    a2, b2 = a2 - a1, b2 - b1
+    return ((a1 * b1 - a * b) + a1 * b2 + a2 * b1) + a2 * b2
+
+
+def _power_below(x: Tensor, powers: Tensor) -> Tensor:
+    """The largest k with 10^k <= |x|, at least -TENS - 1: exact, as a logarithm is not."""
+    return torch.bucketize(x.abs(), powers, right=True) - TENS - 1
 
 
 def check_digits(digits: Digits) -> None:

@@ -241,7 +241,8 @@ class CausalQwenModel(nn.Module):
             raise UserError("past_key_values", "a cache without the wide part's state", "one that this model filled")
         found, state = self.wide(input_ids, numeric_values, position_ids, attention_mask, state, keep)
         if past_key_values is not None:
-            past_key_values.wide_state = state
+            past_key_values.wide_state = state.inside(getattr(past_key_values, "wide_memory", None))
+            past_key_values.wide_memory = past_key_values.wide_state
         return torch.cat([z, columns_beside_z(found.to(z.device), z.dtype)], -1)
 
     def infer(

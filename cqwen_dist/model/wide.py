@@ -60,6 +60,12 @@ class WideState(NamedTuple):
     line: Tensor  # [B] hash of the line that has not ended
     numbers: Tensor  # [NAMES,B] by name
 
+    def inside(self, memory: WideState | None) -> WideState:
+        """The same in the memory of an earlier state; steps of fixed shapes read it where it was."""
+        if memory is None:
+            return self
+        return WideState(*(old.copy_(new) for old, new in zip(memory, self, strict=True)))
+
 
 class WidePart(nn.Module):
     """g and h of ids and values. All tables are 0 until the start is calibrated: g = h = 0."""

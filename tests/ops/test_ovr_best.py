@@ -7,9 +7,10 @@ import torch
 from support.numerics import assert_close, ovr_topk
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import WordHead
+from cqwen_dist.ops.ovr import WordHead, both_products
 from cqwen_dist.ops.ovr import best as ovr_best
-from cqwen_dist.ops.ovr.best import abs_blocks, best_word, row_sizes, scale_scores
+from cqwen_dist.ops.ovr.best import best_word, row_sizes, scale_scores
+from cqwen_dist.ops.ovr.both_products import abs_blocks
 
 
 def head(rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,7 +82,7 @@ def test_nan_is_no_crash() -> None:
 
 
 def test_scales_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovr_best, "BLOCK_BYTES", 64 * 37 * 4)
+    monkeypatch.setattr(both_products, "BLOCK_BYTES", 64 * 37 * 4)
     weight, _, _ = head(1003, 37)
     assert len(list(abs_blocks(weight))) == 16
     for tokens in (1, 5):

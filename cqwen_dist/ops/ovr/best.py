@@ -8,22 +8,25 @@ by Cauchy-Schwarz around the mean of s,
 and min(s) ||W_k||_1 <= |W_k| . s <= max(s) ||W_k||_1. So two numbers a row, computed once, bound every scale_k and
 every z_k. z_k is computed only for words whose upper bound reaches the best lower bound, or for all words if those are
 many. The answer is the same. N tokens, C width, v rows.
+
+How many words remain depends on the data: on a GPU the host would wait for that number, and a compiled step cannot have
+such a shape. There, and for more than a few tokens, every score is computed in one pass over W (`both_products`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.both_products import abs_blocks, product_into, word_scores
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.products import product
 
-BLOCK_BYTES = 1 << 20  # of a block of |W|: it stays in a core's own cache
-TOGETHER = 32  # tokens at once: about eight fp32 [32, v] are alive
+TOGETHER = 64  # tokens at once: about eight fp32 [64, v] are alive
+A_FEW = 4  # tokens up to which the bounds pay off on a CPU: their passes over [N, v] cost more for each further token
 FEW = 16  # at most one word in so many may be a candidate; gathering more costs as much as reading all
 SLACK = 1e-4  # relative, on every term of the bounds: more than fp32 sums of a few thousand terms round
 
@@ -47,24 +50,6 @@ def row_sizes(weight: Tensor) -> RowSizes:
     return RowSizes(l1, spread)
 
 
-def abs_blocks(weight: Tensor, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """(slice, |W[slice]|) of the first `rows` rows. All blocks use one buffer: each is valid until the next."""
-    rows = weight.shape[0] if rows is None else rows
-    real = torch.promote_types(weight.dtype, torch.float32)
-    step = max(64, BLOCK_BYTES // (4 * max(1, weight.shape[1])))
-    if weight.is_cuda:
-        step *= 16
-    buffer = torch.empty(min(step, rows), weight.shape[1], dtype=real, device=weight.device)
-    for start in range(0, rows, step):
-        part = slice(start, min(rows, start + step))
-        block = buffer[: part.stop - part.start]
-        if weight.dtype == real:
-            torch.abs(weight[part], out=block)
-        else:
-            block.copy_(weight[part]).abs_()
-        yield part, block
-
-
 @torch.no_grad()
 def scale_scores(scale_u: Tensor, weight: Tensor, rows: int) -> Tensor:
     """scale_S [N, rows] = scale_u |W|^T over the first `rows` words, |W| a block at a time."""
@@ -72,10 +57,7 @@ def scale_scores(scale_u: Tensor, weight: Tensor, rows: int) -> Tensor:
     out = scale_u.new_empty(scale_u.shape[0], rows, dtype=real)
     scale_u = scale_u.to(real)
     for part, block in abs_blocks(weight, rows):
-        if len(scale_u) == 1:  # twice as fast as a product with a matrix of one row
-            torch.mv(block, scale_u[0], out=out[0, part])
-        else:
-            torch.mm(scale_u, block.T, out=out[:, part])
+        product_into(scale_u, block, out[:, part])
     return out
 
 
@@ -83,20 +65,35 @@ def scale_scores(scale_u: Tensor, weight: Tensor, rows: int) -> Tensor:
 def best_word(u: Cauchy, head: WordHead, sizes: RowSizes | None) -> Tensor:
     """argmax P [N] int64 over the words in use, as `topk.topk` with k = 1 finds it: equal z by the larger loc_S.
 
-    u: U' [N, C]. head: the whole vocabulary's. sizes: `row_sizes` of its weight, or None: every scale is computed.
+    u: U' [N, C]. head: the whole vocabulary's. sizes: `row_sizes` of its weight, for a few tokens on a CPU, or None:
+    every score is computed, in fixed shapes.
     """
     if len(u.loc) > TOGETHER:
         parts = zip(u.loc.split(TOGETHER), u.scale.split(TOGETHER), strict=True)
         return torch.cat([best_word(Cauchy(*part), head, sizes) for part in parts])
     rows = head.rows
     used = head.take(slice(0, rows))
+    if sizes is None:
+        return strongest(*all_scores(u, used))
     loc = used.loc(u)
     gap = used.threshold.to(loc.dtype) - loc
-    words = None if sizes is None else _candidates(gap, u.scale.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
-    if words is None or not 0 < words.numel() * FEW <= rows:  # 0 candidates: nan scores
-        return _first(_strength(gap, scale_scores(u.scale, head.weight, rows)), loc)
+    words = _candidates(gap, u.scale.to(loc.dtype), RowSizes(*(t[:rows] for t in sizes)))
+    if not 0 < words.numel() * FEW <= rows:  # 0 candidates: nan scores
+        return strongest(gap, Cauchy(loc, scale_scores(u.scale, head.weight, rows)))
     scale = product(u.scale.to(used.weight.dtype), used.weight[words].abs())
-    return words[_first(_strength(gap[:, words], scale), loc[:, words])]
+    return words[strongest(gap[:, words], Cauchy(loc[:, words], scale))]
+
+
+def all_scores(u: Cauchy, used: WordHead) -> tuple[Tensor, Cauchy]:
+    """(C - loc_S, S) [N, v] of a head whose words are all in use, in one pass over its weight."""
+    loc, scale = word_scores(u, used.weight)
+    loc = loc if used.bias is None else loc + used.bias.to(loc.dtype)
+    return used.threshold.to(loc.dtype) - loc, Cauchy(loc, scale)
+
+
+def strongest(gap: Tensor, scores: Cauchy) -> Tensor:
+    """The index [N] of the best of S [N, v], gap = C - loc_S; equal strength is ordered by the larger loc_S."""
+    return _first(_strength(gap, scores.scale), scores.loc)
 
 
 def _candidates(gap: Tensor, s: Tensor, sizes: RowSizes) -> Tensor:

@@ -62,12 +62,21 @@ def _of_labels(u: Cauchy, head: WordHead, labels: Tensor) -> tuple[Tensor, Tenso
         return (torch.zeros(len(labels), dtype=head.real, device=labels.device),) * 2
     at = labels - head.start
     here = (at >= 0) & (at < v)
-    own = head.take(at.clamp(0, v - 1))
-    rows = own.weight.to(u.loc.dtype).to(head.real)
-    loc = (u.loc.to(head.real) * rows).sum(1) + (0.0 if own.bias is None else own.bias.to(head.real))
-    scale = (u.scale.to(head.real) * rows.abs()).sum(1)
-    log_p = log_prob_above(scale, own.threshold.to(head.real) - loc)
-    return loc.where(here, 0.0), log_p.where(here, 0.0)
+    law, gap = _own(u, head.take(at.clamp(0, v - 1)))
+    return law.loc.where(here, 0.0), log_prob_above(law.scale, gap).where(here, 0.0)
+
+
+def prob_of(u: Cauchy, head: WordHead, words: Tensor) -> Tensor:
+    """P of each token's own word, words [N] int64 (all in the slice): [N], the diagonal of `prob_at`."""
+    law, gap = _own(u, head.take(words - head.start))
+    return prob_above(law.scale, gap)
+
+
+def _own(u: Cauchy, own: WordHead) -> tuple[Cauchy, Tensor]:
+    """(S, C - loc_S) [N] of one word for each token; own: the words' rows."""
+    rows = own.weight.to(u.loc.dtype).to(own.real)
+    loc = (u.loc.to(own.real) * rows).sum(1) + (0.0 if own.bias is None else own.bias.to(own.real))
+    return Cauchy(loc, (u.scale.to(own.real) * rows.abs()).sum(1)), own.threshold.to(own.real) - loc
 
 
 def _scores(u: Cauchy, head: WordHead) -> tuple[Tensor, Tensor, Tensor]:

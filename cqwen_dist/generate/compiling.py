@@ -1,0 +1,99 @@
+"""Steps of fixed shapes, compiled; and the end of a generation without waiting for the GPU.
+
+One token of a small model is so little work that the launches of its kernels take longer than the kernels.
+torch.compile fuses them, and with mode "reduce-overhead" a CUDA graph launches all of a step at once. Not yet measured
+on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from transformers.utils import logging
+
+from cqwen_dist.generate.buffers import Kept
+from cqwen_dist.generate.generation_settings import Settings
+
+LATE = 4  # steps that the host may be ahead of the GPU
+AS_TRANSFORMERS = {"mode": "reduce-overhead"}  # its CompileConfig's own default
+notes = logging.get_logger(__name__)
+
+
+class CompiledSteps:
+    """Calls functions of a `_Continuation`, each compiled once for the settings that it depends on."""
+
+    def __init__(self, kept: dict[object, Callable[..., Any]], key: str, options: dict[str, Any]) -> None:
+        self.kept, self.key, self.options = kept, key, options
+        self.called: set[object] = set()  # in this generation
+
+    @classmethod
+    def of(cls, kept: Kept, settings: Settings, padded: bool, model: Any, device: torch.device) -> CompiledSteps | None:
+        """For a generation; None where nothing is compiled: on a CPU without a compile_config, with disable_compile,
+        and where the weights lie in several places."""
+        config = settings.compile_config
+        if settings.disable_compile or (device.type != "cuda" and config is None):
+            return None
+        if {weight.device for weight in model.parameters()} != {device}:
+            return None
+        given = config if isinstance(config, dict) else {} if config is None else config.to_dict()
+        options = {"fullgraph": True, "dynamic": False, **AS_TRANSFORMERS}
+        options |= {name: value for name, value in given.items() if value is not None}
+        # drawing, lengths and processors stay outside; whether there are processors decides what is compiled
+        same = {"seed": None, "generator": None, "logits_processor": None, "max_new_tokens": 0}
+        return cls(kept.steps, f"{padded} {replace(settings, **same)}", options)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args); where it does not compile, as it is, with one warning."""
+        place = function, self.key
+        if place not in self.kept:
+            # torch counts compilations, and looks them up, by code: each of ours has its own
+            assert isinstance(function, FunctionType)
+            code = function.__code__.replace(co_name=f"{function.__name__}_{len(self.kept)}")
+            own = FunctionType(code, function.__globals__, code.co_name)
+            self.kept[place] = torch.compile(own, **self.options)
+        try:
+            if place in self.called:  # nothing that was checked in this generation's first step has changed since
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+                    return self.kept[place](*args)
+            found = self.kept[place](*args)
+            self.called.add(place)
+            return found
+        except TorchDynamoException as error:
+            notes.warning(f"{function.__name__} is not compiled: {str(error).strip().splitlines()[0]}")
+            self.kept[place] = function
+            return function(*args)
+
+
+class Ending:
+    """Whether all rows have ended.
+
+    On a GPU the answer of a step is copied to the host behind the step's work and read LATE steps later. So the GPU
+    never waits for the host, and the host waits only when it is LATE steps ahead. Up to LATE steps more are done; they
+    write padding. at_once: the answer of the last step, as on a CPU.
+    """
+
+    def __init__(self, done: Tensor, at_once: bool) -> None:
+        """done: [B] bool, which the steps write in place."""
+        self.done, self.step = done, 0
+        self.late = done.is_cuda and not at_once
+        if self.late:
+            self.answers = torch.zeros(LATE, dtype=torch.bool, pin_memory=True)
+            self.copied = [torch.cuda.Event() for _ in range(LATE)]
+
+    def __call__(self) -> bool:
+        if not self.late:
+            return bool(self.done.all())
+        slot, ended = self.step % LATE, False
+        if self.step >= LATE:
+            self.copied[slot].synchronize()
+            ended = bool(self.answers[slot])
+        self.answers[slot].copy_(self.done.all(), non_blocking=True)
+        self.copied[slot].record()
+        self.step += 1
+        return ended

@@ -1,0 +1,151 @@
+"""loc_S and scale_S of all words for a few tokens, in one pass over W_cls: what decoding reads most.
+
+    loc = u W^T        scale = s |W|^T        u, s [N, C] fp32; W [v, C] fp32 or bf16; loc, scale [N, v] fp32
+
+Decoding one token is bound by reading W: v C elements, 545 MB in fp32 for V = 151,936 and C = 896. Two products read it
+twice, and |W| would be written and read once more. Here each piece of W is read once and serves both. On a CPU a piece
+is a block that stays in a core's own cache; on CUDA it is a tile of a Triton kernel (not yet measured on a GPU). Shapes
+are fixed, nothing waits for the host, and a compiler sees one operation.
+
+Sums are fp32. With several tokens Triton multiplies on tensor cores, every fp32 split into tf32 parts (`tf32x3`), which
+keeps fp32's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cqwen_dist.ops.cauchy import Cauchy
+
+BLOCK_BYTES = 1 << 20  # of a block of |W|: it stays in a core's own cache
+# Of the kernel, by the most tokens: tokens, words and dimensions of a tile. The products of a tile need 16 tokens.
+TILES = {1: (1, 32, 256), 16: (16, 64, 32), 32: (32, 64, 32), 64: (64, 64, 32)}
+
+
+def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
+    """S of every word without its bias: Cauchy [N, v], fp32 (fp64 for an fp64 weight). No gradient.
+
+    u: U' [N, C]; weight [v, C].
+    """
+    real = torch.promote_types(weight.dtype, torch.float32)
+    return Cauchy(*_BOTH_PRODUCTS(u.loc.to(real), u.scale.to(real), weight))
+
+
+def abs_blocks(weight: Tensor, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """(slice, |W[slice]|) of the first `rows` rows. All blocks use one buffer: each is valid until the next."""
+    rows = weight.shape[0] if rows is None else rows
+    real = torch.promote_types(weight.dtype, torch.float32)
+    step = max(64, BLOCK_BYTES // (4 * max(1, weight.shape[1])))
+    if weight.is_cuda:
+        step *= 16
+    buffer = torch.empty(min(step, rows), weight.shape[1], dtype=real, device=weight.device)
+    for start in range(0, rows, step):
+        part = slice(start, min(rows, start + step))
+        block = buffer[: part.stop - part.start]
+        if weight.dtype == real:
+            torch.abs(weight[part], out=block)
+        else:
+            block.copy_(weight[part]).abs_()
+        yield part, block
+
+
+def product_into(x: Tensor, block: Tensor, out: Tensor) -> None:
+    """out = x block^T for x [N, C], block [n, C]; out [N, n] may be a view."""
+    if len(x) == 1:  # twice as fast as a product with a matrix of one row
+        torch.mv(block, x[0], out=out[0])
+    else:
+        torch.mm(x, block.T, out=out)
+
+
+def both_by_blocks(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """The two products [2, N, v] in torch operations, on any device."""
+    found = loc.new_empty(2, len(loc), len(weight))
+    for part, block in abs_blocks(weight):
+        product_into(loc, weight[part].to(loc.dtype), found[0, :, part])
+        product_into(scale, block, found[1, :, part])
+    return found
+
+
+def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """The two products [2, N, v] by the kernel; fp32 tokens."""
+    (n, c), rows = loc.shape, len(weight)
+    found = loc.new_empty(2, n, rows)
+    if n and rows:
+        tokens, words, width = next(tile for most, tile in TILES.items() if n <= most or most == 64)
+        grid = (-(-rows // words), -(-n // tokens))
+        shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
+        _kernel()[grid](loc.contiguous(), scale.contiguous(), weight, found, weight.stride(0), rows, **shape)
+    return found
+
+
+@cache
+def _kernel() -> Any:
+    """A program makes both products of BM tokens and BN words, over C in steps of BK."""
+    # transformers refuses an exported folder whose code has `import triton` anywhere, on a machine without it
+    triton, tl = import_module("triton"), import_module("triton.language")
+
+    def both(
+        loc_ptr,  # [N, C] fp32 in
+        scale_ptr,  # [N, C] fp32 in
+        weight_ptr,  # [v, C] fp32 or bf16 in
+        out_ptr,  # [2, N, rows] fp32 out
+        stride,  # elements from a word's row to the next
+        rows,
+        N: tl.constexpr,
+        C: tl.constexpr,
+        BM: tl.constexpr,
+        BN: tl.constexpr,
+        BK: tl.constexpr,
+    ):
+        words = tl.program_id(0) * BN + tl.arange(0, BN)
+        tokens = tl.program_id(1) * BM + tl.arange(0, BM)
+        of_words, of_tokens = words < rows, tokens < N
+        loc = tl.zeros([BM, BN], dtype=tl.float32)
+        scale = tl.zeros([BM, BN], dtype=tl.float32)
+        for start in range(0, C, BK):
+            dims = start + tl.arange(0, BK)
+            in_c = dims < C
+            w_at = weight_ptr + words[:, None].to(tl.int64) * stride + dims[None, :]
+            w = tl.load(w_at, mask=of_words[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+            u_at, inside = tokens[:, None] * C + dims[None, :], of_tokens[:, None] & in_c[None, :]
+            u = tl.load(loc_ptr + u_at, mask=inside, other=0.0)
+            s = tl.load(scale_ptr + u_at, mask=inside, other=0.0)
+            if BM == 1:  # no matrix: tensor cores would not help
+                loc += tl.sum(w * u, 1)[None, :]
+                scale += tl.sum(tl.abs(w) * s, 1)[None, :]
+            else:
+                loc = tl.dot(u, tl.trans(w), loc, input_precision="tf32x3")
+                scale = tl.dot(s, tl.trans(tl.abs(w)), scale, input_precision="tf32x3")
+        at = tokens[:, None].to(tl.int64) * rows + words[None, :]
+        inside = of_tokens[:, None] & of_words[None, :]
+        tl.store(out_ptr + at, loc, mask=inside)
+        tl.store(out_ptr + N * rows + at, scale, mask=inside)
+
+    return triton.jit(both)
+
+
+def _both(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    by_triton = weight.is_cuda and loc.dtype == torch.float32 and weight.stride(1) == 1 and find_spec("triton")
+    return (both_by_triton if by_triton else both_by_blocks)(loc, scale, weight)
+
+
+def _shapes(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    return loc.new_empty(2, len(loc), len(weight))
+
+
+def _one_operation() -> Any:
+    """`_both` as an operation that a compiler does not look into."""
+    schema = "(Tensor loc, Tensor scale, Tensor weight) -> Tensor"
+    operation = torch.library.custom_op("cqwen_dist::both_products", _both, mutates_args=(), schema=schema)
+    operation.register_fake(_shapes)
+    return operation
+
+
+_BOTH_PRODUCTS = _one_operation()

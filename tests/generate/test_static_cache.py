@@ -1,0 +1,351 @@
+"""Steps of fixed shapes write what steps over a growing cache write, compiled or not, and never wait for the device."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.host_waits import Wait, host_waits
+from support.numerics import assert_close
+from support.tiny import CONTEXT, NUM, random_ids, tiny_base, tiny_causal_lm, tiny_model
+from support.words import Words
+from torch import Tensor
+from transformers import CompileConfig
+from transformers.generation import LogitsProcessorList, TopKLogitsWarper
+
+from cqwen_dist.config import UserError
+from cqwen_dist.generate import compiling
+from cqwen_dist.generate.compiling import Ending
+from cqwen_dist.generate.generator import generate
+from cqwen_dist.generate.modes import MODES
+from cqwen_dist.generate.numbers import GeneratedNumbers
+from cqwen_dist.generate.streaming import NumberStreamer
+from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
+
+# The whole graph is captured as for a GPU, but run by torch: compiling C++ for it would take a minute each.
+TRACED = CompileConfig(backend="aot_eager")
+NUMBERS = ("values", "loc", "scale", "p_num", "p_word")
+
+
+def writer(kind: str = "qwen2", **shape: Any) -> CausalQwenModel:
+    """Writes <NUM> now and then."""
+    target = {"name": "standardise", "median": 150.0, "scale": 40.0}
+    net = tiny_model(kind, number_dims=2, target=target, **shape)
+    with torch.no_grad():
+        net.abduction.set_scale(0.05)
+        net.action.b_noise.fill_(0.05)
+        net.action.threshold.fill_(1.0)
+        net.action.threshold[NUM] = -0.5
+    return net
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalQwenModel:
+    return writer()
+
+
+def prompts(padded: bool = True, seed: int = 5) -> dict[str, Tensor]:
+    """Three prompts of 8 tokens, or of 8, 3 and 1 padded on the left; numbers in all of them."""
+    ids, values, mask = random_ids(3, 8, seed=seed), torch.zeros(3, 8, dtype=torch.float64), torch.ones(3, 8)
+    for row, length in enumerate((8, 3, 1) if padded else ()):
+        mask[row, : 8 - length] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    for row, (at, value) in enumerate(((2, 99.9), (6, -7.0), (7, 1e9))):
+        ids[row, at], values[row, at] = NUM, value
+    return {"input_ids": ids, "numeric_values": values, "attention_mask": mask}
+
+
+def assert_same(found: tuple[Tensor, GeneratedNumbers], wanted: tuple[Tensor, GeneratedNumbers]) -> None:
+    """Words are equal; values to 1e-6 of their size: attention sums over masked positions too, in another order."""
+    assert torch.equal(found[0], wanted[0])
+    for name in NUMBERS:
+        own, other = getattr(found[1], name), getattr(wanted[1], name)
+        assert torch.equal(own.isnan(), other.isnan()), name
+        torch.testing.assert_close(own.nan_to_num(), other.nan_to_num(), rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(found[1].values, wanted[1].values, rtol=1e-6, atol=1e-4)
+    for name in ("generated", "kinds", "copied"):
+        own, other = getattr(found[1], name), getattr(wanted[1], name)
+        assert (own is None) == (other is None)
+        assert own is None or torch.equal(own, other), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_static_steps_write_what_dynamic_steps_write(model, mode: str, padded: bool) -> None:
+    """Greedy and drawn with a seed, through ends, with the digits that are meant."""
+    free, _ = generate(model, **prompts(padded), mode=mode, seed=3, do_sample=True, max_new_tokens=20)
+    ends = [int(free[0, 14]), int(free[1, 18])]
+    for options in ({"do_sample": True}, {"digits": "auto"}, {"digits": 3, "eos_token_id": ends, "pad_token_id": 9}):
+        given = {"mode": mode, "seed": 3, "max_new_tokens": 20, **options}
+        dynamic = generate(model, **prompts(padded), **given)
+        assert_same(generate(model, **prompts(padded), **given, cache_implementation="static"), dynamic)
+        assert_same(generate(model, **prompts(padded), **given, cache_implementation="static"), dynamic)  # again
+    assert bool(dynamic[1].generated.any()) or mode not in ("standard", "causal")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fullgraph: without a break, so without a read of a value and without a shape that depends on one."""
+    monkeypatch.setattr(compiling.notes, "warning", lambda said: pytest.fail(said))
+    given = {"mode": mode, "seed": 3, "do_sample": True, "max_new_tokens": 14, "digits": "auto"}
+    static = {"cache_implementation": "static", "compile_config": TRACED}
+    assert_same(generate(model, **prompts(), **given, **static), generate(model, **prompts(), **given))
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert made >= 1
+    for other in (prompts(), prompts(seed=8)):
+        assert_same(generate(model, **other, **given, **static), generate(model, **other, **given))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made, "a later generation compiled a step again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("qwen3", {}),
+        ("llama", {"copies": 2}),
+        ("mistral", {"more_values": ["low", "high"]}),  # a window of 5 positions
+        ("qwen2", {"number_types": ["a", "b"]}),
+        ("qwen2", {"wide": 512}),
+        ("qwen2", {"abduction": "two_layer", "value_periods": [10.0, 100.0]}),
+    ],
+    ids=lambda part: part if isinstance(part, str) else next(iter(part), "plain"),
+)
+def test_every_kind_of_model(kind: str, shape: dict[str, Any]) -> None:
+    net = writer(kind, **shape)
+    with torch.no_grad():
+        if net.wide is not None:  # tables as after a calibrated start
+            for table in (net.wide.weight, net.wide.numbers.linear, net.wide.numbers.slope):
+                table.normal_(std=0.3)
+        if "copies" in shape:
+            net.action.copy_weight.normal_()
+            net.action.copy_bias.fill_(0.5)
+    given = {"max_new_tokens": 16, "digits": 4}
+    dynamic = generate(net, **prompts(), **given)
+    for config in (None, TRACED):
+        assert_same(generate(net, **prompts(), **given, cache_implementation="static", compile_config=config), dynamic)
+    assert bool(dynamic[1].generated.any())
+    if "copies" in shape:
+        assert bool(dynamic[1].copied.any())
+        assert not bool(dynamic[1].copied[dynamic[1].generated].all())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [("qwen2", {}), ("llama", {"do_sample": True, "top_k": 0}), ("qwen2", {"do_sample": True, "top_k": 20})],
+)
+def test_compatible_is_hugging_faces_own_with_its_static_cache(kind: str, sampling: dict[str, Any]) -> None:
+    base = tiny_base(kind, eos_token_id=17, pad_token_id=3)
+    model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=NUM, w_num_scale=0.0)
+    causal = CausalQwenForCausalLM(model.config, model).eval()
+    batch = prompts()
+    given = {"attention_mask": batch["attention_mask"], "max_new_tokens": 20, "cache_implementation": "static"}
+    torch.manual_seed(11)
+    expected = base.generate(batch["input_ids"], **given, **(sampling or {"do_sample": False}))
+    for config in (None, TRACED):
+        torch.manual_seed(11)
+        found = causal.generate(
+            batch["input_ids"], mode="compatible", **given, compile_config=config, **(sampling or {"do_sample": False})
+        )
+        assert torch.equal(found, expected)
+
+
+def test_at_the_real_vocabulary() -> None:
+    """V = 151,936: every mode, and mode compatible as Hugging Face's own, each with a static cache."""
+    shape = {"vocab_size": 151_936, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    base = tiny_base(**shape, eos_token_id=17, pad_token_id=3)
+    net = CausalQwenModel.from_base_model(
+        copy.deepcopy(base), start="seed", num_token_id=151_665, w_num_scale=0.0, number_dims=2
+    )
+    with torch.no_grad():
+        net.abduction.set_scale(0.05)
+        net.action.b_noise.fill_(0.05)
+    batch = prompts()
+    batch["input_ids"] = batch["input_ids"] * 1500
+    given = {"max_new_tokens": 6, "cache_implementation": "static"}
+    for mode in MODES:
+        options = {"mode": mode, "seed": 3, "do_sample": mode == "ovr", "max_new_tokens": 6}
+        assert_same(generate(net, **batch, **options | given), generate(net, **batch, **options))
+    words, mask = batch["input_ids"], batch["attention_mask"]
+    expected = base.generate(words, attention_mask=mask, do_sample=False, **given)
+    causal = CausalQwenForCausalLM(net.config, net).eval()
+    assert torch.equal(causal.generate(words, attention_mask=mask, mode="compatible", **given), expected)
+
+
+def test_processors_see_ids_as_long_as_they_are(model) -> None:
+    lengths: list[int] = []
+
+    def look(ids: Tensor, logits: Tensor) -> Tensor:
+        lengths.append(ids.shape[1])
+        return TopKLogitsWarper(9)(ids, logits)
+
+    given = {"mode": "compatible", "do_sample": True, "seed": 1, "max_new_tokens": 6}
+    given["logits_processor"] = LogitsProcessorList([look])
+    dynamic = generate(model, **prompts(), **given)
+    for config in (None, TRACED):
+        assert_same(
+            generate(model, **prompts(), **given, cache_implementation="static", compile_config=config), dynamic
+        )
+    assert lengths == [8, 9, 10, 11, 12, 13] * 3
+
+
+def test_what_is_kept_is_nobody_elses(model) -> None:
+    """A result stays as it is; a copy of the model runs its own weights; other shapes and weights count."""
+    static = {"cache_implementation": "static", "compile_config": TRACED, "max_new_tokens": 9}
+    first, numbers = generate(model, **prompts(), **static)
+    before = first.clone(), numbers.values.clone()
+    generate(model, **prompts(seed=8), **static)
+    assert torch.equal(first, before[0])
+    assert torch.equal(numbers.values, before[1])
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.action.cls_weight.mul_(-1.0)
+    for each in (other, model):
+        assert_same(generate(each, **prompts(), **static), generate(each, **prompts(), max_new_tokens=9))
+    assert not torch.equal(generate(other, **prompts(), **static)[0], first)
+    assert generate(other.to(torch.bfloat16), **prompts(), **static)[0].shape == first.shape  # a cache in bf16
+    one = {name: part[:1] for name, part in prompts().items()}
+    assert_same(generate(model, **one, **static), generate(model, **one, max_new_tokens=9))
+    assert pickle.loads(pickle.dumps(model.kept_decoding)).buffers is None
+    assert "kept_decoding" not in "".join(model.state_dict())
+
+
+def test_a_stream_and_stop_strings_read_every_step() -> None:
+    causal = tiny_causal_lm()
+    static = {"cache_implementation": "static", "max_new_tokens": 6}
+    pieces: list[list[str]] = [[], []]
+    for found, options in zip(pieces, ({"max_new_tokens": 6}, static), strict=True):
+        causal.generate(random_ids(1, 4), streamer=NumberStreamer(Words(), found.append), **options)
+    assert pieces[0] == pieces[1]
+    assert len(pieces[0]) > 3
+    word = pieces[0][2].strip()
+    ends = [
+        causal.generate(random_ids(2, 4), stop_strings=word, tokenizer=Words(), **options)
+        for options in ({"max_new_tokens": 6}, static)
+    ]
+    assert torch.equal(*ends)
+
+
+def test_where_it_does_not_compile_it_runs_as_it_is(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any, **options: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    said: list[str] = []
+    monkeypatch.setattr(compiling.notes, "warning", said.append)
+    found = generate(
+        model, **prompts(), cache_implementation="static", compile_config={"backend": broken}, max_new_tokens=9
+    )
+    assert_same(found, generate(model, **prompts(), max_new_tokens=9))
+    assert len(said) == 1
+    assert "whole_step is not compiled" in said[0]
+
+
+def test_lengths_at_the_edge(model) -> None:
+    for tokens, length in ((CONTEXT - 2, CONTEXT), (CONTEXT, CONTEXT)):
+        assert generate(model, random_ids(1, tokens), cache_implementation="static")[0].shape == (1, length)
+    assert generate(model, random_ids(1, 4), cache_implementation="static", max_new_tokens=0)[0].shape == (1, 4)
+    for options, match in (
+        ({"cache_implementation": "hybrid"}, "cache_implementation: found 'hybrid', allowed: dynamic, static"),
+        ({"cache_implementation": "static", "use_cache": False}, "cache_implementation: .*use_cache"),
+    ):
+        with pytest.raises(UserError, match=match):
+            generate(model, random_ids(1, 4), **options)
+
+
+# ---- what the host waits for ----
+
+
+def waits_of(model: CausalQwenModel, tokens: int, **options: Any) -> list[Wait]:
+    with host_waits() as found:
+        ids, _ = generate(model, **options, max_new_tokens=tokens)
+    assert ids.shape[1] == 8 + tokens
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_a_step_waits_for_nothing_but_the_end(model, mode: str, cache: str) -> None:
+    """8 more tokens cost 8 reads more, those of `Ending`, which on a GPU reads late (the next test)."""
+    given: dict[str, Any] = {
+        "mode": mode,
+        "seed": 3,
+        "do_sample": True,
+        "digits": "auto",
+        "cache_implementation": cache,
+    }
+    given |= prompts(padded=cache == "static")  # over a growing cache transformers looks for padding at every step
+    given |= {name: part.repeat(2, *[1] * (part.ndim - 1)) for name, part in given.items() if isinstance(part, Tensor)}
+    few, many = (waits_of(model, tokens, **given) for tokens in (2, 10))
+    in_steps = [wait for wait in many if wait.inside("generator.py") and "step" in str(wait.stack)]
+    assert [wait for wait in in_steps if not wait.inside("compiling.py")] == []
+    assert sum(wait.inside("compiling.py") for wait in many) == 10
+    assert len(many) - len(few) == 8, [wait for wait in many if not wait.inside("compiling.py")]
+
+
+def test_the_counter_counts() -> None:
+    x = torch.arange(4)
+    with host_waits() as found:
+        x.sum().item()
+        bool((x > 1).any())
+        x[x > 1]
+        x.nonzero()
+        x.tolist()
+        x.cpu()
+        x.repeat_interleave(x)
+    assert [wait.op for wait in found] == [
+        *("_local_scalar_dense", "_local_scalar_dense", "index", "nonzero", "tolist", "cpu", "repeat_interleave")
+    ]
+    assert all(wait.inside("test_static_cache.py") for wait in found)
+
+
+class FakeDone:
+    """A device's flag, and a host that learns of it when an event is waited for."""
+
+    is_cuda = True
+
+    def __init__(self) -> None:
+        self.value = False
+
+    def all(self) -> Tensor:
+        return torch.tensor(self.value)
+
+
+class FakeEvent:
+    waited = 0
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        FakeEvent.waited += 1
+
+
+def test_the_end_is_known_a_few_steps_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host asks for a step's answer LATE steps later, and never for that of the step it has just queued."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory, **given: zeros(*shape, **given))
+    done = FakeDone()
+    over = Ending(done, at_once=False)  # type: ignore[arg-type]
+    answers = []
+    for step in range(12):
+        done.value = step >= 5
+        answers.append(over())
+    assert answers.index(True) == 5 + compiling.LATE
+    assert FakeEvent.waited == 12 - compiling.LATE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("mode", MODES)
+def test_on_the_gpu(model, mode: str) -> None:
+    """CUDA graphs write what single launches write; random numbers are the device's own in both."""
+    net = copy.deepcopy(model).cuda()
+    batch = {name: part.cuda() for name, part in prompts().items()}
+    given = {"mode": mode, "seed": 3, "do_sample": True, "digits": "auto", "max_new_tokens": 20}
+    dynamic = generate(net, **batch, **given)
+    for _ in range(2):
+        found = generate(net, **batch, **given, cache_implementation="static")
+        assert torch.equal(found[0], dynamic[0])
+        assert_close(found[1].values, dynamic[1].values, 1e-5, "values")
