@@ -224,7 +224,7 @@ def _fused(p: Problem, name: str) -> Callable[[], object]:
 
     shape = SHAPES[name.replace("fused", "sm_90")] if "two" in name else None
     maths, head = FusedTile(name.endswith("fp8"), shape), WordHead(p.weight, None, p.threshold)
-    targets = Targets(p.labels, torch.ones_like(p.threshold[:1]).expand(len(p.labels)), None, False)
+    targets = Targets(p.labels, torch.ones_like(p.labels, dtype=p.threshold.dtype), None, False)
     return lambda: ovr_one_pass(Cauchy(p.loc_u, p.scale_u), head, targets, maths).loss.backward()
 
 

@@ -114,8 +114,8 @@ class LossConfig(Section):
     impl: Literal["auto", "reference", "chunked", "triton", "fused"] = "auto"
     """OvR implementation; fused (CUDA, bf16): scores and maths in one kernel, no score in memory."""
     scale_dtype: Literal["bf16", "fp8"] = "bf16"
-    """Operands of the product that gives scale_S: as those of the others, or e4m3 (scale_S 0.1 % off; docs/decisions.md,
-    D-fp8). Where the device or impl cannot multiply fp8, they are rounded to it and multiplied wider."""
+    """Operands of the product that gives scale_S: as those of the others, or e4m3 (scale_S is 0.1 % off,
+    docs/decisions.md); where the device or impl cannot multiply fp8, rounded to it and multiplied wider."""
     constraint: ConstraintConfig = ConstraintConfig()
     """The bound on how far U may move from where it began."""
 

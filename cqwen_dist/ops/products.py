@@ -86,25 +86,25 @@ def _wide_products() -> tuple[bool, bool, bool]:
     )
 
 
-class Rows(NamedTuple):
+class ScaledRows(NamedTuple):
     """A matrix [r, C] as an operand of products: row r is factor_r * values_r."""
 
     values: Tensor  # [r, C]
     factor: Tensor | None = None  # [r] fp32 (fp64); None: 1
 
-    def take(self, some: slice) -> Rows:
+    def take(self, some: slice) -> ScaledRows:
         """Some of the rows."""
-        return Rows(self.values[some], None if self.factor is None else self.factor[some])
+        return ScaledRows(self.values[some], None if self.factor is None else self.factor[some])
 
 
-def rows_into(a: Rows, b: Rows, out: Tensor) -> None:
+def rows_into(a: ScaledRows, b: ScaledRows, out: Tensor) -> None:
     """out [t, n] = a b^T, of [t, C] and [n, C]."""
     mm_into(a.values, b.values.T, out)
     if a.factor is not None and b.factor is not None:
         out.mul_(a.factor[:, None]).mul_(b.factor)
 
 
-def fp8_rows(a: Tensor, holder: torch.dtype) -> Rows:
+def fp8_rows(a: Tensor, holder: torch.dtype) -> ScaledRows:
     """Rows of numbers >= 0 [r, C], rounded to e4m3 (3 bits after the first), the largest of each row to 448.
 
     The factor keeps the sum of the row, so a product with it has no bias: measured on a head's shapes the error of
@@ -116,4 +116,4 @@ def fp8_rows(a: Tensor, holder: torch.dtype) -> Rows:
     rounded = (a * (FP8_MAX / top.clamp(min=1e-30))).to(torch.float8_e4m3fn)
     wide = rounded.to(real)
     factor = a.sum(1, dtype=real) / wide.sum(1).clamp(min=1e-30)
-    return Rows(rounded if holder == torch.float8_e4m3fn else wide.to(holder), factor)
+    return ScaledRows(rounded if holder == torch.float8_e4m3fn else wide.to(holder), factor)

@@ -75,6 +75,12 @@ def whole_losses(impl: str) -> None:
     options = {"class_weights": torch.rand(300), "token_weights": torch.rand(40), "want_prob_sum": True}
     assert_as_exact_as_the_materialised(leaves, labels, impl, **options)
     assert_as_exact_as_the_materialised(leaves, labels, impl, slope_limit=0.3, **options)
+    one = [*leaves[:3], leaves[4].detach().mean().requires_grad_()]  # one threshold for all words, no bias
+    exact, found = (
+        linear_ovr(*(leaf.to(dtype) for leaf in one[:3]), None, one[3].to(dtype), labels, impl=kind).loss
+        for dtype, kind in ((torch.float64, "reference"), (torch.float32, impl))
+    )
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
     leaves, labels = problem(40, 8, 300, gamma=0.1, dtype=torch.bfloat16)
     assert_as_exact_as_the_materialised(leaves, labels, impl, **options)
     with torch.no_grad():

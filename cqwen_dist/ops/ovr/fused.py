@@ -40,7 +40,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.ovr.tile import FAR, Tile, TileMaths
 from cqwen_dist.ops.ovr.triton import _INTERPRETED, _INV_PI, _entries
-from cqwen_dist.ops.products import Rows, fp8_rows
+from cqwen_dist.ops.products import ScaledRows, fp8_rows
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -244,16 +244,17 @@ class FusedTile(TileMaths):
         super().__init__(fp8)
         self.shape = shape
 
-    def rows(self, a: Tensor) -> Rows:
+    def rows(self, a: Tensor) -> ScaledRows:
         """e4m3 in its own dtype where the device multiplies it (from sm_89 on)."""
         if not self.fp8:
-            return Rows(a)
+            return ScaledRows(a)
         own = a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 9)
         return fp8_rows(a, torch.float8_e4m3fn if own else a.dtype)
 
-    def __call__(self, tile: Tile, with_grad: bool) -> Tensor:
+    def __call__(self, tile: Tile, with_grad: bool) -> Tensor:  # [2, t, n]
         (t, c), n = tile.x.shape, len(tile.w)
         d = tile.low
+        assert isinstance(d, Tensor), "both gradients in one"
         if not (t and n):
             return d
         device = tile.x.device

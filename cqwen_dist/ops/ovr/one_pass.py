@@ -27,7 +27,7 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.tile import Tile, TileMaths
-from cqwen_dist.ops.products import Rows, mm_into
+from cqwen_dist.ops.products import ScaledRows, mm_into
 
 # Bytes of one [t, n] buffer, bytes of one [n, C] buffer, and most tokens of a tile. CPU: a tile's buffers stay in the
 # outer cache. GPU: large tiles gain more in the GEMMs than they lose in the elementwise pass (H200, N=8,192, H=896,
@@ -90,7 +90,7 @@ class _Block(NamedTuple):
 
     words: slice
     rows: Pair  # [n, C] W; |W|, or its sign, once all tiles are done
-    abs_w: Rows  # [n, C] |W| as the scale's product takes it
+    abs_w: ScaledRows  # [n, C] |W| as the scale's product takes it
     sums: Pair | None  # [n, C] D_loc^T x, and at the end the whole gradient; D_scale^T g. None where it is not needed
 
 
@@ -106,7 +106,7 @@ class _Visit:
         both = (u.loc.detach().to(gemm), u.scale.detach().to(gemm))
         self.tokens: Pair = torch.stack(both) if maths.stacked else both
         self.x, self.g = self.tokens[0], maths.rows(self.tokens[1])
-        self.offset = head.threshold.detach().to(real).expand(len(head.weight))
+        self.offset = head.threshold.detach().to(real).expand(len(head.weight)).contiguous()  # as kernels read it
         if head.bias is not None:
             self.offset = self.offset - head.bias.detach().to(real)
 

@@ -23,13 +23,14 @@ others of a step. `slope_limit` cuts it (softmax's gradient is at most 1).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cqwen_dist.ops.products import Rows, fp8_rows, mm_into, rows_into
+from cqwen_dist.ops.products import ScaledRows, fp8_rows, mm_into, rows_into
 
 MIN_SCALE = 1.2e-38  # replaces scale 0, where atan2(0, 0) = 0. So a P of 0 has -log P of 87 to 92, not inf
 MIN_DENOMINATOR = 1e-30  # keeps gradients finite where q (1-P) vanishes
@@ -40,11 +41,11 @@ class Tile(NamedTuple):
     """Inputs, buffers and sums of one tile of t tokens and n words; fp32 (fp64), operands and ``low`` excepted."""
 
     x: Tensor  # [t, C] in: loc_u, in the GEMMs' dtype
-    g: Rows  # [t, C] in: scale_u
+    g: ScaledRows  # [t, C] in: scale_u
     w: Tensor  # [n, C] in
-    abs_w: Rows  # [n, C] in
+    abs_w: ScaledRows  # [n, C] in
     work: list[Tensor]  # `TileMaths.buffers` [t, n] of the maths' own
-    low: Sequence[Tensor]  # two [t, n] in the GEMM's dtype for the gradients; empty where that is fp32
+    low: Sequence[Tensor] | Tensor  # two [t, n] in the GEMM's dtype for the gradients; empty where that is fp32
     offset: Tensor  # [n] in: C - b
     target: Tensor  # [t] in: the label's column in this tile, or anything outside [0, n)
     token_weights: Tensor  # [t] in: factor of the gradients (not of per_token)
@@ -68,7 +69,7 @@ class Tile(NamedTuple):
             self.gap_sum.add_(d_loc.sum(0, dtype=self.gap_sum.dtype))
 
 
-class TileMaths:
+class TileMaths(ABC):
     """Computes a tile. Returns dloss/dloc and dloss/dscale [t, n] with token and class weights, in buffers of the tile;
     with with_grad=False the two are undefined.
 
@@ -82,13 +83,13 @@ class TileMaths:
     def __init__(self, fp8: bool = False) -> None:
         self.fp8 = fp8
 
-    def rows(self, a: Tensor) -> Rows:
+    def rows(self, a: Tensor) -> ScaledRows:
         """An operand [r, C] of the scale's product, as `__call__` wants it."""
-        return fp8_rows(a, a.dtype) if self.fp8 else Rows(a)
+        return fp8_rows(a, a.dtype) if self.fp8 else ScaledRows(a)
 
+    @abstractmethod
     def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor] | Tensor:
         """The two gradients; adds to the tile's sums."""
-        raise NotImplementedError
 
 
 class TorchTile(TileMaths):
