@@ -3,6 +3,8 @@
 Each contender does one forward and one backward pass, with gradients of all its inputs:
 
 this        ``linear_ovr``
+chunked, triton, fused, fused fp8  ``linear_ovr`` by that implementation; on a GPU, the last two for bf16 only
+fused two, fused two fp8  the kernel cut for two programs an SM (``ops.ovr.fused.SHAPES``)
 floor       the six matrix products alone, in the tiles of `this`: no implementation of this loss can be faster
 seed        the seeds' formula as written (S0 5.1: arctan, one-hot, eps = 1e-7), materialised, by autograd
 stable      the stable formulas, materialised, by autograd
@@ -27,12 +29,15 @@ from torch import Tensor
 
 from cqwen_dist.bench.memory import peak_growth_bytes
 from cqwen_dist.bench.timing import device_name, in_turn, seconds_of, spread
+from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import linear_ovr
-from cqwen_dist.ops.ovr.one_pass import tile_shape
+from cqwen_dist.ops.ovr.head import Targets, WordHead
+from cqwen_dist.ops.ovr.one_pass import ovr_one_pass, tile_shape
 
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
-ON_CUDA = ("liger", "cce")  # contenders that run nowhere else
+FUSED = ("fused", "fused fp8", "fused two", "fused two fp8")  # contenders that multiply bf16, or fp8
+ON_CUDA = ("triton", "chunked", *FUSED, "liger", "cce")  # contenders that run nowhere else; "this" is chunked on a CPU
 MIB = 1 << 20
 
 
@@ -139,6 +144,9 @@ def _steps(
         if name in ON_CUDA and not problem.weight.is_cuda:
             skipped[name] = "needs CUDA"
             continue
+        if name in FUSED and problem.loc_u.dtype == torch.float32:
+            skipped[name] = "needs bf16"
+            continue
         try:
             steps[name] = makers[name](problem)
         except ImportError as error:
@@ -172,6 +180,9 @@ def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]
     return {
         "floor": _floor,
         "this": lambda p: lambda: linear_ovr(*_args(p), impl=impl).loss.backward(),
+        "chunked": lambda p: lambda: linear_ovr(*_args(p), impl="chunked").loss.backward(),
+        "triton": lambda p: lambda: linear_ovr(*_args(p), impl="triton").loss.backward(),
+        **{name: partial(_fused, name=name) for name in FUSED},
         "seed": lambda p: lambda: _seed_formula(p).backward(),
         "stable": lambda p: lambda: linear_ovr(*_args(p), impl="reference").loss.backward(),
         "softmax": lambda p: lambda: F.cross_entropy((p.loc_u @ p.weight.T).float(), p.labels).backward(),
@@ -205,6 +216,16 @@ def _floor(p: Problem) -> Callable[[], object]:
         p.loc_u.grad, p.scale_u.grad, p.weight.grad = d_x, d_g, d_w
 
     return step
+
+
+def _fused(p: Problem, name: str) -> Callable[[], object]:
+    """The kernel without scores in memory, in the cut that the name says: the device's own, or two programs an SM."""
+    from cqwen_dist.ops.ovr.fused import SHAPES, FusedTile
+
+    shape = SHAPES[name.replace("fused", "sm_90")] if "two" in name else None
+    maths, head = FusedTile(name.endswith("fp8"), shape), WordHead(p.weight, None, p.threshold)
+    targets = Targets(p.labels, torch.ones_like(p.labels, dtype=p.threshold.dtype), None, False)
+    return lambda: ovr_one_pass(Cauchy(p.loc_u, p.scale_u), head, targets, maths).loss.backward()
 
 
 def _seed_formula(p: Problem) -> Tensor:

@@ -45,7 +45,7 @@ def loss(
     vocab: Annotated[int, typer.Option(min=1, help="V, words.")] = 151_936,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    impl: Annotated[str, typer.Option(help="auto, chunked, triton or reference.")] = "auto",
+    impl: Annotated[str, typer.Option(help="auto, chunked, triton, fused or reference.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds of each contender.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="Only this contender; may be repeated.")] = None,
     as_json: AsJson = False,

@@ -59,6 +59,8 @@ class Sizes:
         self.zero = config.parallel.zero_stage
         self.group = config.parallel.vocab_group_size  # g
         self.loss_impl = FASTEST[kind] if config.loss.impl == "auto" else config.loss.impl
+        if self.loss_impl == "fused" and self.width == FP32:
+            self.loss_impl = "triton"  # as `ops.ovr.loss` does
         self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
         # rows of W_reg: one for each value of a number, or for each type its value and its score
         types = config.data.types

@@ -220,16 +220,36 @@ def test_the_need_is_that_of_the_stage_and_the_moment_that_need_most():
 
 def test_the_loss_works_in_the_tiles_that_are_planned():
     from cqwen_dist.ops.ovr import head, one_pass, tile
+    from cqwen_dist.ops.ovr.fused import FusedTile
     from cqwen_dist.ops.ovr.triton import TritonTile
 
     assert memory.TILE_BYTES == one_pass.TILE_BYTES
     assert memory.BLOCK_BYTES == one_pass.BLOCK_BYTES
     assert memory.TILE_TOKENS == one_pass.TILE_TOKENS
-    assert {"chunked": tile.TorchTile.buffers, "triton": TritonTile.buffers} == memory.WORK_BUFFERS
+    maths = {"chunked": tile.TorchTile, "triton": TritonTile, "fused": FusedTile}
+    assert {name: each.buffers for name, each in maths.items()} == memory.WORK_BUFFERS
+    assert (memory.FUSED_BYTES, memory.FUSED_WORDS) == (one_pass.FUSED_BYTES, one_pass.FUSED_WORDS)
     assert memory.CHUNK_BYTES == head.CHUNK_BYTES
     for shape in ((100, 1000, 64), (8192, 151_936, 896), (9000, 40, 12)):
         for kind in ("cpu", "cuda"):
-            assert memory.tile_shape(*shape, kind) == one_pass.tile_shape(*shape, kind)
+            for fused in (False, True):
+                found = one_pass.tile_shape(*shape, kind, fused=fused)
+                assert memory.tile_shape(*shape, kind, fused) == found
+
+
+@pytest.mark.parametrize("vocab", [151_936, 1_000_000])
+@pytest.mark.parametrize("scale_dtype", ["bf16", "fp8"])
+def test_the_fused_loss_takes_less_than_400_mib_whatever_the_vocabulary(vocab, scale_dtype):
+    """N = 8,192, H = 896: no fp32 tile. The sums of U's gradients are counted too."""
+    settings = config(
+        architecture={**QWEN25_05B, "vocab_size": vocab},
+        loss={"impl": "fused", "scale_dtype": scale_dtype},
+        data={"sequence_length": 8192},
+        stages=[{"name": "heads", "steps": 1, "train": ["classifier"], "global_batch_size": 1, "micro_batch_size": 1}],
+    )
+    (sizes,) = stage_sizes(settings, read_architecture(settings), world=1, kind="cuda")
+    tiles = {part.name: part.bytes for part in memory._loss(sizes)}["loss tiles"]
+    assert tiles + 2 * 8192 * 896 * 4 < 400 << 20
 
 
 def test_the_verdict_names_the_largest_part_and_a_way_out():

@@ -23,7 +23,7 @@ from cqwen_dist.ops.ovr.reference import ovr_reference
 from cqwen_dist.ops.ovr.sampled import Drawn, ovr_sampled
 from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
-IMPLEMENTATIONS = ("auto", "chunked", "reference", "triton")
+IMPLEMENTATIONS = ("auto", "chunked", "reference", "triton", "fused")
 HAS_TRITON = find_spec("triton") is not None  # it comes with torch's CUDA builds only
 
 
@@ -38,6 +38,7 @@ class OvrOptions:
     want_prob_sum: bool = False
     slope_limit: float = 0.0
     drawn: Drawn | None = None  # only these words' negatives: an unbiased estimate (`sampled`)
+    scale_dtype: Literal["bf16", "fp8"] = "bf16"
 
 
 PLAIN = OvrOptions()
@@ -63,7 +64,9 @@ def ovr_loss(
         options.slope_limit,
     )
     part = head._replace(start=0, used_rows=head.rows)
-    full = ovr_reference if options.impl == "reference" else partial(ovr_one_pass, maths=_maths(options.impl, part))
+    full = ovr_reference
+    if options.impl != "reference":
+        full = partial(ovr_one_pass, maths=_maths(options.impl, part, u.loc.dtype, options.scale_dtype == "fp8"))
     with torch.autocast(u.loc.device.type, enabled=False):
         if options.drawn is None:
             loss, per_token, prob_sum = full(u, part, targets)
@@ -83,6 +86,11 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
     if options.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {options.impl!r}")
+    allowed = ("bf16",) if options.impl == "reference" else ("bf16", "fp8")
+    if options.scale_dtype not in allowed:
+        raise ValueError(
+            f"scale_dtype must be one of {allowed} with impl {options.impl!r}, found {options.scale_dtype!r}"
+        )
     if labels.device.type != "cpu":  # reading the labels of a GPU would stop the stream; the collator checked them
         return
     limit = head.limit
@@ -93,17 +101,23 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"labels must be in {allowed}, found {int(bad[0])}")
 
 
-def _maths(impl: str, head: WordHead) -> TileMaths:
-    """The tile's maths of an implementation. The kernel is fp32 only: fp64 takes the torch operations.
+def _maths(impl: str, head: WordHead, gemm: torch.dtype, fp8: bool) -> TileMaths:
+    """The tile's maths of an implementation. The kernels are fp32 only: fp64 takes the torch operations.
 
-    "auto": on an H200 the kernel takes a quarter to a half of the torch operations' time. Raises ValueError for
-    "triton" off CUDA, unless Triton's interpreter was asked for (TRITON_INTERPRET=1).
+    "auto": on an H200 the kernel takes a quarter to a half of the torch operations' time; "fused" is not timed yet.
+    "fused" is for products in bf16: those of fp32 are cuBLAS's. Raises ValueError for a kernel off CUDA, unless
+    Triton's interpreter was asked for (TRITON_INTERPRET=1).
     """
-    if impl == "triton" and not head.weight.is_cuda and not os.environ.get("TRITON_INTERPRET"):
-        raise ValueError(f"impl 'triton' needs CUDA tensors, found {head.weight.device}")
-    fastest = impl == "auto" and head.weight.is_cuda and HAS_TRITON
-    if head.real == torch.float64 or not (impl == "triton" or fastest):
-        return TorchTile()
+    cuda, kernel = head.weight.is_cuda, impl in ("triton", "fused")
+    if kernel and not cuda and not os.environ.get("TRITON_INTERPRET"):
+        raise ValueError(f"impl {impl!r} needs CUDA tensors, found {head.weight.device}")
+    fastest = impl == "auto" and cuda and HAS_TRITON
+    if head.real == torch.float64 or not (kernel or fastest):
+        return TorchTile(fp8)
+    if impl == "fused" and not (cuda and gemm == torch.float32):
+        from cqwen_dist.ops.ovr.fused import FusedTile
+
+        return FusedTile(fp8)
     from cqwen_dist.ops.ovr.triton import TritonTile
 
-    return TritonTile()
+    return TritonTile(fp8)

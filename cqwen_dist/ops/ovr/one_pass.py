@@ -18,6 +18,7 @@ denominators cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import OvrOutput, Targets, WordHead
 from cqwen_dist.ops.ovr.tile import Tile, TileMaths
-from cqwen_dist.ops.products import mm_into
+from cqwen_dist.ops.products import ScaledRows, mm_into
 
 # Bytes of one [t, n] buffer, bytes of one [n, C] buffer, and most tokens of a tile. CPU: a tile's buffers stay in the
 # outer cache. GPU: large tiles gain more in the GEMMs than they lose in the elementwise pass (H200, N=8,192, H=896,
@@ -34,13 +35,21 @@ from cqwen_dist.ops.products import mm_into
 TILE_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
 BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 TILE_TOKENS = {"cpu": 512, "cuda": 8192}
+# Where no scores are in memory, only the two gradients in bf16: a longer block, in whole tiles of the kernel.
+FUSED_BYTES, FUSED_WORDS = 96 << 20, 128
+ALIGNED = 16  # numbers that a row of stacked gradients is a multiple of, for TMA and wide stores
 
 
-def tile_shape(tokens: int, rows: int, c: int, device_type: str, itemsize: int = 4) -> tuple[int, int]:
+def tile_shape(
+    tokens: int, rows: int, c: int, device_type: str, itemsize: int = 4, fused: bool = False
+) -> tuple[int, int]:
     """(t, n): tokens and words of a tile, from the shape, the budgets of bytes and the device."""
     kind = "cpu" if device_type == "cpu" else "cuda"
     t = max(1, min(tokens, TILE_TOKENS[kind]))
     n = min(TILE_BYTES[kind] // (t * itemsize), BLOCK_BYTES[kind] // (max(1, c) * itemsize))
+    if fused and kind == "cuda":
+        n = min(FUSED_BYTES // (t * 2), BLOCK_BYTES[kind] // (max(1, c) * itemsize))
+        n = max(n // FUSED_WORDS, 1) * FUSED_WORDS
     return t, max(1, min(rows, n))
 
 
@@ -73,14 +82,16 @@ def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileM
     return work.sums(), work.gradients()
 
 
+Pair = Sequence[Any] | Tensor  # loc's and scale's: two tensors or Nones, or one [2, ...] where the maths is `stacked`
+
+
 class _Block(NamedTuple):
-    """n words: their rows in the GEMMs' dtype, and the two parts of their gradient (None where it is not needed)."""
+    """n words: their rows in the GEMMs' dtype, and the two parts of their gradient."""
 
     words: slice
-    w: Tensor  # [n, C]
-    abs_w: Tensor  # [n, C] |W|; its sign, once all tiles are done
-    d_loc: Tensor | None  # [n, C] D_loc^T x, and at the end the whole gradient
-    d_scale: Tensor | None  # [n, C] D_scale^T g
+    rows: Pair  # [n, C] W; |W|, or its sign, once all tiles are done
+    abs_w: ScaledRows  # [n, C] |W| as the scale's product takes it
+    sums: Pair | None  # [n, C] D_loc^T x, and at the end the whole gradient; D_scale^T g. None where it is not needed
 
 
 class _Visit:
@@ -92,78 +103,81 @@ class _Visit:
         gemm = u.loc.dtype if head.weight.is_cuda else real
 
         # Inputs, in the dtype they are used in. Bias and threshold act as one offset C - b.
-        self.x, self.g = u.loc.detach().to(gemm), u.scale.detach().to(gemm)
-        self.offset = head.threshold.detach().to(real).expand(len(head.weight))
+        both = (u.loc.detach().to(gemm), u.scale.detach().to(gemm))
+        self.tokens: Pair = torch.stack(both) if maths.stacked else both
+        self.x, self.g = self.tokens[0], maths.rows(self.tokens[1])
+        self.offset = head.threshold.detach().to(real).expand(len(head.weight)).contiguous()  # as kernels read it
         if head.bias is not None:
             self.offset = self.offset - head.bias.detach().to(real)
 
         # Sums, to which the tiles add. d_gap is the gradient of C - b - x W^T, summed over tokens.
-        self.d_x = self.x.new_zeros(self.x.shape, dtype=real) if need.loc_u else None
-        self.d_g = self.x.new_zeros(self.x.shape, dtype=real) if need.scale_u else None
+        n, c = self.x.shape
+        self.d_u: Pair = [self.x.new_zeros(n, c, dtype=real) if needed else None for needed in need[:2]]
+        if maths.stacked and any(need[:2]):
+            self.d_u = self.x.new_zeros(2, n, c, dtype=real)
         self.d_w = torch.empty_like(head.weight) if need.weight else None
         self.d_gap = self.x.new_zeros(len(head.weight), dtype=real) if need.bias or need.threshold else None
-        self.per_token = torch.zeros(len(self.x), dtype=torch.float64, device=self.x.device)
+        self.per_token = torch.zeros(n, dtype=torch.float64, device=self.x.device)
         self.prob_sum = torch.zeros_like(self.per_token) if targets.want_prob_sum else None
 
         # Buffers. A block's gradient is summed in d_w itself where the weight's dtype is that of the sums.
-        c = self.x.shape[1]
-        self.t, self.n = t, n = tile_shape(len(self.x), head.rows, c, self.x.device.type, real.itemsize)
-        self.tiles = _Flat(2 + maths.buffers, t * n, self.x, real)
-        self.low = _Flat(2 if gemm != real and any(need) else 0, t * n, self.x, gemm)
-        self.blocks = _Flat(2 if head.weight.dtype != gemm else 1, n * c, self.x, gemm)
-        sums = (2 if head.weight.dtype != real else 1) if need.weight else 0
-        self.block_sums = _Flat(sums, n * c, self.x, real)
+        self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize, maths.stacked)
+        size = self.t * (-(-self.n // ALIGNED) * ALIGNED)
+        self.work = _Flat(maths.buffers, size, self.x, real)
+        self.low = _Flat(2 if any(need) and (maths.stacked or gemm != real) else 0, size, self.x, gemm)
+        self.rows = _Flat(2 if maths.stacked or head.weight.dtype != gemm else 1, self.n * c, self.x, gemm)
+        sums = (2 if maths.stacked or head.weight.dtype != real else 1) if need.weight else 0
+        self.block_sums = _Flat(sums, self.n * c, self.x, real)
 
     def open_block(self, words: slice) -> _Block:
         """W and |W| of a block of words in the GEMMs' dtype, and where its gradient is summed."""
         shape = (words.stop - words.start, self.x.shape[1])
-        abs_w, *cast = self.blocks.view(*shape)
-        w = cast[0].copy_(self.head.weight[words]) if cast else self.head.weight.detach()[words]
-        torch.abs(w, out=abs_w)
-        if self.d_w is None:
-            return _Block(words, w, abs_w, None, None)
-        d_scale, *own = self.block_sums.view(*shape)
-        return _Block(words, w, abs_w, own[0] if own else self.d_w[words], d_scale)
+        rows: Pair = self.rows.stack(*shape) if self.maths.stacked else self.rows.view(*shape)[::-1]
+        if len(rows) == 2:
+            rows[0].copy_(self.head.weight[words])
+        else:
+            rows = (self.head.weight.detach()[words], *rows)
+        torch.abs(rows[0], out=rows[1])
+        sums: Pair | None = None
+        if self.d_w is not None:
+            sums = self.block_sums.stack(*shape) if self.maths.stacked else self.block_sums.view(*shape)[::-1]
+            sums = sums if len(sums) == 2 else (self.d_w[words], *sums)
+        return _Block(words, rows, self.maths.rows(rows[1]), sums)
 
     def visit_tile(self, block: _Block, some: slice) -> None:
-        """The scores of some tokens against the block, the maths on them, and their gradients spread."""
-        x, g, words = self.x[some], self.g[some], block.words
-        shape = (len(x), words.stop - words.start)
-        loc, scale, *work = self.tiles.view(*shape)
-        mm_into(x, block.w.T, loc)
-        mm_into(g, block.abs_w.T, scale)
+        """The loss of some tokens against the block with its gradients by the scores, and those spread."""
+        words = block.words
+        x, shape = self.x[some], (some.stop - some.start, words.stop - words.start)
         tile = Tile(
-            loc,
-            scale,
-            work,
-            self.low.view(*shape),
+            x,
+            self.g.take(some),
+            block.rows[0],
+            block.abs_w,
+            self.work.view(*shape),
+            self.low.stack(*shape, ALIGNED) if self.maths.stacked else self.low.view(*shape),
             self.offset[words],
             self.targets.row[some] - words.start,
             self.targets.token_weights[some],
             None if self.targets.class_weights is None else self.targets.class_weights[words],
             self.per_token[some],
             None if self.prob_sum is None else self.prob_sum[some],
+            None if self.d_gap is None else self.d_gap[words],
             self.targets.slope_limit,
             self.targets.skip_labels,
         )
-        d_loc, d_scale = self.maths(tile, any(self.need))
-        if self.d_gap is not None:
-            self.d_gap[words] += d_loc.sum(0, dtype=self.real)
-        if self.d_x is not None:
-            mm_into(d_loc, block.w, self.d_x[some], add=True)
-        if self.d_g is not None:
-            mm_into(d_scale, block.abs_w, self.d_g[some], add=True)
-        if block.d_loc is not None and block.d_scale is not None:  # the first tile of a block writes
-            mm_into(d_loc.T, x, block.d_loc, add=some.start > 0)
-            mm_into(d_scale.T, g, block.d_scale, add=some.start > 0)
+        d = self.maths(tile, any(self.need))
+        if any(self.need[:2]):
+            _spread(d, block.rows, _take(self.d_u, some), True)
+        if block.sums is not None:  # the first tile of a block writes
+            _spread(_transposed(d), _take(self.tokens, some), block.sums, some.start > 0)
 
     def close_block(self, block: _Block) -> None:
         """d_W = D_loc^T x + sign(W) * (D_scale^T g), into the weight's gradient."""
-        if self.d_w is None or block.d_loc is None or block.d_scale is None or not len(self.x):
+        if self.d_w is None or block.sums is None or not len(self.x):
             return
-        block.d_loc.addcmul_(torch.sign(block.w, out=block.abs_w), block.d_scale)
-        if block.d_loc.dtype != self.d_w.dtype:
-            self.d_w[block.words].copy_(block.d_loc)
+        block.sums[0].addcmul_(torch.sign(block.rows[0], out=block.rows[1]), block.sums[1])
+        if block.sums[0].data_ptr() != self.d_w[block.words].data_ptr():
+            self.d_w[block.words].copy_(block.sums[0])
 
     def sums(self) -> OvrOutput:
         """The sums of all tiles; only the loss has the token weights in it."""
@@ -183,9 +197,27 @@ class _Visit:
                 d_bias = self.d_gap.to(bias.dtype)
             if self.need.threshold:
                 d_threshold = -(self.d_gap if threshold.ndim else self.d_gap.sum()).to(threshold.dtype)
-        d_loc_u = None if self.d_x is None else self.d_x.to(self.u.loc.dtype)
-        d_scale_u = None if self.d_g is None else self.d_g.to(self.u.scale.dtype)
-        return d_loc_u, d_scale_u, self.d_w, d_bias, d_threshold
+        d_u = [d.to(self.u.loc.dtype) if needed else None for d, needed in zip(self.d_u, self.need[:2], strict=True)]
+        return *d_u, self.d_w, d_bias, d_threshold
+
+
+def _take(pair: Pair, some: slice) -> Pair:
+    """Some rows of both."""
+    return pair[:, some] if isinstance(pair, Tensor) else [None if a is None else a[some] for a in pair]
+
+
+def _transposed(pair: Pair) -> Pair:
+    return pair.transpose(1, 2) if isinstance(pair, Tensor) else [a.T for a in pair]
+
+
+def _spread(d: Pair, by: Pair, into: Pair, add: bool) -> None:
+    """into_k = d_k by_k, or += : for both scores in one launch where they are stacked; not for a None."""
+    if isinstance(d, Tensor):
+        mm_into(d, by, into, add)  # type: ignore[arg-type]
+        return
+    for one, other, out in zip(d, by, into, strict=True):
+        if out is not None:
+            mm_into(one, other, out, add)
 
 
 def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) -> OvrOutput:
@@ -241,7 +273,12 @@ class _Flat:
     """Buffers allocated once; ``view`` cuts a contiguous [a, b] out of each."""
 
     def __init__(self, count: int, size: int, like: Tensor, dtype: torch.dtype) -> None:
-        self._flat = [like.new_empty(size, dtype=dtype) for _ in range(count)]
+        self._flat = like.new_empty(count, size, dtype=dtype)
 
     def view(self, a: int, b: int) -> list[Tensor]:
         return [flat[: a * b].view(a, b) for flat in self._flat]
+
+    def stack(self, a: int, b: int, multiple: int = 1) -> Tensor:
+        """[count, a, b] of all buffers; rows begin at multiples of so many numbers."""
+        stride = -(-b // multiple) * multiple
+        return self._flat[:, : a * stride].unflatten(1, (a, stride))[..., :b]

@@ -23,10 +23,14 @@ others of a step. `slope_limit` cuts it (softmax's gradient is at most 1).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from cqwen_dist.ops.products import ScaledRows, fp8_rows, mm_into, rows_into
 
 MIN_SCALE = 1.2e-38  # replaces scale 0, where atan2(0, 0) = 0. So a P of 0 has -log P of 87 to 92, not inf
 MIN_DENOMINATOR = 1e-30  # keeps gradients finite where q (1-P) vanishes
@@ -34,39 +38,68 @@ FAR = 1e18  # a score so far below its threshold has no loss, no slope and no P,
 
 
 class Tile(NamedTuple):
-    """Inputs, buffers and sums of one tile of t tokens and n words; fp32 (fp64), ``low`` excepted."""
+    """Inputs, buffers and sums of one tile of t tokens and n words; fp32 (fp64), operands and ``low`` excepted."""
 
-    loc: Tensor  # [t, n] in: x W^T without bias; overwritten
-    scale: Tensor  # [t, n] in: g |W|^T; overwritten
+    x: Tensor  # [t, C] in: loc_u, in the GEMMs' dtype
+    g: ScaledRows  # [t, C] in: scale_u
+    w: Tensor  # [n, C] in
+    abs_w: ScaledRows  # [n, C] in
     work: list[Tensor]  # `TileMaths.buffers` [t, n] of the maths' own
-    low: list[Tensor]  # two [t, n] in the GEMM's dtype for the gradients; empty where that is fp32
+    low: Sequence[Tensor] | Tensor  # two [t, n] in the GEMM's dtype for the gradients; empty where that is fp32
     offset: Tensor  # [n] in: C - b
     target: Tensor  # [t] in: the label's column in this tile, or anything outside [0, n)
     token_weights: Tensor  # [t] in: factor of the gradients (not of per_token)
     class_weights: Tensor | None  # [n] in
     per_token: Tensor  # [t] fp64, added to: sum_k w_k loss_ik
     prob_sum: Tensor | None  # [t] fp64, added to: sum_k P_ik
+    gap_sum: Tensor | None  # [n], added to: sum_i dloss/dloc_ik
     slope_limit: float = 0.0  # of |dloss/dloc| before the weights; 0: none
     skip_labels: bool = False  # the entries at `target` count nothing
 
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """loc = x W^T without bias and scale = g |W|^T [t, n], in the first two work buffers."""
+        loc, scale = self.work[:2]
+        mm_into(self.x, self.w.T, loc)
+        rows_into(self.g, self.abs_w, scale)
+        return loc, scale
 
-class TileMaths(Protocol):
+    def add_to_gap(self, d_loc: Tensor) -> None:
+        """Add the column sums of dloss/dloc [t, n] to `gap_sum`, where it is wanted."""
+        if self.gap_sum is not None:
+            self.gap_sum.add_(d_loc.sum(0, dtype=self.gap_sum.dtype))
+
+
+class TileMaths(ABC):
     """Computes a tile. Returns dloss/dloc and dloss/dscale [t, n] with token and class weights, in buffers of the tile;
-    with with_grad=False the two are undefined."""
+    with with_grad=False the two are undefined.
 
-    buffers: int  # how many work buffers it needs
+    fp8: the operands of the scale's product are rounded to e4m3, row by row. The result is about 0.1 % off: a sum of
+    terms >= 0, whose rounding errors average out.
+    """
 
-    def __call__(self, tile: Tile, with_grad: bool) -> tuple[Tensor, Tensor]: ...
+    buffers = 0  # how many work buffers it needs, those of the scores included
+    stacked = False  # whether it returns both gradients as one [2, t, n], for two products in one launch
+
+    def __init__(self, fp8: bool = False) -> None:
+        self.fp8 = fp8
+
+    def rows(self, a: Tensor) -> ScaledRows:
+        """An operand [r, C] of the scale's product, as `__call__` wants it."""
+        return fp8_rows(a, a.dtype) if self.fp8 else ScaledRows(a)
+
+    @abstractmethod
+    def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor] | Tensor:
+        """The two gradients; adds to the tile's sums."""
 
 
-class TorchTile:
-    """`TileMaths` in torch operations, in place: about 20 passes over buffers that stay in cache."""
+class TorchTile(TileMaths):
+    """In torch operations, in place: about 20 passes over buffers that stay in cache."""
 
-    buffers = 3
+    buffers = 5
 
-    def __call__(self, tile: Tile, with_grad: bool) -> tuple[Tensor, Tensor]:
-        gap, scale, (a, b, log) = tile.loc, tile.scale, tile.work
-        torch.sub(tile.offset, tile.loc, out=gap)
+    def __call__(self, tile: Tile, with_grad: bool) -> Sequence[Tensor]:
+        (loc, scale), (a, b, log) = tile.scores(), tile.work[2:]
+        gap = torch.sub(tile.offset, loc, out=loc)
         scale.clamp_(min=MIN_SCALE)
         at, sign = _label_entries(tile.target, gap)
         if tile.skip_labels:
@@ -96,7 +129,8 @@ class TorchTile:
             most = most if tile.class_weights is None else most * tile.class_weights.abs()
             torch.clamp(d_loc, -most, most, out=d_loc)
         d_loc.view(-1)[at] *= sign
-        return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if tile.low else (d_loc, d_scale)
+        tile.add_to_gap(d_loc)
+        return (tile.low[0].copy_(d_loc), tile.low[1].copy_(d_scale)) if len(tile.low) else (d_loc, d_scale)
 
 
 def _label_entries(target: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
