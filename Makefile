@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-all test-rounding test-matrix soak test-gpu test-cluster conformance \
+.PHONY: help setup base quickstart demo experiments test test-all test-rounding test-matrix soak test-gpu gpu-table test-cluster conformance \
   docs lint format clean
 
 help: ## what there is
@@ -55,6 +55,9 @@ soak: setup ## runs struck at drawn moments and gone on with (SOAK=200 SOAK_SEED
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+gpu-table: setup ## what is measured on one GPU, as one table beside what was asked for (`--packed CONFIG` by hand)
+	$(BIN)/python launch/gpu_table.py
 
 test-cluster: setup ## on a real SLURM of namespaces on this machine: root, and SLURM's packages (CONTRIBUTING.md)
 	$(BIN)/pytest tests/cluster -m 'cluster or not cluster'

@@ -88,7 +88,7 @@ class Share:
 
     @torch.no_grad()
     def step(self, coefficient: float, betas: tuple[float, float], weight_decay: float) -> None:
-        """AdamW on the kept rows, their gradient times the coefficient, at most 1. Other rows still have the old weights."""
+        """AdamW on the kept rows, their gradient times the coefficient (at most 1). Others keep the old weights."""
         if not self.moments:
             self.moments = {key: torch.zeros(self.shape, device=self.place) for key in MOMENTS}
         parameter = self.member.parameter
