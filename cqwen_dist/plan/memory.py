@@ -216,7 +216,7 @@ def _loss(s: Sizes) -> Iterator[Part]:
     if fused:  # both operands of the tokens in one; sums of a tile's rows and columns
         copies += 2 * n * c * s.width + 3 * FP32 * t * words // FUSED_WORDS
     if s.config.loss.scale_dtype == "fp8":  # the operands in e4m3, and what rounding them takes
-        copies += (n + words) * c * (1 if fused else s.width if low else FP32) + max(n, words) * c * 2 * FP32
+        copies += (n + words) * c * (1 if fused else s.width if low else FP32) + words * c * 2 * FP32
     yield Part(
         "loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})"
     )

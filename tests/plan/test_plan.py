@@ -245,9 +245,10 @@ def test_the_fused_loss_takes_less_than_400_mib_whatever_the_vocabulary(vocab, s
         architecture={**QWEN25_05B, "vocab_size": vocab},
         loss={"impl": "fused", "scale_dtype": scale_dtype},
         data={"sequence_length": 8192},
+        train={"precision": "bf16"},
         stages=[{"name": "heads", "steps": 1, "train": ["classifier"], "global_batch_size": 1, "micro_batch_size": 1}],
     )
-    (sizes,) = stage_sizes(settings, read_architecture(settings), world=1, kind="cuda")
+    (sizes,) = stage_sizes(settings, Architecture.of(read_architecture(settings)), world=1, kind="cuda")
     tiles = {part.name: part.bytes for part in memory._loss(sizes)}["loss tiles"]
     assert tiles + 2 * 8192 * 896 * 4 < 400 << 20
 
