@@ -111,22 +111,21 @@ def _has_flash() -> bool:
 
 @cache
 def _torch_kernel(window: int | None) -> Kernel | None:
-    """torch's own: torch 2.10 and later. Its arguments were renamed, so its signature says what it takes."""
+    """torch's own. Before torch 2.11 it had neither a window nor a scale; `enable_gqa` came after them."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     call: Any = varlen_attn
     takes = inspect.signature(call).parameters
-    if "window_size" not in takes and window is not None:
+    if not {"window_size", "scale"} <= takes.keys():
         return None
-    left = -1 if window is None else window - 1  # tokens before oneself
-    causal: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in takes else {"is_causal": True}
+    seen = (-1 if window is None else window - 1, 0)  # tokens before oneself, and behind
 
     def run(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, longest: int, scale: float) -> Tensor:
-        # The kernel shares key heads in every version; later ones want to be told.
+        # the kernel shares key heads in every version; later ones want to be told
         grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in takes else {}
-        out: Tensor = call(q, k, v, begin, begin, longest, longest, scale=scale, **causal, **grouped)
+        out: Tensor = call(q, k, v, begin, begin, longest, longest, scale=scale, window_size=seen, **grouped)
         return out
 
     return run

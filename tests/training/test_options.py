@@ -67,7 +67,6 @@ CHANGES = [
     "train.weight_decay=10.0",
     "train.max_grad_norm=0.001",
     "train.precision=bf16",
-    "data.pack=true + model.attention=varlen",
 ]
 SAME = [
     "model.gradient_checkpointing=true",
