@@ -119,24 +119,28 @@ class _Moves(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, launches = kwargs or {}, self.launches
-        if func in _READING_METHODS and launches.on_device(args[0]):
-            launches.wait(func.__name__)
+        if func is Tensor.to and isinstance(next(iter(args[1:]), kwargs.get("device")), (torch.device, str)):
+            return self._to_device(func(*args, **kwargs), args[0], kwargs)
         if func is Tensor.cpu and launches.on_device(args[0]):
             launches.wait("cpu")
             return func(*args, **kwargs) if args[0].is_cuda else launches.move(args[0], True)
-        if func is torch.tensor and kwargs.get("device") is not None and not isinstance(args[0], Tensor):
-            launches.wait("torch.tensor of Python numbers")
-        if func is Tensor.to and isinstance(next(iter(args[1:]), kwargs.get("device")), (torch.device, str)):
-            moved = func(*args, **kwargs)
-            if not torch.cuda.is_available() and not launches.on_device(args[0]):
-                moved = launches.move(moved, False)
-                if not kwargs.get("non_blocking"):
-                    launches.wait("to(device)")
-            return moved
+        if func in _READING_METHODS and launches.on_device(args[0]):
+            launches.wait(func.__name__)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and kwargs.get("device") is None and _is_new(func, args):
-            launches.on_host(result)
+        if isinstance(result, Tensor) and _is_new(func, args):
+            if kwargs.get("device") is None:
+                launches.on_host(result)
+            elif func is torch.tensor:
+                launches.wait("torch.tensor of Python numbers")
         return result
+
+    def _to_device(self, moved: Tensor, source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        """The result of `source.to(device)`, on the device also in a CPU run."""
+        if torch.cuda.is_available() or self.launches.on_device(source):
+            return moved
+        if not kwargs.get("non_blocking"):
+            self.launches.wait("to(device)")
+        return self.launches.move(moved, False)
 
 
 def _is_new(func: Any, args: Sequence[Any]) -> bool:

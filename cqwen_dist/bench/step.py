@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,15 +84,8 @@ def run(
             rows += [row | {"name": row["name"] + COMPILED * (both and compiled)} for row in found]
             _empty(device)
     calibration = _factors(found, sizes, machine, runtime.world_size)
-    last = next((i for i in reversed(range(len(sizes))) if "lora" in sizes[i].trainable), None)
-    if peers and runtime.world_size == 1 and last is not None:
-        for name in PEERS:
-            for compiled in kinds if both else (False,):
-                same = name + COMPILED * compiled, sizes[last].stage.name + COMPILED * (both and compiled)
-                build = partial(peer_step, config, architecture, device, PEERS[name], compiled)
-                ours = next(row for row in rows if row["name"] == same[1])
-                rows.append(_peer(timer, same[0], build, batches, sizes[last], ours))
-                _empty(device)
+    if peers and runtime.world_size == 1:
+        rows += _peers(timer, config, architecture, kinds if both else (False,), batches, sizes, rows)
     return {
         "device": device_name(device),
         "world": runtime.world_size,
@@ -106,6 +99,29 @@ def run(
         "profiles": profiles,
         "calibration": {"machine": machine.name, "factors": calibration},
     }
+
+
+def _peers(
+    timer: Timer,
+    config: Config,
+    architecture: dict[str, Any],
+    kinds: Sequence[bool],
+    batches: list[Batch],
+    sizes: list[Sizes],
+    ours: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Rows of the peers, compiled or not, each against ours of the same kind in the last stage that trains adapters."""
+    rows: list[dict[str, Any]] = []
+    last = next((s for s in reversed(sizes) if "lora" in s.trainable), None)
+    if last is None:
+        return rows
+    stages = [row for row in ours if row["name"].removesuffix(COMPILED) == last.stage.name]
+    for name in PEERS:
+        for compiled, own in zip(kinds, stages, strict=True):
+            build = partial(peer_step, config, architecture, timer.device, PEERS[name], compiled)
+            rows.append(_peer(timer, name + COMPILED * compiled, build, batches, last, own))
+            _empty(timer.device)
+    return rows
 
 
 def _ours(
