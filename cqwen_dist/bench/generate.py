@@ -51,7 +51,7 @@ def run(
     """
     own = SHAPES[torch.device(device).type]
     batches, new_tokens, precision = batches or own[0], new_tokens or own[1], precision or own[2]
-    base = build_base(
+    base: Any = build_base(
         {
             "model_type": "qwen2",
             "vocab_size": vocab,
@@ -64,8 +64,8 @@ def run(
             "tie_word_embeddings": True,
         },
         seed=0,
-    ).to(device=device, dtype=dtype_of(precision))  # type: ignore[call-overload]  # transformers wraps `to`
-    base.eval()
+    )
+    base.to(device=device, dtype=dtype_of(precision)).eval()
     model = _causal(base, vocab)
     contenders = {
         (cache, name): work

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -21,9 +22,9 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def in_turn(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+def in_turn(contenders: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """What each contender measures in each round. All are measured in a round before the next one begins."""
-    found: dict[str, list[T]] = {name: [] for name in contenders}
+    found: dict[K, list[T]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, measure in contenders.items():
             found[name].append(measure())

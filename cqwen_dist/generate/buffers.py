@@ -67,7 +67,7 @@ class Buffers:
         """These contents in the memory of `kept`, which has the same shapes."""
         for memory, own in zip(kept.tensors(), self.tensors(), strict=True):
             memory.copy_(own)
-        found = {name: each for name, each in vars(kept.numbers).items() if isinstance(each, Tensor)}
+        found: dict[str, Any] = {name: each for name, each in vars(kept.numbers).items() if isinstance(each, Tensor)}
         return replace(kept, numbers=replace(self.numbers, **found, more=kept.numbers.more))
 
     @property

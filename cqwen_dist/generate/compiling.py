@@ -45,7 +45,7 @@ class CompiledSteps:
         options = {"fullgraph": True, "dynamic": False, **AS_TRANSFORMERS}
         options |= {name: value for name, value in given.items() if value is not None}
         # drawing, lengths and processors stay outside; whether there are processors decides what is compiled
-        same = {"seed": None, "generator": None, "logits_processor": None, "max_new_tokens": 0}
+        same: dict[str, Any] = {"seed": None, "generator": None, "logits_processor": None, "max_new_tokens": 0}
         return cls(kept.steps, f"{padded} {replace(settings, **same)}", options)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -98,11 +98,11 @@ def _kernel() -> Any:
         out_ptr,  # [2, N, rows] fp32 out
         stride,  # elements from a word's row to the next
         rows,
-        N: tl.constexpr,
-        C: tl.constexpr,
-        BM: tl.constexpr,
-        BN: tl.constexpr,
-        BK: tl.constexpr,
+        N: tl.constexpr,  # type: ignore[name-defined]
+        C: tl.constexpr,  # type: ignore[name-defined]
+        BM: tl.constexpr,  # type: ignore[name-defined]
+        BN: tl.constexpr,  # type: ignore[name-defined]
+        BK: tl.constexpr,  # type: ignore[name-defined]
     ):
         words = tl.program_id(0) * BN + tl.arange(0, BN)
         tokens = tl.program_id(1) * BM + tl.arange(0, BM)
