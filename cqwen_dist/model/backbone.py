@@ -220,18 +220,6 @@ def build_base(architecture: dict[str, Any], seed: int) -> PreTrainedModel:
         raise UserError("model.architecture", architecture, f"a config that builds ({reason_of(error)})") from None
 
 
-def compile_layers(transformer: nn.Module, **options: Any) -> None:
-    """Compile every layer in place by itself; options: torch.compile's.
-
-    The layers share their code, so it is compiled once: for each of gradients or none, adapters on or off, a mask or
-    none, and at first for new shapes. What DeepSpeed and PEFT put around the layers is not touched.
-    """
-    # At its default of 8 kinds, dynamo gives the layers up for good and runs them uncompiled.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for layer in transformer.get_submodule("layers").children():
-        layer.compile(**options)
-
-
 def base_folder_of(name_or_path: str) -> Path:
     """The folder of a base model's files, downloaded where needed. Raises `UserError`."""
     folder = Path(name_or_path).expanduser()

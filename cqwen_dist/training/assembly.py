@@ -25,12 +25,11 @@ from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.abduction import abduction_named
-from cqwen_dist.model.backbone import base_folder_of, compile_layers, load_base
+from cqwen_dist.model.backbone import base_folder_of, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.fused_lora import fuse_adapters
+from cqwen_dist.model.layers import run_layers_as
 from cqwen_dist.model.losses import LossOptions, gate_named
-from cqwen_dist.model.varlen import attend_within_texts
 from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
@@ -200,13 +199,7 @@ def build_training(
         lora=config.model.lora.model_dump() if config.trains("lora") else None,
         **config.model.model_dump(include=_START_KEYS | _SHAPE_KEYS),
     )
-    if config.model.gradient_checkpointing:
-        model.transformer.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    fuse_adapters(model.transformer)
-    if config.model.attention == "varlen":
-        attend_within_texts(model.transformer)
-    if config.model.compile_layers:
-        compile_layers(model.transformer)
+    run_layers_as(model.transformer, config.model)
     engine = Engine(model, config, runtime, groups)
     constraint = Constraint(model, config.loss.constraint, engine.forward)
     stepper = Stepper(engine, constraint, config.loss, _loss_options(config, model, words), config.train.seed)

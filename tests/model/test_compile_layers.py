@@ -10,9 +10,9 @@ from support.tiny import random_batch, tiny_model
 from torch._dynamo.utils import counters
 
 from cqwen_dist.config import Config, LoraConfig
-from cqwen_dist.model.backbone import compile_layers
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.fused_lora import fuse_adapters
+from cqwen_dist.model.layers import compile_layers
 from cqwen_dist.model.lora import adapters_disabled, is_lora
 
 

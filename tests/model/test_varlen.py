@@ -22,7 +22,7 @@ from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.store import Document, Sample
 from cqwen_dist.model import CausalQwenModel, varlen
-from cqwen_dist.model.backbone import compile_layers
+from cqwen_dist.model.layers import compile_layers
 from cqwen_dist.model.lora import is_lora_b
 from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.varlen import _even, _within, attend_within_texts, kernel_for
