@@ -60,7 +60,7 @@ def kinds_compiled(layers: int) -> tuple[list[int], int]:
     compile_layers(found.transformer, backend="eager")
     graphs = []
     for _ in range(2):
-        for rows, length in ((4, 12), (4, 12), (2, 12), (4, 16), (3, 24), (5, 32)):
+        for rows, length in ((4, 12), (2, 12), (4, 16), (3, 24)):
             batch = random_batch(rows, length)
             found.kept_features(batch, batch.kept).square().mean().backward()
             with torch.no_grad():  # an evaluation; the start's features, which are compared with
@@ -74,12 +74,14 @@ def kinds_compiled(layers: int) -> tuple[list[int], int]:
     return graphs, frames["total"] - frames["ok"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_layers_share_their_code_and_no_kind_is_given_up():
     """More than dynamo's limit of 8: from there on it would run the layers uncompiled, with a warning alone."""
     few, given_up = kinds_compiled(2)
     assert given_up == 0
     assert few[-1] > 8, "fewer kinds than the limit: nothing is tested"
-    assert few[5:] == [few[5]] * 7, "a shape between those seen is compiled again"
+    assert few[2:] == [few[2]] * 6, "a further shape is compiled again"
     many, given_up = kinds_compiled(5)
     assert given_up == 0
     assert many == few, "layers are compiled one by one"
