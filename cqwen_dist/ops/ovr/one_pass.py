@@ -120,7 +120,12 @@ class _Visit:
         self.per_token = torch.zeros(n, dtype=torch.float64, device=self.x.device)
         self.prob_sum = torch.zeros_like(self.per_token) if targets.want_prob_sum else None
 
-        # Buffers. A block's gradient is summed in d_w itself where the weight's dtype is that of the sums.
+        self._make_buffers(gemm)
+
+    def _make_buffers(self, gemm: torch.dtype) -> None:
+        """A block's gradient is summed in d_w itself where the weight's dtype is that of the sums."""
+        head, need, maths, real = self.head, self.need, self.maths, self.real
+        n, c = self.x.shape
         self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize, maths.stacked)
         size = self.t * (-(-self.n // ALIGNED) * ALIGNED)
         self.work = _Flat(maths.buffers, size, self.x, real)
