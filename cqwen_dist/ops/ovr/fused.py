@@ -124,6 +124,27 @@ def _slices(a, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
         return _slices(left, BM, BN // 2, PARTS // 2) + _slices(right, BM, BN // 2, PARTS // 2)
 
 
+@triton.jit
+def _scores(x, g, w, abs_w, row, col, t, n, C, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+    """x w^T and g abs_w^T of [BM, BN] from (row, col) on, fp32; factors of fp8 rows are not in them."""
+    loc = tl.zeros([BM, BN], dtype=tl.float32)
+    scale = tl.zeros([BM, BN], dtype=tl.float32)
+    for k in tl.range(0, C, BK):
+        a = _read(g, row, k, t, C, BM, BK, TMA)
+        b = _read(abs_w, col, k, n, C, BN, BK, TMA)
+        kept, step = scale, scale
+        if g.dtype.is_fp8():  # a sum of its own for BK products, added while the tensor cores make the other
+            step = tl.zeros([BM, BN], dtype=tl.float32)
+        step = _add_product(step, a, b)
+        a = _read(x, row, k, t, C, BM, BK, TMA)
+        b = _read(w, col, k, n, C, BN, BK, TMA)
+        loc = _add_product(loc, a, b)
+        scale = step
+        if g.dtype.is_fp8():
+            scale = kept + step
+    return loc, scale
+
+
 @triton.jit(do_not_specialize=["t", "n"])
 def _fused_kernel(
     x,  # [t, C] in: a descriptor of [BM, BK], or a pointer
@@ -171,28 +192,13 @@ def _fused_kernel(
         row = token_block * BM
         col = word_block * BN
 
-        loc = tl.zeros([BM, BN], dtype=tl.float32)
-        scale = tl.zeros([BM, BN], dtype=tl.float32)
-        for k in tl.range(0, C, BK):
-            a = _read(g, row, k, t, C, BM, BK, TMA)
-            b = _read(abs_w, col, k, n, C, BN, BK, TMA)
-            kept, step = scale, scale
-            if g.dtype.is_fp8():  # a sum of its own for BK products, added while the tensor cores make the other
-                step = tl.zeros([BM, BN], dtype=tl.float32)
-            step = _add_product(step, a, b)
-            a = _read(x, row, k, t, C, BM, BK, TMA)
-            b = _read(w, col, k, n, C, BN, BK, TMA)
-            loc = _add_product(loc, a, b)
-            scale = step
-            if g.dtype.is_fp8():
-                scale = kept + step
+        loc, scale = _scores(x, g, w, abs_w, row, col, t, n, C, BM, BN, BK, TMA)
 
         rows = row + tl.arange(0, BM)
         in_rows = rows < t
         target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-        target = tl.where(target < n, target, -1).to(
-            tl.int32
-        )  # a label of a later tile is no column, not even a padded one
+        # A label of a later tile is no column, not even a padded one
+        target = tl.where(target < n, target, -1).to(tl.int32)
         token_weights = tl.load(token_weights_ptr + rows, mask=in_rows, other=0.0) * _INV_PI
         g_factor = token_weights
         if FACTORS:

@@ -86,10 +86,10 @@ def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | No
         raise ValueError(f"vocab_reduction must be 'sum' or 'mean', found {options.vocab_reduction!r}")
     if options.impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {options.impl!r}")
-    allowed = ("bf16",) if options.impl == "reference" else ("bf16", "fp8")
-    if options.scale_dtype not in allowed:
+    dtypes = ("bf16",) if options.impl == "reference" else ("bf16", "fp8")
+    if options.scale_dtype not in dtypes:
         raise ValueError(
-            f"scale_dtype must be one of {allowed} with impl {options.impl!r}, found {options.scale_dtype!r}"
+            f"scale_dtype must be one of {dtypes} with impl {options.impl!r}, found {options.scale_dtype!r}"
         )
     if labels.device.type != "cpu":  # reading the labels of a GPU would stop the stream; the collator checked them
         return
