@@ -44,6 +44,7 @@ class Entries(NamedTuple):
     counts: Tensor  # [B,T,GRAMS+1] 1: this n-gram or line ends here
     name: Tensor  # [B,T] key of the line before a number
     phi: Tensor  # [B,T] of a number's value
+    value: Tensor  # [B,T] the value itself, float64
     number: Tensor  # [B,T] 1 at numbers
     symbols: Tensor  # [B,T]
     text: Tensor  # [B,T] hash of the text up to here
@@ -58,7 +59,7 @@ class WideState(NamedTuple):
     sums: Tensor  # [KINDS * FOLDS,B]
     hash: Tensor  # [B] of the text
     line: Tensor  # [B] hash of the line that has not ended
-    numbers: Tensor  # [NAMES,B] by name
+    numbers: Tensor  # [2*NAMES,B] by name
 
     def inside(self, memory: WideState | None) -> WideState:
         """The same in the memory of an earlier state; steps of fixed shapes read it where it was."""
@@ -95,7 +96,7 @@ class WidePart(nn.Module):
         found = self.entries(ids, values, positions, mask, state)
         own = (self.weight[:, found.columns] * found.counts).sum(-1).double()
         sums = _since(own, found.begin, None if state is None else state.sums)
-        own = self.numbers.read(found.name, found.phi, found.number)
+        own = self.numbers.read(found.name, found.phi, found.value, found.number)
         numbers = _since(own, found.begin, None if state is None else state.numbers)
         last = torch.cat([_symbols_before(found.symbols, state), found.symbols], 1)[:, 1 - GRAMS :]
         line = found.line[:, -1] * (self.line_end[ids[:, -1]] == 0)
@@ -148,7 +149,8 @@ class WidePart(nn.Module):
         columns = torch.stack([*(h % first_line for h in hashes), lines], -1)
         number = (is_number & real).float()
         counts = torch.stack([real.float()] * GRAMS + [ends.float()], -1)
-        return Entries(columns, counts, name, phi(values) * number, number, symbols, text, line, begin)
+        of_numbers = name, phi(values) * number, values.double() * number, number
+        return Entries(columns, counts, *of_numbers, symbols, text, line, begin)
 
 
 def lines_begin(columns: int) -> int:

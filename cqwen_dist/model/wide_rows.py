@@ -2,7 +2,7 @@
 
 - words: an n-gram that m of n texts hold weighs its idf, ln((1+n)/(1+m)) + 1
 - lines, in the same way
-- numbers by their names, centred, brought to variance 1 and limited
+- numbers by their names, phi of their values and these themselves, centred, brought to variance 1 and limited
 - random features of these numbers together (`model.named_numbers`)
 """
 
@@ -22,17 +22,20 @@ from cqwen_dist.model.named_numbers import FAR, NAMES, bytes_of
 from cqwen_dist.model.wide import FOLDS, WidePart, fold_of, lines_begin
 
 COMMON = 0.05  # share of texts that hold a name, for it to be read
+MOST = 1e30  # of a value, so that its square is finite
 LEAST_SPREAD = 1e-4  # of phi: below it a value is a constant
 WIDTHS = (0.25, 0.5, 0.7, 1.0, 2.0)  # of the random features' kernel, in units of `NamedRows.unit`
 
 
 class TextBefore(NamedTuple):
-    """The text before a number: the columns of its n-grams and lines [m]; its fold; keys and phi of its numbers [k]."""
+    """The text before a number: the columns of its n-grams and lines [m]; its fold; keys, phi and values of its
+    numbers [k]."""
 
     columns: np.ndarray
     fold: int
     names: np.ndarray
     phi: np.ndarray
+    values: np.ndarray
 
 
 def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
@@ -40,13 +43,14 @@ def texts_before(wide: WidePart, batch: Batch, at: Tensor) -> list[TextBefore]:
     found = wide.entries(batch.input_ids, batch.numeric_values, batch.position_ids)
     folds, begins = fold_of(found.text).flatten()[at].tolist(), found.begin.clamp(min=0).flatten()[at].tolist()
     columns, counts = found.columns.cpu().numpy(), found.counts.cpu().numpy()
-    names, phi, number = (part.cpu().numpy() for part in (found.name, found.phi, found.number))
+    names, phi, value, number = (part.cpu().numpy() for part in (found.name, found.phi, found.value, found.number))
     texts = []
     for place, first, fold in zip(at.tolist(), begins, folds, strict=True):
         row, last = divmod(place, batch.input_ids.shape[1])
         text = row, slice(first, last + 1)
         is_number = number[text] != 0
-        texts.append(TextBefore(columns[text][counts[text] != 0], fold, names[text][is_number], phi[text][is_number]))
+        own = (part[text][is_number] for part in (names, phi, value))
+        texts.append(TextBefore(columns[text][counts[text] != 0], fold, *own))
     return texts
 
 
@@ -83,9 +87,11 @@ def kernel_of(rows: csr_matrix) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NamedRows:
-    """The numbers of n texts under k names: x [n,k], and its names' keys, centres and slopes [k]."""
+    """The numbers of n texts under k names: x [n,k] of phi, raw [n,k] of their values; keys [k] of the names; centres
+    and slopes [2,k] of both."""
 
     x: np.ndarray
+    raw: np.ndarray
     keys: np.ndarray
     centre: np.ndarray
     slope: np.ndarray
@@ -94,38 +100,45 @@ class NamedRows:
     def of(cls, texts: Sequence[TextBefore]) -> NamedRows:
         """Of the names that most texts hold, each held by enough of them and not a constant."""
         text = np.repeat(np.arange(len(texts)), [len(one.names) for one in texts])
-        phi = np.concatenate([one.phi for one in texts]).astype(np.float64)
         keys, at = np.unique(np.concatenate([one.names for one in texts]), return_inverse=True)
-        shape = len(texts), len(keys)
-        number = csr_matrix((np.ones(len(at)), (text, at)), shape)
-        value = csr_matrix((phi, (text, at)), shape)
-        times = np.asarray(number.sum(0))[0]
-        mean = np.asarray(value.sum(0))[0] / times
-        spread = np.sqrt((np.asarray(value.power(2).sum(0))[0] / times - mean**2).clip(min=0))
+        number = csr_matrix((np.ones(len(at)), (text, at)), (len(texts), len(keys)))
+        phi, raw = (
+            csr_matrix((np.concatenate(parts).astype(np.float64), (text, at)), number.shape)
+            for parts in ([one.phi for one in texts], [one.values.clip(-MOST, MOST) for one in texts])
+        )
+        of_phi, of_raw = _moments(phi, number), _moments(raw, number)
         held = number.getnnz(0)
-        known = np.flatnonzero((held >= max(FOLDS, COMMON * len(texts))) & (spread > LEAST_SPREAD))
+        known = np.flatnonzero((held >= max(FOLDS, COMMON * len(texts))) & (of_phi[1] > LEAST_SPREAD))
         known = known[np.argsort(-held[known], kind="stable")][:NAMES]
-        centre, slope = mean[known], 1 / spread[known]
-        x = (value[:, known].toarray() - number[:, known].toarray() * centre) * slope
-        return cls(x.clip(-FAR, FAR), keys[known], centre, slope)
+        count = number[:, known].toarray()
+        centre, spread = (np.stack(pair)[:, known] for pair in zip(of_phi, of_raw, strict=True))
+        slope = 1 / np.maximum(spread, 1e-30)
+        rows = [((of[:, known].toarray() - count * c) * m) for of, c, m in zip((phi, raw), centre, slope, strict=True)]
+        return cls(*(x.clip(-FAR, FAR) for x in rows), keys[known], centre, slope)
 
     @property
     def unit(self) -> float:
-        """The root mean square of a row, its distance from the mean."""
+        """The root mean square of a row of x, its distance from the mean."""
         return float(np.sqrt(max(np.square(self.x).sum(1).mean(), 1e-12)))
 
     @property
     def linear(self) -> np.ndarray:
         return self.x / self.unit
 
-    def tables(self, weight: np.ndarray) -> dict[str, np.ndarray]:
-        """weight [tables,k] of `linear` -> the parameters of `NamedNumbers`, as the wide part names them."""
+    @property
+    def values(self) -> np.ndarray:
+        """As `linear`, of the values themselves."""
+        return self.raw / self.unit
+
+    def tables(self, weight: np.ndarray, of_values: np.ndarray) -> dict[str, np.ndarray]:
+        """Weights [tables,k] of `linear` and of `values` -> the parameters of `NamedNumbers`, as the wide part names
+        them."""
         spare = [0, NAMES - len(self.keys)]
         found = {
             "names": np.pad(bytes_of(torch.from_numpy(self.keys)), [spare, [0, 0]]),
-            "centre": np.pad(self.centre, spare),
-            "slope": np.pad(self.slope, spare),
-            "linear": np.pad(weight / self.unit, [[0, 0], spare]),
+            "centre": np.pad(self.centre, [[0, 0], spare]),
+            "slope": np.pad(self.slope, [[0, 0], spare]),
+            "linear": np.concatenate([np.pad(w / self.unit, [[0, 0], spare]) for w in (weight, of_values)], 1),
         }
         return {f"numbers.{name}": table for name, table in found.items()}
 
@@ -141,6 +154,13 @@ class NamedRows:
                 frequencies = drawn / (width * self.unit)
                 features = np.cos(self.x @ frequencies + offsets) * np.sqrt(2 / count)
                 yield RandomRows(features, frequencies, offsets)
+
+
+def _moments(value: csr_matrix, number: csr_matrix) -> tuple[np.ndarray, np.ndarray]:
+    """(Mean, standard deviation) of the numbers under each name, [k] each; sums of a text's value, counts in number."""
+    times = np.asarray(number.sum(0))[0]
+    mean = np.asarray(value.sum(0))[0] / times
+    return mean, np.sqrt((np.asarray(value.power(2).sum(0))[0] / times - mean**2).clip(min=0))
 
 
 @dataclass(frozen=True)
