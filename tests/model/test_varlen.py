@@ -79,14 +79,15 @@ def trained(model: CausalQwenModel, batches: list[Batch]) -> tuple[Tensor, dict[
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_loss_and_every_gradient_are_those_of_each_text_alone_and_of_the_mask(kind: str) -> None:
-    """fp32, relative 1e-5 of a tensor's largest entry: the products have other shapes. Mistral's window is 5."""
+    """fp32, relative to a tensor's largest entry: the products have other shapes. 1e-5 of the loss, 1e-4 of gradients:
+    the regression's bias has one of opposite terms that leave a thousandth. Mistral's window is 5."""
     alone = [batch_of([(text,)]) for row in samples() for text in row if len(text.ids) > 1]
     loss, wanted = trained(model_of(kind, within=False), alone)
     assert len(wanted) == len(list(model_of(kind, within=False).parameters())), "a parameter has no gradient"
     for within in (True, False):
         found, grads = trained(model_of(kind, within=within), [batch_of(samples())])
         assert_close(found, loss, 1e-5, "loss")
-        assert_all_close(grads, wanted, 1e-5)
+        assert_all_close(grads, wanted, 1e-4)
 
 
 def test_the_mask_is_not_made_and_is_made_again_for_a_call_without_texts(monkeypatch: pytest.MonkeyPatch) -> None:
