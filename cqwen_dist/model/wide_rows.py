@@ -113,8 +113,11 @@ class NamedRows:
         count = number[:, known].toarray()
         centre, spread = (np.stack(pair)[:, known] for pair in zip(of_phi, of_raw, strict=True))
         slope = 1 / np.maximum(spread, 1e-30)
-        rows = [((of[:, known].toarray() - count * c) * m) for of, c, m in zip((phi, raw), centre, slope, strict=True)]
-        return cls(*(x.clip(-FAR, FAR) for x in rows), keys[known], centre, slope)
+        x, of_values = (
+            ((of[:, known].toarray() - count * c) * m).clip(-FAR, FAR)
+            for of, c, m in zip((phi, raw), centre, slope, strict=True)
+        )
+        return cls(x, of_values, keys[known], centre, slope)
 
     @property
     def unit(self) -> float:
