@@ -5,7 +5,7 @@ Ranks are spawned once for each world size; every check runs there, and makes it
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +17,6 @@ from support.ranks import run_ranks
 from support.tiny import random_batch, tiny_model
 from torch import Tensor
 
-from cqwen_dist.batch import Batch
 from cqwen_dist.config import UserError
 from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.model.calibration import calibrate
@@ -390,7 +389,7 @@ def calibration(groups: Groups) -> None:
     dist.all_gather_object(everyone, (found.threshold, found.gamma, found.loss, found.accuracy))
     assert len(set(everyone)) == 1
     assert_close(part.action.threshold, model.action.threshold[start:stop], 1e-4, "C")
-    nothing = Batch(**{**vars(batches[0]), "labels": torch.full_like(batches[0].labels, -100)})
+    nothing = replace(batches[0], labels=torch.full_like(batches[0].labels, -100))
     calibrate(part, [batches[rank] if rank == world - 1 else nothing], groups=groups)  # ranks without a token
 
 
