@@ -61,7 +61,7 @@ def measure(config: Config, tokenizer: NumericalAwareTokenizer, rounds: int) -> 
     data = config.data.model_copy(update={"pack": False, "sequence_length": length})
     rows, texts = texts_of(load_datasets(data, tokenizer).train, micro, length, config.train.seed)
     padded = [texts[i : i + micro] for i in range(0, len(texts), micro)]
-    with distributed(config.parallel.timeout_min * 60) as runtime:
+    with distributed(config.parallel.timeout_min * 60, backend=config.parallel.backend) as runtime:
         rig = build_rig(config, architecture, runtime, num_token_id=tokenizer.num_token_id)
         plan = rig.enter(stage)
         kinds = {PADDED: padded, MASK: [rows], VARLEN: [rows]}

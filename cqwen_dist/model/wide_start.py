@@ -168,7 +168,9 @@ def fit_wide(
         return None
 
     # On all
-    kernel += weight * (x @ x.T) + of_values * (raw @ raw.T)
+    kernel += weight * (x @ x.T)
+    if of_values:
+        kernel += of_values * (raw @ raw.T)
     if features is not None:
         kernel += times * (features.x @ features.x.T)
     progress(STEPS - 1, STEPS)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from cqwen_dist.batch import Texts
+
 ASKS = "find_packed_sequence_indices"
 
 
 @contextmanager
-def documents_of(position_ids: Tensor) -> Iterator[None]:
-    """Inside, forward passes are of a batch with these positions [B,T], on the host; they restart where a document
-    begins."""
-    packed = bool((position_ids.diff(dim=1) != 1).any())
+def documents_of(texts: Texts, rows: int) -> Iterator[None]:
+    """Inside, forward passes are of a batch with these texts in so many rows."""
+    packed = len(texts.lengths) > rows
 
     def documents(positions: Tensor) -> Tensor | None:
         """The number of each position's document in its row [B,T]; None where rows hold one each."""

@@ -74,7 +74,7 @@ class Stepper:
             batch_on_device, keep = batch.to(self.device), keep.to(self.device, non_blocking=True)
             labels = batch_on_device.labels.flatten()[keep]
             second = measures_kl and self.constraint.second_pass
-            with documents_of(batch.position_ids):
+            with documents_of(batch.texts, len(batch.input_ids)):
                 z_start = self.constraint.start_features(batch_on_device, keep) if second else None
                 if cached is None:
                     z = self.engine.forward(batch_on_device, keep)

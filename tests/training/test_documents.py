@@ -10,6 +10,7 @@ from support.tiny import random_batch, tiny_model
 from transformers import masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 
+from cqwen_dist.batch import Texts
 from cqwen_dist.training.documents import documents_of
 
 
@@ -18,7 +19,7 @@ def test_features_and_masks_are_those_that_it_finds(period: int) -> None:
     model, batch = tiny_model(), random_batch()
     batch = replace(batch, position_ids=batch.position_ids % period)
     wanted, documents = model.kept_features(batch, batch.kept), find_packed_sequence_indices(batch.position_ids)
-    with documents_of(batch.position_ids):
+    with documents_of(batch.texts, len(batch.input_ids)):
         found = model.kept_features(batch, batch.kept)
         told = masking_utils.find_packed_sequence_indices(batch.position_ids)
         assert (told is None) == (documents is None) == (period == 99)
@@ -29,6 +30,6 @@ def test_features_and_masks_are_those_that_it_finds(period: int) -> None:
 
 def test_a_row_among_several_that_is_packed() -> None:
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
-    with documents_of(positions):
+    with documents_of(Texts.at(positions), len(positions)):
         told = masking_utils.find_packed_sequence_indices(positions)
     assert torch.equal(told, find_packed_sequence_indices(positions))
