@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from support.numerics import assert_close
-from support.tiny import CONTEXT, NUM, VOCAB, random_ids, tiny_base, tiny_causal_lm, tiny_model
+from support.tiny import (
+    CONTEXT,
+    NUM,
+    TARGET,
+    VOCAB,
+    number_prompts,
+    number_writer,
+    random_ids,
+    tiny_base,
+    tiny_causal_lm,
+    tiny_model,
+)
 from torch import Tensor
 
 from cqwen_dist.config import UserError
@@ -19,30 +30,16 @@ from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.targets import TargetTransform
 
-TARGET = {"name": "standardise", "median": 150.0, "scale": 40.0}
-
 
 @pytest.fixture(scope="module")
 def model() -> CausalQwenModel:
-    """Writes <NUM> now and then: its threshold is low. Scales are small, so that words differ."""
-    net = tiny_model(number_dims=2, target=TARGET)
-    with torch.no_grad():
-        net.abduction.set_scale(0.05)
-        net.action.b_noise.fill_(0.05)
-        net.action.threshold.fill_(1.0)
-        net.action.threshold[NUM] = -0.5
-    return net
+    return number_writer()
 
 
 @pytest.fixture(scope="module")
 def prompts() -> tuple[Tensor, Tensor, Tensor]:
-    """ids, values, mask [3,8]: prompts of 8, 3 and 1 tokens, padded on the left; numbers in all of them."""
-    ids, values, mask = random_ids(3, 8, seed=5), torch.zeros(3, 8, dtype=torch.float64), torch.ones(3, 8)
-    for row, length in enumerate((8, 3, 1)):
-        mask[row, : 8 - length] = 0
-        ids[row, : 8 - length] = 0
-    ids[0, 2] = ids[1, 6] = ids[2, 7] = NUM
-    values[0, 2], values[1, 6], values[2, 7] = 99.9, -7.0, 1e9
+    """ids, values, mask [3,8]."""
+    ids, values, mask = number_prompts().values()
     return ids, values, mask
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.host_waits import Wait, host_waits
 from support.numerics import assert_close
-from support.tiny import CONTEXT, NUM, random_ids, tiny_base, tiny_causal_lm, tiny_model
+from support.tiny import CONTEXT, NUM, number_prompts, number_writer, random_ids, tiny_base, tiny_causal_lm
 from support.words import Words
 from torch import Tensor
 from transformers import CompileConfig
@@ -30,32 +30,9 @@ TRACED = CompileConfig(backend="aot_eager")
 NUMBERS = ("values", "loc", "scale", "p_num", "p_word")
 
 
-def writer(kind: str = "qwen2", **shape: Any) -> CausalQwenModel:
-    """Writes <NUM> now and then."""
-    target = {"name": "standardise", "median": 150.0, "scale": 40.0}
-    net = tiny_model(kind, number_dims=2, target=target, **shape)
-    with torch.no_grad():
-        net.abduction.set_scale(0.05)
-        net.action.b_noise.fill_(0.05)
-        net.action.threshold.fill_(1.0)
-        net.action.threshold[NUM] = -0.5
-    return net
-
-
 @pytest.fixture(scope="module")
 def model() -> CausalQwenModel:
-    return writer()
-
-
-def prompts(padded: bool = True, seed: int = 5) -> dict[str, Tensor]:
-    """Three prompts of 8 tokens, or of 8, 3 and 1 padded on the left; numbers in all of them."""
-    ids, values, mask = random_ids(3, 8, seed=seed), torch.zeros(3, 8, dtype=torch.float64), torch.ones(3, 8)
-    for row, length in enumerate((8, 3, 1) if padded else ()):
-        mask[row, : 8 - length] = 0
-    ids = ids.masked_fill(mask == 0, 0)
-    for row, (at, value) in enumerate(((2, 99.9), (6, -7.0), (7, 1e9))):
-        ids[row, at], values[row, at] = NUM, value
-    return {"input_ids": ids, "numeric_values": values, "attention_mask": mask}
+    return number_writer()
 
 
 def assert_same(found: tuple[Tensor, GeneratedNumbers], wanted: tuple[Tensor, GeneratedNumbers]) -> None:
@@ -76,13 +53,13 @@ def assert_same(found: tuple[Tensor, GeneratedNumbers], wanted: tuple[Tensor, Ge
 @pytest.mark.parametrize("padded", [False, True])
 def test_static_steps_write_what_dynamic_steps_write(model, mode: str, padded: bool) -> None:
     """Greedy and drawn with a seed, through ends, with the digits that are meant."""
-    free, _ = generate(model, **prompts(padded), mode=mode, seed=3, do_sample=True, max_new_tokens=20)
+    free, _ = generate(model, **number_prompts(padded), mode=mode, seed=3, do_sample=True, max_new_tokens=20)
     ends = [int(free[0, 14]), int(free[1, 18])]
     for options in ({"do_sample": True}, {"digits": "auto"}, {"digits": 3, "eos_token_id": ends, "pad_token_id": 9}):
         given = {"mode": mode, "seed": 3, "max_new_tokens": 20, **options}
-        dynamic = generate(model, **prompts(padded), **given)
-        assert_same(generate(model, **prompts(padded), **given, cache_implementation="static"), dynamic)
-        assert_same(generate(model, **prompts(padded), **given, cache_implementation="static"), dynamic)  # again
+        dynamic = generate(model, **number_prompts(padded), **given)
+        assert_same(generate(model, **number_prompts(padded), **given, cache_implementation="static"), dynamic)
+        assert_same(generate(model, **number_prompts(padded), **given, cache_implementation="static"), dynamic)  # again
     assert bool(dynamic[1].generated.any()) or mode not in ("standard", "causal")
 
 
@@ -92,10 +69,10 @@ def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pyt
     monkeypatch.setattr(compiling.notes, "warning", lambda said: pytest.fail(said))
     given = {"mode": mode, "seed": 3, "do_sample": True, "max_new_tokens": 14, "digits": "auto"}
     static = {"cache_implementation": "static", "compile_config": TRACED}
-    assert_same(generate(model, **prompts(), **given, **static), generate(model, **prompts(), **given))
+    assert_same(generate(model, **number_prompts(), **given, **static), generate(model, **number_prompts(), **given))
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert made >= 1
-    for other in (prompts(), prompts(seed=8)):
+    for other in (number_prompts(), number_prompts(seed=8)):
         assert_same(generate(model, **other, **given, **static), generate(model, **other, **given))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made, "a later generation compiled a step again"
 
@@ -113,7 +90,7 @@ def test_a_whole_step_compiles_into_one_graph(model, mode: str, monkeypatch: pyt
     ids=lambda part: part if isinstance(part, str) else next(iter(part), "plain"),
 )
 def test_every_kind_of_model(kind: str, shape: dict[str, Any]) -> None:
-    net = writer(kind, **shape)
+    net = number_writer(kind, **shape)
     with torch.no_grad():
         if net.wide is not None:  # tables as after a calibrated start
             for table in (net.wide.weight, net.wide.numbers.linear, net.wide.numbers.slope):
@@ -122,9 +99,11 @@ def test_every_kind_of_model(kind: str, shape: dict[str, Any]) -> None:
             net.action.copy_weight.normal_()
             net.action.copy_bias.fill_(0.5)
     given = {"max_new_tokens": 16, "digits": 4}
-    dynamic = generate(net, **prompts(), **given)
+    dynamic = generate(net, **number_prompts(), **given)
     for config in (None, TRACED):
-        assert_same(generate(net, **prompts(), **given, cache_implementation="static", compile_config=config), dynamic)
+        assert_same(
+            generate(net, **number_prompts(), **given, cache_implementation="static", compile_config=config), dynamic
+        )
     assert bool(dynamic[1].generated.any())
     if "copies" in shape:
         assert bool(dynamic[1].copied.any())
@@ -139,7 +118,7 @@ def test_compatible_is_hugging_faces_own_with_its_static_cache(kind: str, sampli
     base = tiny_base(kind, eos_token_id=17, pad_token_id=3)
     model = CausalQwenModel.from_base_model(copy.deepcopy(base), start="seed", num_token_id=NUM, w_num_scale=0.0)
     causal = CausalQwenForCausalLM(model.config, model).eval()
-    batch = prompts()
+    batch = number_prompts()
     given = {"attention_mask": batch["attention_mask"], "max_new_tokens": 20, "cache_implementation": "static"}
     torch.manual_seed(11)
     expected = base.generate(batch["input_ids"], **given, **(sampling or {"do_sample": False}))
@@ -161,7 +140,7 @@ def test_at_the_real_vocabulary() -> None:
     with torch.no_grad():
         net.abduction.set_scale(0.05)
         net.action.b_noise.fill_(0.05)
-    batch = prompts()
+    batch = number_prompts()
     batch["input_ids"] = batch["input_ids"] * 1500
     given = {"max_new_tokens": 6, "cache_implementation": "static"}
     for mode in MODES:
@@ -182,10 +161,10 @@ def test_processors_see_ids_as_long_as_they_are(model) -> None:
 
     given = {"mode": "compatible", "do_sample": True, "seed": 1, "max_new_tokens": 6}
     given["logits_processor"] = LogitsProcessorList([look])
-    dynamic = generate(model, **prompts(), **given)
+    dynamic = generate(model, **number_prompts(), **given)
     for config in (None, TRACED):
         assert_same(
-            generate(model, **prompts(), **given, cache_implementation="static", compile_config=config), dynamic
+            generate(model, **number_prompts(), **given, cache_implementation="static", compile_config=config), dynamic
         )
     assert lengths == [8, 9, 10, 11, 12, 13] * 3
 
@@ -194,19 +173,19 @@ def test_what_is_kept_is_nobody_elses(model) -> None:
     """A result stays as it is; a copy of the model runs its own weights; other shapes and weights count."""
     static = {"cache_implementation": "static", "max_new_tokens": 9}
     traced = {**static, "compile_config": TRACED}
-    first, numbers = generate(model, **prompts(), **traced)
+    first, numbers = generate(model, **number_prompts(), **traced)
     before = first.clone(), numbers.values.clone()
-    generate(model, **prompts(seed=8), **static)
+    generate(model, **number_prompts(seed=8), **static)
     assert torch.equal(first, before[0])
     assert torch.equal(numbers.values, before[1])
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.action.cls_weight.mul_(-1.0)
-    assert_same(generate(other, **prompts(), **traced), generate(other, **prompts(), max_new_tokens=9))
-    assert_same(generate(model, **prompts(), **traced), (first, numbers))
-    assert not torch.equal(generate(other, **prompts(), **static)[0], first)
-    assert generate(other.to(torch.bfloat16), **prompts(), **static)[0].shape == first.shape  # a cache in bf16
-    one = {name: part[:1] for name, part in prompts().items()}
+    assert_same(generate(other, **number_prompts(), **traced), generate(other, **number_prompts(), max_new_tokens=9))
+    assert_same(generate(model, **number_prompts(), **traced), (first, numbers))
+    assert not torch.equal(generate(other, **number_prompts(), **static)[0], first)
+    assert generate(other.to(torch.bfloat16), **number_prompts(), **static)[0].shape == first.shape  # a cache in bf16
+    one = {name: part[:1] for name, part in number_prompts().items()}
     assert_same(generate(model, **one, **static), generate(model, **one, max_new_tokens=9))
     assert pickle.loads(pickle.dumps(model.kept_decoding)).buffers is None
     assert "kept_decoding" not in "".join(model.state_dict())
@@ -235,9 +214,9 @@ def test_where_it_does_not_compile_it_runs_as_it_is(model, monkeypatch: pytest.M
     said: list[str] = []
     monkeypatch.setattr(compiling.notes, "warning", said.append)
     found = generate(
-        model, **prompts(), cache_implementation="static", compile_config={"backend": broken}, max_new_tokens=9
+        model, **number_prompts(), cache_implementation="static", compile_config={"backend": broken}, max_new_tokens=9
     )
-    assert_same(found, generate(model, **prompts(), max_new_tokens=9))
+    assert_same(found, generate(model, **number_prompts(), max_new_tokens=9))
     assert len(said) == 1
     assert "whole_step is not compiled" in said[0]
 
@@ -275,7 +254,9 @@ def test_a_step_waits_for_nothing_but_the_end(model, mode: str, cache: str) -> N
         "digits": "auto",
         "cache_implementation": cache,
     }
-    given |= prompts(padded=cache == "static")  # over a growing cache transformers looks for padding at every step
+    given |= number_prompts(
+        padded=cache == "static"
+    )  # over a growing cache transformers looks for padding at every step
     given |= {name: part.repeat(2, *[1] * (part.ndim - 1)) for name, part in given.items() if isinstance(part, Tensor)}
     waits_of(model, 10, **given)  # a model's first generation also fills caches
     few, many = (waits_of(model, tokens, **given) for tokens in (2, 10))
@@ -345,7 +326,7 @@ def test_the_end_is_known_a_few_steps_late(monkeypatch: pytest.MonkeyPatch) -> N
 def test_on_the_gpu(model, mode: str) -> None:
     """CUDA graphs write what single launches write; random numbers are the device's own in both."""
     net = copy.deepcopy(model).cuda()
-    batch = {name: part.cuda() for name, part in prompts().items()}
+    batch = {name: part.cuda() for name, part in number_prompts().items()}
     given = {"mode": mode, "seed": 3, "do_sample": True, "digits": "auto", "max_new_tokens": 20}
     dynamic = generate(net, **batch, **given)
     for _ in range(2):

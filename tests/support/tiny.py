@@ -15,6 +15,7 @@ HIDDEN = 24
 VOCAB = 101  # not divisible by 2 or 4
 NUM = 90  # <NUM>; the rows behind it are spare
 CONTEXT = 64
+TARGET = {"name": "standardise", "median": 150.0, "scale": 40.0}
 
 
 def tiny_base(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -95,3 +96,25 @@ def random_batch(rows: int = 4, length: int = 12, *, numbers: bool = True, seed:
         numeric_labels=values[:, 1:].masked_fill(~keep, 0.0),
         numeric_mask=labels == num,
     )
+
+
+def number_writer(kind: str = "qwen2", **shape: Any) -> CausalQwenModel:
+    """Writes <NUM> now and then: its threshold is low. Scales are small, so that words differ."""
+    net = tiny_model(kind, number_dims=2, target=TARGET, **shape)
+    with torch.no_grad():
+        net.abduction.set_scale(0.05)
+        net.action.b_noise.fill_(0.05)
+        net.action.threshold.fill_(1.0)
+        net.action.threshold[NUM] = -0.5
+    return net
+
+
+def number_prompts(padded: bool = True, seed: int = 5) -> dict[str, torch.Tensor]:
+    """Three prompts of 8 tokens, or of 8, 3 and 1 padded on the left; numbers in all of them."""
+    ids, values, mask = random_ids(3, 8, seed=seed), torch.zeros(3, 8, dtype=torch.float64), torch.ones(3, 8)
+    for row, length in enumerate((8, 3, 1) if padded else ()):
+        mask[row, : 8 - length] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    for row, (at, value) in enumerate(((2, 99.9), (6, -7.0), (7, 1e9))):
+        ids[row, at], values[row, at] = NUM, value
+    return {"input_ids": ids, "numeric_values": values, "attention_mask": mask}
