@@ -105,6 +105,10 @@ class Batch:
         batch.__dict__["texts"] = replace(self.texts, begin=moved(self.texts.begin))
         return batch
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All of its tensors; where its texts begin is among them."""
+        return [*(getattr(self, f.name) for f in fields(self)), self.texts.begin]
+
     @cached_property
     def texts(self) -> Texts:
         """The texts of the rows. Found once, before the batch goes to a device: there it would wait for it."""

@@ -96,7 +96,7 @@ class Launches(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         here = any(map(self.on_device, inputs)) if inputs else True
         name = func.overloadpacket.__name__
-        if here and (name in _READS or (name == "index" and _by_mask(args[1]))):
+        if here and _reads(name, args, kwargs):
             self.wait(name)
         result = func(*args, **kwargs)
         if not here:
@@ -150,8 +150,13 @@ def _is_new(func: Any, args: Sequence[Any]) -> bool:
     )
 
 
-def _by_mask(indices: Sequence[Tensor | None]) -> bool:
-    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+def _reads(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host has to know what an operation finds."""
+    if name in ("index", "index_put", "index_put_"):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if name == "repeat_interleave":  # the overload of counts alone: the others call it
+        return len(args) == 1 and kwargs.get("output_size") is None
+    return name in _READS
 
 
 def _place() -> str:

@@ -159,7 +159,7 @@ def _launches(rig: Rig, plan: StagePlan, batches: list[Batch]) -> dict[str, Any]
     kernels = device_counts(step) if rig.runtime.device.type == "cuda" else {}
     if rig.config.model.compile_layers:
         return kernels
-    with counting(value for batch in batches for value in vars(batch).values()) as launches, marked(rig, launches):
+    with counting(value for batch in batches for value in batch.tensors()) as launches, marked(rig, launches):
         step()
         launches.end("rest")
     return {**launches.totals(), **kernels}
@@ -274,7 +274,7 @@ def _peer(
     row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if cuda else None
     row["trainable"] = []
     if not name.endswith(COMPILED):
-        with counting(value for batch in batches for value in vars(batch).values()) as launches:
+        with counting(value for batch in batches for value in batch.tensors()) as launches:
             step(batches, launches.end)
         row |= launches.totals()
     row |= device_counts(partial(step, batches)) if cuda else {}

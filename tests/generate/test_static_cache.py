@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from support.host_waits import Wait, host_waits
 from support.numerics import assert_close
 from support.tiny import CONTEXT, NUM, number_prompts, number_writer, random_ids, tiny_base, tiny_causal_lm
 from support.words import Words
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import CompileConfig
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper
 
+from cqwen_dist.bench.launches import counting
 from cqwen_dist.config import UserError
 from cqwen_dist.generate import compiling
 from cqwen_dist.generate.compiling import Ending
@@ -236,11 +237,15 @@ def test_lengths_at_the_edge(model) -> None:
 # ---- what the host waits for ----
 
 
-def waits_of(model: CausalQwenModel, tokens: int, **options: Any) -> list[Wait]:
-    with host_waits() as found:
+def waits_of(model: CausalQwenModel, tokens: int, **options: Any) -> tuple[Counter[str], int]:
+    """(By place, but for those of `Ending`; these)."""
+    with counting() as launches:
         ids, _ = generate(model, **options, max_new_tokens=tokens)
+        launches.end("")
     assert ids.shape[1] == 8 + tokens
-    return found
+    places = launches.waits[""]
+    own = {place: count for place, count in places.items() if "generate/compiling.py:" in place}
+    return places - Counter(own), sum(own.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -259,28 +264,11 @@ def test_a_step_waits_for_nothing_but_the_end(model, mode: str, cache: str) -> N
     )  # over a growing cache transformers looks for padding at every step
     given |= {name: part.repeat(2, *[1] * (part.ndim - 1)) for name, part in given.items() if isinstance(part, Tensor)}
     waits_of(model, 10, **given)  # a model's first generation also fills caches
-    few, many = (waits_of(model, tokens, **given) for tokens in (2, 10))
+    (before, few), (after, many) = (waits_of(model, tokens, **given) for tokens in (2, 10))
     # checks of the prompt, its padding mask in the first step, and the result: as many for 2 tokens as for 10
-    before, after = ([wait.op for wait in found if not wait.inside("compiling.py")] for found in (few, many))
     assert before == after
-    assert sum(wait.inside("compiling.py") for wait in many) == 10
-    assert len(many) - len(few) == 8, [wait for wait in many if not wait.inside("compiling.py")]
-
-
-def test_the_counter_counts() -> None:
-    x = torch.arange(4)
-    with host_waits() as found:
-        x.sum().item()
-        bool((x > 1).any())
-        x[x > 1]
-        x.nonzero()
-        x.tolist()
-        x.cpu()
-        x.repeat_interleave(x)
-    assert [wait.op for wait in found] == [
-        *("_local_scalar_dense", "_local_scalar_dense", "index", "nonzero", "tolist", "cpu", "repeat_interleave")
-    ]
-    assert all(wait.inside("test_static_cache.py") for wait in found)
+    assert many == 10
+    assert many - few == 8
 
 
 class FakeDone:

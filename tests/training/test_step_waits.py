@@ -67,7 +67,7 @@ def waits(cases: list[tuple[int, str, bool]], accumulation: int) -> dict[str, Co
             batches = rig.batches(plan)
             for _ in range(3):  # ZeRO-3 records its order of modules; the throughput timer would start
                 rig.step(batches, plan)
-            with counting(t for batch in batches for t in vars(batch).values()) as launches:
+            with counting(t for batch in batches for t in batch.tensors()) as launches:
                 rig.step(batches, plan)
                 launches.end("step")
             found[f"ZeRO-{zero} {precision} {plan.stage.name}"] = launches.waits["step"]
@@ -97,6 +97,8 @@ def planted() -> list[str]:
         int(host.to(torch.device("cpu"), non_blocking=True).max())
         torch.tensor([1.0], device=torch.device("cpu"))
         mask.nonzero()
+        bool((device > 1).any())
+        device.repeat_interleave(mask.long())
         launches.end("")
     return [place.split(" at ")[0] for place in launches.waits[""].elements()]
 
@@ -104,7 +106,15 @@ def planted() -> list[str]:
 def test_the_counting_sees_what_waits() -> None:
     (seen,) = run_ranks(planted, 1)
     assert Counter(seen) == {
-        **{"_local_scalar_dense": 3, "index": 1, "cpu": 1, "tolist": 1, "to(device)": 1, "nonzero": 1},
+        **{
+            "_local_scalar_dense": 4,
+            "index": 1,
+            "repeat_interleave": 1,
+            "cpu": 1,
+            "tolist": 1,
+            "to(device)": 1,
+            "nonzero": 1,
+        },
         "torch.tensor of Python numbers": 1,
     }
 
