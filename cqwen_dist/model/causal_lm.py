@@ -247,7 +247,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         return recent_numbers(is_number, values, (real.cumsum(1) - 1).clamp(min=0), self.config.copies)
 
     @torch.no_grad()
-    def generate(  # type: ignore[override]  # numbers go with the ids
+    def generate(  # type: ignore[override, unused-ignore]  # numbers go with the ids
         self,
         input_ids: Tensor | None = None,
         numeric_values: Tensor | None = None,

@@ -1,11 +1,15 @@
-"""Features of a base whose adapters learn together with a head: what a benchmark's heads with LoRA stand on."""
+"""Features of a base, frozen or with adapters that learn together with a head: what a benchmark's heads stand on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cqwen_dist.batch import pad_rows
@@ -13,59 +17,103 @@ from cqwen_dist.config import LoraConfig
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.model.causal_qwen import CausalQwenModel
+from cqwen_dist.run.files import written_whole
 from cqwen_dist.tables.heads import READ, Stored
 from cqwen_dist.training.parameter_groups import feature_members
 
 LORA = LoraConfig(r=16, alpha=32)  # as `cqwen fit` has it
 RATES, BATCH = (2e-4, 1e-3, 5e-3), 16
+TOLD = 16 * READ  # rows between two lines of progress
 
 
-class Adapted:
-    """z at the last token of prompts, standardised by what it is at the start on the rows to learn from.
+class StartingBase:
+    """A base as `cqwen fit` begins with it: numbers enter as numbers, adapters change nothing yet.
 
-    The base is as `cqwen fit` begins with it: numbers enter as numbers, adapters change nothing yet. Adapters, w_num
-    and <NUM>'s row learn; the base's own weights do not. `still`: the features at the start.
+    Adapters, w_num and <NUM>'s row may learn (`parameters`); the base's own weights do not.
     """
 
-    rates, batch = RATES, BATCH
-
-    def __init__(self, base: str, prompts: Sequence[str], train: np.ndarray, epochs: int) -> None:
-        """base: a model's folder or hub name. train: indices of the rows to learn from. Raises `UserError`."""
+    def __init__(self, base: str) -> None:
+        """base: a model's folder or hub name. Raises `UserError`."""
         torch.manual_seed(0)  # w_num and the adapters
-        tokenizer = NumericalAwareTokenizer.from_pretrained(base)
+        self.tokenizer = NumericalAwareTokenizer.from_pretrained(base)
         model = CausalQwenModel.from_base_model(
-            load_base(base, torch.float32, rows_for=tokenizer.rows_for),
+            load_base(base, torch.float32, rows_for=self.tokenizer.rows_for),
             start="seed",
-            num_token_id=tokenizer.num_token_id,
+            num_token_id=self.tokenizer.num_token_id,
             num_row_init="digits",
-            numerals=tokenizer.numeral_ids,
-            w_num_scale=None if tokenizer.numeral_ids else 0.2,
+            numerals=self.tokenizer.numeral_ids,
+            w_num_scale=None if self.tokenizer.numeral_ids else 0.2,
             lora=LORA.model_dump(),
         )
-        self.epochs, self.width = epochs, model.config.hidden_size
+        self.width = model.config.hidden_size
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.features = model.features.eval().requires_grad_(False).to(self._device)
         self.parameters = [member.parameter for member in feature_members(self.features)]
         for parameter in self.parameters:
             parameter.requires_grad_()
-        self._start = [parameter.detach().clone() for parameter in self.parameters]
-        self._rows, self._pad = [tokenizer.encode(prompt) for prompt in prompts], tokenizer.pad_token_id
-        with torch.no_grad():
-            z = torch.cat([self._z(some) for some in torch.arange(len(prompts)).split(READ)])
+
+    def z(self, prompts: Sequence[str]) -> Tensor:
+        """z [m,H] fp32 (CPU) at the last token of each prompt, with gradients."""
+        rows = [self.tokenizer.encode(prompt) for prompt in prompts]
+        batch = pad_rows(rows, self.tokenizer.pad_token_id, on_left=True)
+        return self.features(*(part.to(self._device) for part in batch))[:, -1].float().cpu()
+
+
+class KeptZ:
+    """z at the last token of prompts by a `StartingBase`, once for all splits of a table: kept in a file."""
+
+    def __init__(self, base: str, file: Path, say: Callable[[str], None]) -> None:
+        self.name, self.file, self.say = base, file, say
+
+    @cached_property
+    def base(self) -> StartingBase:
+        """Raises `UserError`."""
+        return StartingBase(self.name)
+
+    def __call__(self, prompts: Sequence[str]) -> Tensor:
+        """z [n,H] fp32."""
+        keys = [sha256(f"{self.name}\n{prompt}".encode()).digest() for prompt in prompts]
+        kept: dict[bytes, Tensor] = {}
+        if self.file.is_file():
+            found = load_file(self.file)
+            kept = dict(zip(map(bytes, found["keys"].numpy()), found["z"], strict=True))
+        new = dict(zip(keys, prompts, strict=True))
+        new = {key: new[key] for key in sorted(new.keys() - kept.keys(), key=lambda key: len(new[key]))}
+        for first in range(0, len(new), READ):
+            if first % TOLD == 0:
+                self.say(f"  the base's z: {first:,} of {len(new):,} rows")
+            some = list(new)[first : first + READ]
+            with torch.no_grad():
+                kept |= zip(some, self.base.z([new[key] for key in some]), strict=True)
+        if new:
+            packed = torch.from_numpy(np.frombuffer(b"".join(kept), np.uint8).copy()).view(len(kept), -1)
+            with written_whole(self.file) as draft:
+                save_file({"keys": packed, "z": torch.stack(list(kept.values()))}, draft)
+        return torch.stack([kept[key] for key in keys])
+
+
+class Adapted:
+    """z at the last token of prompts, by a base whose adapters learn; standardised as `still` is.
+
+    still: z at the start, by what it is on the rows to learn from.
+    """
+
+    rates, batch = RATES, BATCH
+
+    def __init__(self, base: StartingBase, prompts: Sequence[str], z: Tensor, train: np.ndarray, epochs: int) -> None:
+        """z [n,H]: of the prompts at the start. train: indices of the rows to learn from."""
+        self.epochs, self.width, self._base, self._prompts = epochs, base.width, base, prompts
+        self._start = [parameter.detach().clone() for parameter in base.parameters]
         self.still = Stored(z, train, floor=0.01 * float(z.square().mean().sqrt()))  # what is constant may move later
 
     def __call__(self, rows: Tensor) -> Tensor:
         """x [m,H] of rows [m], with gradients."""
-        return (self._z(rows) - self.still.centre) / self.still.unit
+        return (self._base.z([self._prompts[row] for row in rows.tolist()]) - self.still.centre) / self.still.unit
 
     def begin(self) -> list[nn.Parameter]:
         """What learns, as it was at the start."""
         with torch.no_grad():
-            for parameter, value in zip(self.parameters, self._start, strict=True):
+            for parameter, value in zip(self._base.parameters, self._start, strict=True):
                 parameter.copy_(value)
                 parameter.grad = None
-        return self.parameters
-
-    def _z(self, rows: Tensor) -> Tensor:
-        batch = pad_rows([self._rows[row] for row in rows.tolist()], self._pad, on_left=True)
-        return self.features(*(part.to(self._device) for part in batch))[:, -1].float().cpu()
+        return self._base.parameters

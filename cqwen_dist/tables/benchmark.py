@@ -1,6 +1,7 @@
 """`cqwen bench numbers`: `cqwen fit` on tables with published splits, compared with heads on the same features.
 
 OUT/SET/table.csv, splits.json        the table; the test rows of each split
+OUT/SET/z.safetensors                 the frozen base's z of every row that a split has read, by the row's digest
 OUT/SET/split-K/                      a folder of `cqwen fit`, and numbers.json: the results of every model
 OUT/numbers.json                      all of them
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +36,9 @@ from cqwen_dist.tables.baselines import natural_boosting
 from cqwen_dist.tables.fitting import CONFIG, OURS, REQUEST, FitRequest, Prepared, prepare
 from cqwen_dist.tables.predicted_laws import HELD, LAWS, QUANTILES, Predicted, laws
 from cqwen_dist.tables.rows import write_rows
+
+if TYPE_CHECKING:
+    from cqwen_dist.tables.adapted import KeptZ
 
 SPLITS = 20
 ADDITIONS = 4000
@@ -141,7 +145,7 @@ class Benchmark:
         title = f"{{}}, LoRA, epochs: {self.lora_epochs}"
         if self.lora_epochs and title.format("quantiles") not in found["results"]:
             self.say(f"{name}, split {split}: heads with adapters")
-            found["results"] |= self.adapted(made, title)
+            found["results"] |= self.adapted(name, made, title)
             write_atomically(done, json.dumps(found))
         return found
 
@@ -159,11 +163,11 @@ class Benchmark:
                 "bench numbers", " ".join(command[3:]), f"exit 0, not {ended.returncode}; its error is above"
             )
         seconds = time.perf_counter() - start
-        found = self.scores(made, json.loads(ended.stdout)["results"])
+        found = self.scores(name, made, json.loads(ended.stdout)["results"])
         found["results"][OURS]["seconds"] = seconds
         return found
 
-    def scores(self, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
+    def scores(self, name: str, folder: Path, results: dict[str, dict[str, float]]) -> dict[str, Any]:
         """`one_split`'s result, from the folder that `cqwen fit` wrote."""
         made = self.prepared(folder)
         values, parts = made.table.values(), made.parts
@@ -178,10 +182,12 @@ class Benchmark:
         if law := natural_boosting(made.table, np.sort(np.concatenate([parts.train, parts.valid])), parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
-            found |= _on_z(folder, made)
+            from cqwen_dist.tables.heads import Stored
+
+            found |= _arms([Stored(self.z(name)(made.prompts), parts.train)], made, "{}, on z")
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
 
-    def adapted(self, folder: Path, title: str) -> dict[str, dict[str, float]]:
+    def adapted(self, name: str, folder: Path, title: str) -> dict[str, dict[str, float]]:
         """The scores of what learns with adapters, by name: the title, with the arm's in braces."""
         from cqwen_dist.tables.adapted import Adapted
         from cqwen_dist.tables.digit_text import DigitText
@@ -189,7 +195,8 @@ class Benchmark:
 
         made = self.prepared(folder)
         values, parts = made.table.values(), made.parts
-        features = Adapted(self.base, made.prompts, parts.train, self.lora_epochs)
+        z = self.z(name)
+        features = Adapted(z.base, made.prompts, z(made.prompts), parts.train, self.lora_epochs)
         found = _arms([features.still, features], made, title)
         start = time.perf_counter()
         text = DigitText(self.base, made.prompts, values, self.lora_epochs)
@@ -200,6 +207,12 @@ class Benchmark:
             scores = Predicted(np.nanquantile(numbers, QUANTILES, axis=1).T).scores(values[parts.test])
             found[title.format(name)] = {**scores, "seconds": time.perf_counter() - start}
         return found
+
+    def z(self, name: str) -> KeptZ:
+        """What heads on z read of a set's prompts."""
+        from cqwen_dist.tables.adapted import KeptZ
+
+        return KeptZ(self.base, self.out / name / "z.safetensors", self.say)
 
     def prepared(self, folder: Path) -> Prepared:
         """What `cqwen fit` read into its folder."""
@@ -247,16 +260,6 @@ def _sums(sign: int) -> Iterator[dict[str, int]]:
     draw = np.random.default_rng(0)
     for a, b in draw.integers(0, 1_000_000, (ADDITIONS, 2)).tolist():
         yield {"a": a, "b": b, "target": a + sign * b}
-
-
-def _on_z(folder: Path, made: Prepared) -> dict[str, dict[str, float]]:
-    """The scores of heads on the features of the trained model's backbone."""
-    from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.tables.heads import Stored
-
-    checkpoint = Path(json.loads((folder / "fit.json").read_text(encoding="utf-8"))["checkpoint"])
-    model, tokenizer = load_trained(checkpoint, "auto")
-    return _arms([Stored.of(model, tokenizer, made.prompts, made.parts.train)], made, "{}, on z")
 
 
 def _arms(stages: Sequence[Any], made: Prepared, title: str) -> dict[str, dict[str, float]]:

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cqwen_dist.generate.continuation import padded
 from cqwen_dist.tables.predicted_laws import QUANTILES, Predicted
 
 T = TypeVar("T")
@@ -51,17 +50,6 @@ class Stored:
         self.centre, self.unit = z[train].mean(0), z[train].std(0).clamp(min=floor)
         self.x = (z - self.centre) / self.unit
         self.width = z.shape[1]
-
-    @classmethod
-    def of(cls, model: Any, tokenizer: Any, prompts: Sequence[str], train: np.ndarray) -> Stored:
-        """At the last token of each prompt."""
-        rows = [tokenizer.encode(prompt)[:2] for prompt in prompts]
-        z = torch.empty(len(rows), model.config.hidden_size)
-        with torch.inference_mode():
-            for some in torch.tensor([len(ids) for ids, _ in rows]).argsort().split(READ):
-                batch = padded(model, tokenizer, [rows[row] for row in some.tolist()])
-                z[some] = model.model.features(*batch)[:, -1].float().cpu()
-        return cls(z, train)
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self.x[rows]

@@ -7,8 +7,9 @@ import pytest
 import torch
 from support.tiny import tiny_base
 
+from cqwen_dist.config import UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.tables.adapted import Adapted
+from cqwen_dist.tables.adapted import Adapted, KeptZ
 from cqwen_dist.tables.digit_text import DigitText
 from cqwen_dist.tables.heads import ARMS, Stored, digits, learnt, pinball, squared_error
 
@@ -26,6 +27,28 @@ def base(tmp_path: Path) -> str:
     model.save_pretrained(tmp_path)
     NumericalAwareTokenizer(train_tokenizer(PROMPTS, 290), vocab_size=300).save_pretrained(tmp_path)
     return str(tmp_path)
+
+
+def adapted_base(base: str, epochs: int) -> tuple[Adapted, torch.nn.Module]:
+    """Its features with adapters, and what computes them."""
+    z = KeptZ(base, Path(base) / "z.safetensors", print)
+    return Adapted(z.base, PROMPTS, z(PROMPTS), TRAIN, epochs), z.base.features
+
+
+def test_z_is_computed_once_for_a_prompt(base: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "kept" / "z.safetensors"
+    file.parent.mkdir()
+    first = KeptZ(base, file, said.append)(PROMPTS[:40])
+    again = KeptZ(base, file, said.append)
+    assert torch.equal(again(PROMPTS[30:40] + PROMPTS[:5]), torch.cat([first[30:], first[:5]]))
+    assert "base" not in vars(again), "nothing was read again"
+    assert torch.equal(again(PROMPTS[:80])[:40], first)
+    assert said == ["  the base's z: 0 of 40 rows", "  the base's z: 0 of 40 rows"]
+    alone = again.base.z(PROMPTS[70:71]).detach()[0]
+    assert torch.allclose(again(PROMPTS[70:71])[0], alone, atol=1e-5), "whatever stood beside it in its batch"
+    with pytest.raises(UserError):
+        KeptZ(f"{base}/other", file, said.append)(PROMPTS[:1])
 
 
 def test_heads_learn_what_features_say() -> None:
@@ -46,39 +69,40 @@ def test_heads_learn_what_features_say() -> None:
 
 @pytest.mark.parametrize("name", ARMS)
 def test_adapters_let_a_head_learn_what_frozen_features_do_not_hold(base: str, name: str) -> None:
-    features = Adapted(base, PROMPTS, TRAIN, epochs=8)
-    before = {key: value.clone() for key, value in features.features.state_dict().items()}
+    features, backbone = adapted_base(base, epochs=8)
+    before = {key: value.clone() for key, value in backbone.state_dict().items()}
     arm = ARMS[name](Y, TRAIN)
     frozen = learnt(arm, [features.still], TRAIN, VALID).of(TEST).scores(Y[TEST])
     adapted = learnt(arm, [features.still, features], TRAIN, VALID).of(TEST).scores(Y[TEST])
     assert frozen["r2"] < 0.2, "the last token does not see the number"
     assert adapted["r2"] > 0.4, "digits learn slowest"
     assert adapted["crps"] < 0.8 * frozen["crps"]
-    moved = {key for key, value in features.features.state_dict().items() if not torch.equal(value, before[key])}
+    moved = {key for key, value in backbone.state_dict().items() if not torch.equal(value, before[key])}
     assert {key.rpartition(".")[2] for key in moved if ".lora_" not in key} <= {"w_num", "num_row"}, "base to the bit"
     assert any(".lora_A." in key for key in moved)
     assert any(".lora_B." in key for key in moved)
 
 
 def test_every_part_that_learns_gets_a_gradient_and_each_training_begins_at_the_start(base: str) -> None:
-    features = Adapted(base, PROMPTS, TRAIN, epochs=1)
+    features, backbone = adapted_base(base, epochs=1)
+    learns = features.begin()
     rows = torch.arange(8)
     start = features(rows).detach()
     assert torch.allclose(start, features.still(rows), atol=1e-4), "a head goes on where it was"
-    for parameter in features.parameters:
+    for parameter in learns:
         parameter.data.add_(0.1)
     changed = features(rows)
     assert not torch.equal(changed, start)
     changed.square().sum().backward()
-    assert all(p.grad is not None and p.grad.any() for p in features.parameters)
-    learning = {id(p) for p in features.parameters}
-    assert all(p.grad is None for p in features.features.parameters() if id(p) not in learning)
+    assert all(p.grad is not None and p.grad.any() for p in learns)
+    learning = {id(p) for p in learns}
+    assert all(p.grad is None for p in backbone.parameters() if id(p) not in learning)
     assert all(p.grad is None for p in features.begin())
     assert torch.equal(features(rows), start)
 
 
 def test_the_same_training_gives_the_same_bits(base: str) -> None:
-    first, again = (Adapted(base, PROMPTS, TRAIN, epochs=1) for _ in range(2))
+    first, again = (adapted_base(base, epochs=1)[0] for _ in range(2))
     arm = pinball(Y, TRAIN)
     found = [learnt(arm, [made.still, made], TRAIN, VALID).quantiles for made in (first, again, first)]
     assert np.array_equal(found[0], found[1])
