@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class FeatureExtractionNetwork(nn.Module):
         """qwen_model: a transformer, or a causal model, whose transformer is kept (S2 3.2)."""
         super().__init__()
         self.transformer = qwen_model.base_model
+        self._cache = cache_name(self.transformer)
 
     def forward(
         self,
@@ -52,10 +54,15 @@ class FeatureExtractionNetwork(nn.Module):
             inputs_embeds=embeddings,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=past_key_values is not None,
+            **{self._cache: past_key_values},
             **within,
         ).last_hidden_state
+
+
+def cache_name(transformer: nn.Module) -> str:
+    """The argument that takes a transformers model's cache: past_key_values, which 5.24 renamed and warns of since."""
+    return "cache" if "cache" in inspect.signature(transformer.forward).parameters else "past_key_values"
 
 
 @contextmanager

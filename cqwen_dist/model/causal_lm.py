@@ -36,7 +36,7 @@ class CausalQwenOutput(ModelOutput):
     logits: loc_S [B,k,V] of the positions that logits_to_keep names; with labels only if it is given.
     scale_S, log_probs: on demand, of the same positions: S's scale, and log P(S_k > C_k), one word against the rest.
     loc_U, scale_U [B,T,C]: the individual. loc_Y, scale_Y [B,T]: the law of the number, if one comes next.
-    past_key_values: the cache that was given or asked for, extended.
+    cache: that was given or asked for, extended; as past_key_values too, as transformers called it before 5.24.
     hidden_states, attentions: on demand, as `seen_inside`, in the backbone's dtype; attentions only with
     attn_implementation "eager" (others keep none).
     """
@@ -48,10 +48,14 @@ class CausalQwenOutput(ModelOutput):
     scale_U: Tensor | None = None
     loc_Y: Tensor | None = None
     scale_Y: Tensor | None = None
-    past_key_values: Any = None
+    cache: Any = None
     log_probs: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+
+    @property
+    def past_key_values(self) -> Any:
+        return self.cache
 
 
 class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
@@ -147,6 +151,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | list[int] | None = None,
         return_dict: bool | None = None,
+        cache: Any = None,
     ) -> CausalQwenOutput | tuple[Any, ...]:
         """[B,T] each -> `CausalQwenOutput`, or with return_dict False a tuple of its values that are not None.
 
@@ -155,19 +160,20 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         either side (S0 5.3). logits_to_keep: the positions that have logits: 0 all, k the last k, or indices [k];
         default all without labels, none with them, as training needs no [B,T,V]. output_scales, output_log_probs:
         further outputs of these positions. inputs_embeds [B,T,H]: instead of ids; phi(v) w_num is added to it.
-        use_cache: begin a cache where none is given. Raises `UserError`.
+        use_cache: begin a cache where none is given. cache: another name of past_key_values. Raises `UserError`.
         """
+        cache = past_key_values if cache is None else cache
         self._check(input_ids, numeric_values, inputs_embeds)
         asked = self._asked(output_hidden_states=output_hidden_states, output_attentions=output_attentions)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config.base_config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config.base_config)
         with seen_inside(self.model.transformer, **asked) as seen:
             u = self.model.infer(
                 input_ids,
                 numeric_values,
                 attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                past_key_values=cache,
                 inputs_embeds=inputs_embeds,
             )
         action = self.model.action
@@ -179,7 +185,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
             loss = None if labels is None else self._loss(u, input_ids, labels, numeric_values, attention_mask)
         laws: Any = {"loc_U": u.loc, "scale_U": u.scale, "loc_Y": y.loc, "scale_Y": y.scale}
         inside: Any = {name.removeprefix("output_"): seen.get(name.removeprefix("output_")) for name in asked}
-        output = CausalQwenOutput(loss=loss, past_key_values=past_key_values, **scores, **laws, **inside)
+        output = CausalQwenOutput(loss=loss, cache=cache, **scores, **laws, **inside)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 

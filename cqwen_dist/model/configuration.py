@@ -32,7 +32,7 @@ class CausalQwenConfig(PretrainedConfig):
     """
 
     model_type = "causal_qwen"
-    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "loc_U", "scale_U"]  # noqa: RUF012  Trainer's
+    keys_to_ignore_at_inference = ["cache", "hidden_states", "loc_U", "scale_U"]  # noqa: RUF012  Trainer's
 
     def __init__(
         self,

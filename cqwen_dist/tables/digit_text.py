@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, pad_rows
 from cqwen_dist.data.tokenizer import DigitTokenizer
-from cqwen_dist.model.backbone import load_base
+from cqwen_dist.model.backbone import cache_name, load_base
 from cqwen_dist.model.lora import inject_lora, is_lora
 from cqwen_dist.tables.adapted import BATCH, LORA, RATES
 from cqwen_dist.tables.heads import READ, best
@@ -80,15 +80,15 @@ class DigitText:
         """The prompt is read once for all copies."""
         batch = self._batch([self._prompts[row] for row in rows])
         found = self.model(**batch, use_cache=True, logits_to_keep=1)
-        found.past_key_values.batch_repeat_interleave(copies)
+        name = cache_name(self.model)
+        found[name].batch_repeat_interleave(copies)
         logits, mask = (part.repeat_interleave(copies, 0) for part in (found.logits, batch["attention_mask"]))
         written: list[Tensor] = []
         for _ in range(max(map(len, self._answers))):
             law = logits[:, -1].float().softmax(-1)
             written.append(torch.multinomial(law, 1) if copies > 1 else law.argmax(-1, keepdim=True))
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            further = self.model(input_ids=written[-1], attention_mask=mask, past_key_values=found.past_key_values)
-            logits = further.logits
+            logits = self.model(input_ids=written[-1], attention_mask=mask, **{name: found[name]}).logits
         return np.array([self._number(ids) for ids in torch.cat(written, 1).tolist()]).reshape(len(rows), copies)
 
     def _number(self, ids: list[int]) -> float:

@@ -369,8 +369,10 @@ def test_a_cache_that_is_asked_for_goes_on_where_it_ended() -> None:
     assert whole.past_key_values is None
     first = model(ids[:, :7], values[:, :7], use_cache=True)
     assert first.past_key_values.get_seq_length() == 7
-    rest = model(ids[:, 7:], values[:, 7:], past_key_values=first.past_key_values)
-    assert_close(torch.cat([first.logits, rest.logits], 1), whole.logits, 1e-4)
+    for name in ("past_key_values", "cache"):  # as transformers named it before 5.24, and since
+        first = model(ids[:, :7], values[:, :7], use_cache=True)
+        rest = model(ids[:, 7:], values[:, 7:], **{name: getattr(first, name)})
+        assert_close(torch.cat([first.logits, rest.logits], 1), whole.logits, 1e-4)
 
 
 def test_scores_with_their_scales_on_demand() -> None:
