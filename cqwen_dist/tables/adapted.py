@@ -26,14 +26,19 @@ RATES, BATCH = (2e-4, 1e-3, 5e-3), 16
 TOLD = 16 * READ  # rows between two lines of progress
 
 
+def products_in(precision: str, device: torch.device) -> torch.autocast:
+    """Matrix products of fp32 weights in bf16, or as they are."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
 class StartingBase:
     """A base as `cqwen fit` begins with it: numbers enter as numbers, adapters change nothing yet.
 
     Adapters, w_num and <NUM>'s row may learn (`parameters`); the base's own weights do not.
     """
 
-    def __init__(self, base: str) -> None:
-        """base: a model's folder or hub name. Raises `UserError`."""
+    def __init__(self, base: str, precision: str = "fp32") -> None:
+        """base: a model's folder or hub name. precision: of matrix products, fp32 or bf16. Raises `UserError`."""
         torch.manual_seed(0)  # w_num and the adapters
         self.tokenizer = NumericalAwareTokenizer.from_pretrained(base)
         model = CausalQwenModel.from_base_model(
@@ -46,7 +51,7 @@ class StartingBase:
             lora=LORA.model_dump(),
         )
         self.width = model.config.hidden_size
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device, self._precision = torch.device("cuda" if torch.cuda.is_available() else "cpu"), precision
         self.features = model.features.eval().requires_grad_(False).to(self._device)
         self.parameters = [member.parameter for member in feature_members(self.features)]
         for parameter in self.parameters:
@@ -56,23 +61,25 @@ class StartingBase:
         """z [m,H] fp32 (CPU) at the last token of each prompt, with gradients."""
         rows = [self.tokenizer.encode(prompt) for prompt in prompts]
         batch = pad_rows(rows, self.tokenizer.pad_token_id, on_left=True)
-        return self.features(*(part.to(self._device) for part in batch))[:, -1].float().cpu()
+        with products_in(self._precision, self._device):
+            return self.features(*(part.to(self._device) for part in batch))[:, -1].float().cpu()
 
 
 class KeptZ:
     """z at the last token of prompts by a `StartingBase`, once for all splits of a table: kept in a file."""
 
-    def __init__(self, base: str, file: Path, say: Callable[[str], None]) -> None:
-        self.name, self.file, self.say = base, file, say
+    def __init__(self, base: str, precision: str, file: Path, say: Callable[[str], None]) -> None:
+        """base, precision: as `StartingBase`'s."""
+        self.name, self.precision, self.file, self.say = base, precision, file, say
 
     @cached_property
     def base(self) -> StartingBase:
         """Raises `UserError`."""
-        return StartingBase(self.name)
+        return StartingBase(self.name, self.precision)
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """z [n,H] fp32."""
-        keys = [sha256(f"{self.name}\n{prompt}".encode()).digest() for prompt in prompts]
+        keys = [sha256(f"{self.name}\n{self.precision}\n{prompt}".encode()).digest() for prompt in prompts]
         kept: dict[bytes, Tensor] = {}
         if self.file.is_file():
             found = load_file(self.file)

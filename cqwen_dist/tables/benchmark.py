@@ -184,7 +184,7 @@ class Benchmark:
         if self.heads:
             from cqwen_dist.tables.heads import Stored
 
-            found |= _arms([Stored(self.z(name)(made.prompts), parts.train)], made, "{}, on z")
+            found |= _arms([Stored(self.z(name, folder)(made.prompts), parts.train)], made, "{}, on z")
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
 
     def adapted(self, name: str, folder: Path, title: str) -> dict[str, dict[str, float]]:
@@ -195,11 +195,11 @@ class Benchmark:
 
         made = self.prepared(folder)
         values, parts = made.table.values(), made.parts
-        z = self.z(name)
+        z = self.z(name, folder)
         features = Adapted(z.base, made.prompts, z(made.prompts), parts.train, self.lora_epochs)
         found = _arms([features.still, features], made, title)
         start = time.perf_counter()
-        text = DigitText(self.base, made.prompts, values, self.lora_epochs)
+        text = DigitText(self.base, made.prompts, values, self.lora_epochs, z.precision)
         text.learn(parts.train, parts.valid)
         for name, copies in (("text, greedy", 1), (f"text, median of {SAMPLES}", SAMPLES)):
             numbers = text.write(parts.test, copies)
@@ -208,11 +208,12 @@ class Benchmark:
             found[title.format(name)] = {**scores, "seconds": time.perf_counter() - start}
         return found
 
-    def z(self, name: str) -> KeptZ:
-        """What heads on z read of a set's prompts."""
+    def z(self, name: str, folder: Path) -> KeptZ:
+        """What heads on z read of a set's prompts, in the precision that `cqwen fit` chose in the folder of a split."""
         from cqwen_dist.tables.adapted import KeptZ
 
-        return KeptZ(self.base, self.out / name / "z.safetensors", self.say)
+        precision = load_config(folder / CONFIG).train.precision
+        return KeptZ(self.base, precision, self.out / name / "z.safetensors", self.say)
 
     def prepared(self, folder: Path) -> Prepared:
         """What `cqwen fit` read into its folder."""

@@ -14,7 +14,7 @@ from cqwen_dist.batch import IGNORE_INDEX, pad_rows
 from cqwen_dist.data.tokenizer import DigitTokenizer
 from cqwen_dist.model.backbone import cache_name, load_base
 from cqwen_dist.model.lora import inject_lora, is_lora
-from cqwen_dist.tables.adapted import BATCH, LORA, RATES
+from cqwen_dist.tables.adapted import BATCH, LORA, RATES, products_in
 from cqwen_dist.tables.heads import READ, best
 
 WRITTEN = 7  # digits of an answer, at most
@@ -23,10 +23,10 @@ WRITTEN = 7  # digits of an answer, at most
 class DigitText:
     """A base with adapters that learns to write a row's number after its prompt, all numerals as their digits."""
 
-    def __init__(self, base: str, prompts: Sequence[str], y: np.ndarray, epochs: int) -> None:
-        """base: a model's folder or hub name. y [n]: the number of each prompt. Raises `UserError`."""
+    def __init__(self, base: str, prompts: Sequence[str], y: np.ndarray, epochs: int, precision: str = "fp32") -> None:
+        """base, precision: as `StartingBase`'s. y [n]: the number of each prompt. Raises `UserError`."""
         torch.manual_seed(0)  # the adapters
-        self.epochs = epochs
+        self.epochs, self._precision = epochs, precision
         self.tokenizer = DigitTokenizer.from_pretrained(base)
         self.model = load_base(base, torch.float32).eval().requires_grad_(False)
         inject_lora(self.model.base_model, LORA)
@@ -51,7 +51,7 @@ class DigitText:
     def write(self, rows: np.ndarray, copies: int) -> np.ndarray:
         """Numbers [m,copies] of rows [m], sampled, or a single one greedily; NaN where the text is no number."""
         torch.manual_seed(0)
-        with torch.no_grad():
+        with torch.no_grad(), products_in(self._precision, self._device):
             return np.concatenate([self._write(some, copies) for some in _split(rows, READ // 8)])
 
     def _epochs(self, rate: float, rows: np.ndarray) -> Iterator[None]:
@@ -74,7 +74,8 @@ class DigitText:
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
         for row, answer in enumerate(answers):
             labels[row, -len(answer) :] = batch["input_ids"][row, -len(answer) :]
-        return self.model(**batch, labels=labels).loss
+        with products_in(self._precision, self._device):
+            return self.model(**batch, labels=labels).loss
 
     def _write(self, rows: np.ndarray, copies: int) -> np.ndarray:
         """The prompt is read once for all copies."""

@@ -27,7 +27,7 @@ from cqwen_dist.generate.table import predict_rows, prompts_of, template_of, wri
 from cqwen_dist.run.files import appearing, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LONGEST, choose, config_text, measure_pace
-from cqwen_dist.tables.rows import Parts, Table, held_out_rows, read_parts, read_table, split
+from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, split
 
 EMPTY = "unknown"  # what stands for an empty cell
 OURS = "CausalQwen"
@@ -93,7 +93,9 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     template = request.template or column_lines(table.columns) + f"{table.target}: "
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
     tokenizer = NumericalAwareTokenizer.from_pretrained(request.base)
-    tokens = np.array([len(tokenizer.encode(prompts[row])[0]) for row in parts.train])
+    lengths = np.array([len(tokenizer.encode(prompt)[0]) for prompt in prompts])
+    parts = parts._replace(train=by_length(parts.train, lengths), valid=by_length(parts.valid, lengths))
+    tokens = lengths[parts.train]
     say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")
     if longer := int((tokens + 2 > LONGEST).sum()):
         say(f"note: {longer:,} rows of more than {LONGEST:,} tokens are not trained on (fewer --text-columns shorten)")

@@ -21,6 +21,7 @@ from cqwen_dist.generate.table import read_table as read_csv
 
 LEAST_ROWS = 20
 ENOUGH_VALID, MOST_VALID = 200, 400
+BLOCK = 256  # rows
 Row = dict[str, str]
 
 
@@ -139,6 +140,13 @@ def split(
     # A third; of few rows more, for intervals to be worth something: the wide part is fitted to these rows as well
     valid = min(max(round(len(rest) / 3), min(ENOUGH_VALID, round(2 * len(rest) / 3))), MOST_VALID)
     return Parts(np.sort(rest[valid:]), np.sort(rest[:valid]), np.sort(held[:most]))
+
+
+def by_length(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """rows [m], of each `BLOCK` the longest first: batches in the table's order hold little padding then, and the first
+    rows are any rows. lengths [n]: tokens of every row."""
+    blocks = np.split(rows, range(BLOCK, len(rows), BLOCK))
+    return np.concatenate([block[np.argsort(-lengths[block], kind="stable")] for block in blocks])
 
 
 def held_out_rows(given: str, rows: int) -> list[int]:

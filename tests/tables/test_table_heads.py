@@ -29,9 +29,9 @@ def base(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def adapted_base(base: str, epochs: int) -> tuple[Adapted, torch.nn.Module]:
+def adapted_base(base: str, epochs: int, precision: str = "fp32") -> tuple[Adapted, torch.nn.Module]:
     """Its features with adapters, and what computes them."""
-    z = KeptZ(base, Path(base) / "z.safetensors", print)
+    z = KeptZ(base, precision, Path(base) / "z.safetensors", print)
     return Adapted(z.base, PROMPTS, z(PROMPTS), TRAIN, epochs), z.base.features
 
 
@@ -39,16 +39,19 @@ def test_z_is_computed_once_for_a_prompt(base: str, tmp_path: Path) -> None:
     said: list[str] = []
     file = tmp_path / "kept" / "z.safetensors"
     file.parent.mkdir()
-    first = KeptZ(base, file, said.append)(PROMPTS[:40])
-    again = KeptZ(base, file, said.append)
+    first = KeptZ(base, "fp32", file, said.append)(PROMPTS[:40])
+    again = KeptZ(base, "fp32", file, said.append)
     assert torch.equal(again(PROMPTS[30:40] + PROMPTS[:5]), torch.cat([first[30:], first[:5]]))
     assert "base" not in vars(again), "nothing was read again"
     assert torch.equal(again(PROMPTS[:80])[:40], first)
     assert said == ["  the base's z: 0 of 40 rows", "  the base's z: 0 of 40 rows"]
     alone = again.base.z(PROMPTS[70:71]).detach()[0]
     assert torch.allclose(again(PROMPTS[70:71])[0], alone, atol=1e-5), "whatever stood beside it in its batch"
+    rounded = KeptZ(base, "bf16", file, said.append)(PROMPTS[:40])
+    assert not torch.equal(rounded, first), "another precision is another z"
+    assert torch.allclose(rounded, first, atol=0.02 * float(first.abs().max())), "8 bits, some products in a row"
     with pytest.raises(UserError):
-        KeptZ(f"{base}/other", file, said.append)(PROMPTS[:1])
+        KeptZ(f"{base}/other", "fp32", file, said.append)(PROMPTS[:1])
 
 
 def test_heads_learn_what_features_say() -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from cqwen_dist.config import UserError
-from cqwen_dist.tables.rows import held_out_rows, read_parts, read_table, split
+from cqwen_dist.tables.rows import BLOCK, by_length, held_out_rows, read_parts, read_table, split
 
 
 def written(folder: Path, records: list[dict[str, object]]) -> str:
@@ -112,3 +112,14 @@ def test_a_limit_of_test_rows_leaves_the_other_parts_as_they_are() -> None:
         assert (few.train == whole.train).all()
         assert (few.valid == whole.valid).all()
     assert set(split(101, 3, 0.5, given).test) == set(given)
+
+
+def test_rows_of_like_length_stand_together_and_the_first_ones_are_any_rows() -> None:
+    draw = np.random.default_rng(0)
+    lengths, rows = draw.integers(10, 200, 1000), np.sort(draw.permutation(1000)[:700])
+    found = by_length(rows, lengths)
+    for first in range(0, 700, BLOCK):
+        block = slice(first, first + BLOCK)
+        assert sorted(found[block]) == list(rows[block]), "no row leaves its block"
+        assert (np.diff(lengths[found[block]]) <= 0).all()
+    assert by_length(rows[:0], lengths).size == 0
