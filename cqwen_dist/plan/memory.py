@@ -129,6 +129,7 @@ def _heads(s: Sizes) -> Iterator[Part]:
     spread = f", over {s.group} ranks" if s.group > 1 else ""
     yield Part("W_cls", v * words * FP32, f"v C = {v:,} x {words:,}, 4 bytes{spread}")
     yield Part("b_cls and C", (v + (v if s.config.train.thresholds != "scalar" else 1)) * FP32, "fp32")
+    yield Part("wide part (frozen)", s.wide_part * FP32, f"{s.wide_part:,} x 4 bytes, whole on every rank")
     stepped = s.stepped_head(s.reached)
     yield Part(
         "moments of the heads",

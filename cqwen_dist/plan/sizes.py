@@ -17,6 +17,8 @@ Kind = Literal["cuda", "cpu"]
 FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
 # DeepSpeed's ZeRO-3 defaults: what stays gathered, and which parameters are never partitioned.
 MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
+# The wide part's tables, and the numbers that it knows by name (`model.wide`; a test counts the real one)
+WIDE_TABLES, WIDE_NAMES, WIDE_PER_NAME = 16, 128, 7
 
 
 class Sizes:
@@ -69,6 +71,9 @@ class Sizes:
         # numbers of the heads' parts that every rank holds whole
         copies = config.model.copies * (self.words + 2)
         self.whole_heads = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1) + copies, "noise": c}
+        features = config.model.random_features
+        numbers = WIDE_NAMES * (WIDE_PER_NAME + 2 * WIDE_TABLES) + features * (WIDE_NAMES + 1 + WIDE_TABLES)
+        self.wide_part = (WIDE_TABLES * config.model.wide + base.vocab + numbers) if config.model.wide else 0
         # linear maps with an adapter; trained numbers in DeepSpeed's engine by part, always the embedding's two vectors
         lora, self.adapters = config.model.lora, frozenset[str]()
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}

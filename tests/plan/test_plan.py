@@ -114,6 +114,19 @@ def test_adapters_are_counted_as_peft_makes_them():
         assert one.engine_parameters["LoRA"] == made
 
 
+@pytest.mark.parametrize("features", [0, 256])
+def test_the_wide_part_is_counted_as_the_model_makes_it(features):
+    import torch
+
+    from cqwen_dist.model.wide import WidePart
+
+    with torch.device("meta"):
+        real = WidePart(4096, num_token_id=999, vocab_size=1000, random_features=features)
+    result = planned(config(model={"wide": 4096, "random_features": features}))
+    assert size(result, "wide part (frozen)") == 4 * sum(p.numel() for p in real.parameters())
+    assert "wide part (frozen)" not in {part.name for part in planned(config()).parts}
+
+
 def test_the_real_qwen_sizes_are_known():
     assert Architecture.of(QWEN25_05B).base_parameters == 494_032_768
 
