@@ -84,12 +84,12 @@ class KeptZ:
         if self.file.is_file():
             found = load_file(self.file)
             kept = dict(zip(map(bytes, found["keys"].numpy()), found["z"], strict=True))
-        new = dict(zip(keys, prompts, strict=True))
-        new = {key: new[key] for key in sorted(new.keys() - kept.keys(), key=lambda key: len(new[key]))}
-        for first in range(0, len(new), READ):
+        new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in kept}
+        order = sorted(new, key=lambda key: len(new[key]))
+        for first in range(0, len(order), READ):
             if first % TOLD == 0:
-                self.say(f"  the base's z: {first:,} of {len(new):,} rows")
-            some = list(new)[first : first + READ]
+                self.say(f"  the base's z: {first:,} of {len(order):,} rows")
+            some = order[first : first + READ]
             with torch.no_grad():
                 kept |= zip(some, self.base.z([new[key] for key in some]), strict=True)
         if new:

@@ -201,11 +201,11 @@ class Benchmark:
         start = time.perf_counter()
         text = DigitText(self.base, made.prompts, values, self.lora_epochs, z.precision)
         text.learn(parts.train, parts.valid)
-        for name, copies in (("text, greedy", 1), (f"text, median of {SAMPLES}", SAMPLES)):
+        for way, copies in (("text, greedy", 1), (f"text, median of {SAMPLES}", SAMPLES)):
             numbers = text.write(parts.test, copies)
             numbers[np.isnan(numbers).all(1)] = np.median(values[parts.train])
             scores = Predicted(np.nanquantile(numbers, QUANTILES, axis=1).T).scores(values[parts.test])
-            found[title.format(name)] = {**scores, "seconds": time.perf_counter() - start}
+            found[title.format(way)] = {**scores, "seconds": time.perf_counter() - start}
         return found
 
     def z(self, name: str, folder: Path) -> KeptZ:
