@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ REACH = 2.0  # of errors that count in full, in median errors
 LIMIT = 6.0  # of targets around the median, in half interquartile ranges: 3 loses R2 on wine prices, none loses MAE
 SEARCHED = 1024  # numbers to choose by; only the ridge is then chosen anew on all
 RIDGES = np.logspace(-3, 1, 9)  # in units of the mean of K's diagonal, of words alone
-LINES = 0.1  # the lines' weight in K, relative to the words': docs/decisions.md, D-wide
-NUMBERS = (0.01, 0.1, 1.0)  # the numbers', as they count linearly
+FEW = 500  # numbers: the n-grams of so few texts are mostly new in others, and one of many candidates is best by chance
+LINES, LINES_OF_FEW = (0.1,), (0.1, 1.0)  # the lines' weight in K, relative to the words': docs/decisions.md, D-wide
+SURE, SURE_OF_FEW = 1.0, 2.0  # standard errors by which a loss must fall
+NUMBERS = (0.01, 0.1, 1.0)  # the numbers' weight, as they count linearly
 VALUES = (1.0, 1e4)  # the values', where they are read too: a sum needs hardly any ridge
 RANDOM = 10.0  # that of their random features, while the kernel is chosen
 RANDOMS = (1.0, 100.0)  # then also tried
@@ -46,6 +49,9 @@ class WideFit(NamedTuple):
     spread: Tensor
 
 
+_Kernels = tuple[np.ndarray, np.ndarray, np.ndarray]  # of words, lines, numbers; [n,n] each
+
+
 class _Found(NamedTuple):
     """The Cauchy loss of each number when its fold is left out [n]; ridge and shrinkage."""
 
@@ -54,9 +60,10 @@ class _Found(NamedTuple):
     share: float
 
     def beats(self, other: _Found) -> bool:
-        """By more than one standard error: so many candidates would otherwise fit the noise of some hundred numbers."""
+        """By so many standard errors that it is hardly chance."""
         gain = other.losses - self.losses
-        return bool(gain.mean() > gain.std() / math.sqrt(len(gain)))
+        sure = SURE_OF_FEW if len(gain) < FEW else SURE
+        return bool(gain.mean() > sure * gain.std() / math.sqrt(len(gain)))
 
 
 @dataclass(frozen=True)
@@ -153,21 +160,24 @@ def fit_wide(
     t = around.numpy()
     every = _Targets(t, t.clip(-LIMIT, LIMIT), 1 / (1 + t**2), folds)
     words, lines, scaling = hashed_rows(texts, columns)
-    kernel = kernel_of(words) + LINES * kernel_of(lines)
+    kernel = kernel_of(words)
     named = NamedRows.of(texts)
     x, raw = named.linear, named.values  # [n,k] both
 
     # On some of the numbers
     some = slice(SEARCHED)
-    text, numbers, values = kernel[some, some], x[some] @ x[some].T, raw[some] @ raw[some].T
-    found, weight, features, times = _search(every.of(some), text, numbers, named.random(random_features), progress)
-    text = text + weight * numbers + (0.0 if features is None else times * (features.x[some] @ features.x[some].T))
-    with_values, of_values = _with_values(every.of(some), text, values)
+    numbers, values = x[some] @ x[some].T, raw[some] @ raw[some].T
+    parts = kernel[some, some], kernel_of(lines[some]), numbers
+    found, linear, features, times = _search(every.of(some), parts, named.random(random_features), progress)
+    rest = _weighted(parts, linear) + (0.0 if features is None else times * (features.x[some] @ features.x[some].T))
+    with_values, of_values = _with_values(every.of(some), rest, values)
     found, of_values = (with_values, of_values) if with_values.beats(found) else (found, 0.0)
     if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
     # On all
+    line, weight = linear
+    kernel += line * kernel_of(lines)
     kernel += weight * (x @ x.T)
     if of_values:
         kernel += of_values * (raw @ raw.T)
@@ -179,7 +189,7 @@ def fit_wide(
     spread = fit_spread(kernel, t - found.share * left_out, folds, SEARCHED)
     unit *= found.share
     both = np.concatenate([unit * solved, spread.solved])
-    tables = {"weight": both @ (words + LINES * lines) * scaling}
+    tables = {"weight": both @ (words + line * lines) * scaling}
     tables |= named.tables(weight * (both @ x), of_values * (both @ raw))
     if features is not None:
         tables |= features.tables(times * (both @ features.x))
@@ -192,21 +202,21 @@ def fit_wide(
 
 def _search(
     some: _Targets,
-    text: np.ndarray,
-    numbers: np.ndarray,
+    parts: _Kernels,
     random: Iterator[RandomRows],
     progress: Callable[[int, int], None],
-) -> tuple[_Found, float, RandomRows | None, float]:
-    """The fit of least loss: (it, the numbers' weight, random features or None, their weight).
+) -> tuple[_Found, tuple[float, float], RandomRows | None, float]:
+    """The fit of least loss: (it, weights of lines and numbers, random features or None, their weight).
 
-    text, numbers: kernels [n,n]. random: candidates, of these and further numbers.
+    random: candidates, of these and further numbers.
     """
 
-    def loss(candidate: tuple[_Found, float]) -> float:
+    def loss(candidate: tuple[_Found, Any]) -> float:
         return float(candidate[0].losses.mean())
 
-    plain, weight = min(((some.best(text + weight * numbers), weight) for weight in NUMBERS), key=loss)
-    linear = text + weight * numbers
+    lines = LINES_OF_FEW if len(some.t) < FEW else LINES
+    plain, weights = min(((some.best(_weighted(parts, w)), w) for w in product(lines, NUMBERS)), key=loss)
+    linear = _weighted(parts, weights)
 
     def with_random(rows: RandomRows, times: float) -> tuple[_Found, float]:
         x = rows.x[: len(some.t)]
@@ -219,11 +229,16 @@ def _search(
         if found.beats(plain) and found.losses.mean() < best.losses.mean():
             best, features = found, rows
     if features is None:
-        return plain, weight, None, 0.0
+        return plain, weights, None, 0.0
     progress(STEPS - 2, STEPS)
     others = [with_random(features, times) for times in RANDOMS]
     best, times = min([(best, RANDOM), *others], key=loss)
-    return best, weight, features, times
+    return best, weights, features, times
+
+
+def _weighted(parts: _Kernels, weights: tuple[float, float]) -> np.ndarray:
+    words, lines, numbers = parts
+    return words + weights[0] * lines + weights[1] * numbers
 
 
 def _with_values(some: _Targets, rest: np.ndarray, values: np.ndarray) -> tuple[_Found, float]:
