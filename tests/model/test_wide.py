@@ -9,6 +9,7 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_causal_lm, tiny_model
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import UserError
+from cqwen_dist.model import wide_start
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.wide import FOLDS, GRAMS, WidePart, columns_beside_z
 from cqwen_dist.model.wide_rows import NamedRows, counts_of, hashed_rows, kernel_of, texts_before
@@ -165,6 +166,37 @@ def test_a_fitted_text_is_read_without_its_own_fold_in_training_and_by_all_table
     truth = truth_of(new, new_values)
     error = (part(new, new_values)[0][0, :, -1] - (truth - y.median())).abs().mean()
     assert error < 0.75 * (truth - y.median()).abs().mean()
+
+
+@pytest.mark.parametrize(("rows", "helps"), [(120, True), (wide_start.FEW, False)])
+def test_of_few_texts_a_cell_may_weigh_as_much_as_its_words(rows, helps, monkeypatch):
+    """One line says what the number is, by two words together; twelve others are noise. Line ends: the ids below 5."""
+    draw = torch.Generator().manual_seed(4)
+    cells, noise = torch.randint(5, 9, (rows, 2), generator=draw), torch.randint(9, 30, (rows, 12), generator=draw)
+    end = torch.zeros(rows, 1, dtype=torch.int64)
+    ids = torch.cat([cells, end, noise, end], 1)
+    effect = torch.randn(9, 9, generator=draw, dtype=torch.float64)
+    y = effect[cells[:, 0], cells[:, 1]] + 0.3 * torch.randn(rows, generator=draw, dtype=torch.float64)
+    values = torch.zeros(ids.shape, dtype=torch.float64)
+    before = texts_before(worn_part(), batch_of(ids, values, y), torch.arange(rows) * 16 + 15)
+
+    def error() -> float:
+        return float((y - y.median() - fit_wide(before, y, BUCKETS).left_out).abs().mean())
+
+    found = error()
+    monkeypatch.setattr(wide_start, "LINES_OF_FEW", wide_start.LINES)
+    assert (found < 0.9 * error()) if helps else (found == error())
+
+
+def test_a_better_fit_of_few_numbers_must_be_better_by_two_standard_errors():
+    draw = np.random.default_rng(0)
+    noise = draw.standard_normal(100)
+    noise = (noise - noise.mean()) / noise.std()
+    for errors, few, many in ((0.9, False, False), (1.5, False, True), (2.5, True, True)):
+        for repeats, expected in ((1, few), (25, many)):
+            gain = np.tile(noise, repeats) + errors / np.sqrt(100 * repeats)
+            better, worse = _Found(0 * gain, 1.0, 1.0), _Found(gain, 1.0, 1.0)
+            assert better.beats(worse) is expected
 
 
 def test_noise_is_not_fitted():
