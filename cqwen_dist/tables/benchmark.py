@@ -17,7 +17,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -142,11 +142,10 @@ class Benchmark:
             self.say(f"{name}, split {split}")
             found = self.fitted(name, split, made)
             write_atomically(done, json.dumps(found))
-        title = f"{{}}, LoRA, epochs: {self.lora_epochs}"
-        if self.lora_epochs and title.format("quantiles") not in found["results"]:
-            self.say(f"{name}, split {split}: heads with adapters")
-            found["results"] |= self.adapted(name, made, title)
-            write_atomically(done, json.dumps(found))
+        if self.lora_epochs:
+            for arm, scores in self.adapted(name, split, found["results"].copy()):
+                found["results"][arm] = scores
+                write_atomically(done, json.dumps(found))  # an arm may take an hour
         return found
 
     def fitted(self, name: str, split: int, made: Path) -> dict[str, Any]:
@@ -182,31 +181,42 @@ class Benchmark:
         if law := natural_boosting(made.table, np.sort(np.concatenate([parts.train, parts.valid])), parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
-            from cqwen_dist.tables.heads import Stored
+            from cqwen_dist.tables.heads import ARMS, Stored
 
-            found |= _arms([Stored(self.z(name, folder)(made.prompts), parts.train)], made, "{}, on z")
+            stages = [Stored(self.z(name, folder)(made.prompts), parts.train)]
+            found |= dict(_arms(stages, made, {arm: f"{arm}, on z" for arm in ARMS}))
         return {"results": found, "errors": (truth - quantiles[:, len(LEVELS)]).tolist()}
 
-    def adapted(self, name: str, folder: Path, title: str) -> dict[str, dict[str, float]]:
-        """The scores of what learns with adapters, by name: the title, with the arm's in braces."""
+    def adapted(
+        self, name: str, split: int, known: dict[str, dict[str, float]]
+    ) -> Iterator[tuple[str, dict[str, float]]]:
+        """(title, scores) of what learns with adapters in a split's folder, one after another, but for those known."""
         from cqwen_dist.tables.adapted import Adapted
         from cqwen_dist.tables.digit_text import DigitText
-        from cqwen_dist.tables.heads import SAMPLES
+        from cqwen_dist.tables.heads import ARMS, SAMPLES
 
-        made = self.prepared(folder)
+        ways = {"text, greedy": 1, f"text, median of {SAMPLES}": SAMPLES}
+        titles = {arm: f"{arm}, LoRA, epochs: {self.lora_epochs}" for arm in (*ARMS, *ways)}
+        titles = {arm: title for arm, title in titles.items() if title not in known}
+        if not titles:
+            return
+        self.say(f"{name}, split {split}: heads with adapters")
+        folder = self.out / name / f"split-{split}"
+        made, z = self.prepared(folder), self.z(name, folder)
         values, parts = made.table.values(), made.parts
-        z = self.z(name, folder)
-        features = Adapted(z.base, made.prompts, z(made.prompts), parts.train, self.lora_epochs)
-        found = _arms([features.still, features], made, title)
+        if heads := {arm: title for arm, title in titles.items() if arm in ARMS}:
+            features = Adapted(z.base, made.prompts, z(made.prompts), parts.train, self.lora_epochs)
+            yield from _arms([features.still, features], made, heads)
+        if not titles.keys() & ways:
+            return
         start = time.perf_counter()
         text = DigitText(self.base, made.prompts, values, self.lora_epochs, z.precision)
         text.learn(parts.train, parts.valid)
-        for way, copies in (("text, greedy", 1), (f"text, median of {SAMPLES}", SAMPLES)):
-            numbers = text.write(parts.test, copies)
+        for way in [way for way in ways if way in titles]:
+            numbers = text.write(parts.test, ways[way])
             numbers[np.isnan(numbers).all(1)] = np.median(values[parts.train])
             scores = Predicted(np.nanquantile(numbers, QUANTILES, axis=1).T).scores(values[parts.test])
-            found[title.format(way)] = {**scores, "seconds": time.perf_counter() - start}
-        return found
+            yield titles[way], {**scores, "seconds": time.perf_counter() - start}
 
     def z(self, name: str, folder: Path) -> KeptZ:
         """What heads on z read of a set's prompts, in the precision that `cqwen fit` chose in the folder of a split."""
@@ -263,16 +273,15 @@ def _sums(sign: int) -> Iterator[dict[str, int]]:
         yield {"a": a, "b": b, "target": a + sign * b}
 
 
-def _arms(stages: Sequence[Any], made: Prepared, title: str) -> dict[str, dict[str, float]]:
-    """Scores on the test rows of every arm, by name. stages: as `heads.learnt`."""
+def _arms(stages: Sequence[Any], made: Prepared, titles: Mapping[str, str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """(title, scores on the test rows) of arms, by their names. stages: as `heads.learnt`."""
     from cqwen_dist.tables.heads import ARMS, learnt
 
-    y, parts, found = made.table.values(), made.parts, {}
-    for name, arm in ARMS.items():
+    y, parts = made.table.values(), made.parts
+    for name, title in titles.items():
         start = time.perf_counter()
-        law = learnt(arm(y, parts.train), stages, parts.train, parts.valid).of(parts.test)
-        found[title.format(name)] = {**law.scores(y[parts.test]), "seconds": time.perf_counter() - start}
-    return found
+        law = learnt(ARMS[name](y, parts.train), stages, parts.train, parts.valid).of(parts.test)
+        yield title, {**law.scores(y[parts.test]), "seconds": time.perf_counter() - start}
 
 
 def page(document: dict[str, Any]) -> str:

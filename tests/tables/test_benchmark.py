@@ -53,3 +53,15 @@ def test_a_set_is_measured_once_and_its_page_names_every_model(one_rank: Path, t
     assert all(np.isfinite(list(more[name].values())).all() for name in arms)
     assert {name: more[name] for name in results} == results
     assert "split 0" not in cqwen_forked(*command, "--lora-epochs", 1).stdout
+    # as if it had been killed before the last arm of each kind
+    file, lost = tmp_path / "out" / "wine_pl" / "split-0" / "numbers.json", (arms[2], arms[4])
+    kept = json.loads(file.read_text())
+    done = {name: of for name, of in kept["results"].items() if name not in lost}
+    marked = done | {arms[0]: done[arms[0]] | {"mae": 7.0}}
+    file.write_text(json.dumps({**kept, "results": marked}))
+    assert cqwen_forked(*command, "--lora-epochs", 1).returncode == 0
+    found = json.loads(file.read_text())["results"]
+    assert {name: found[name] for name in marked} == marked, "what is known is not learnt again"
+    for name in lost:
+        same = {key: value for key, value in kept["results"][name].items() if key != "seconds"}
+        assert {key: found[name][key] for key in same} == pytest.approx(same)
