@@ -73,7 +73,7 @@ class Sizes:
         self.whole_heads = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1) + copies, "noise": c}
         features = config.model.random_features
         numbers = WIDE_NAMES * (WIDE_PER_NAME + 2 * WIDE_TABLES) + features * (WIDE_NAMES + 1 + WIDE_TABLES)
-        self.wide_part = (WIDE_TABLES * config.model.wide + base.vocab + numbers) if config.model.wide else 0
+        self.wide_part = (WIDE_TABLES * config.model.wide + base.vocab + numbers) * bool(config.model.wide)
         # linear maps with an adapter; trained numbers in DeepSpeed's engine by part, always the embedding's two vectors
         lora, self.adapters = config.model.lora, frozenset[str]()
         self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
