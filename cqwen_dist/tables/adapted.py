@@ -24,6 +24,7 @@ from cqwen_dist.training.parameter_groups import feature_members
 LORA = LoraConfig(r=16, alpha=32)  # as `cqwen fit` has it
 RATES, BATCH = (2e-4, 1e-3, 5e-3), 16
 TOLD = 16 * READ  # rows between two lines of progress
+Row = tuple[list[int], list[float]]  # ids, values
 
 
 def products_in(precision: str, device: torch.device) -> torch.autocast:
@@ -57,9 +58,12 @@ class StartingBase:
         for parameter in self.parameters:
             parameter.requires_grad_()
 
-    def z(self, prompts: Sequence[str]) -> Tensor:
-        """z [m,H] fp32 (CPU) at the last token of each prompt, with gradients."""
-        rows = [self.tokenizer.encode(prompt) for prompt in prompts]
+    def encode(self, prompts: Sequence[str]) -> list[Row]:
+        """Each prompt as `z` reads it."""
+        return [found[:2] for found in self.tokenizer.encode_batch(prompts, strict=True)]
+
+    def z(self, rows: Sequence[Row]) -> Tensor:
+        """z [m,H] fp32 (CPU) at the last token of each row, with gradients."""
         batch = pad_rows(rows, self.tokenizer.pad_token_id, on_left=True)
         with products_in(self._precision, self._device):
             return self.features(*(part.to(self._device) for part in batch))[:, -1].float().cpu()
@@ -84,8 +88,9 @@ class KeptZ:
         if self.file.is_file():
             found = load_file(self.file)
             kept = dict(zip(map(bytes, found["keys"].numpy()), found["z"], strict=True))
-        new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in kept}
-        order = sorted(new, key=lambda key: len(new[key]))
+        unread = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in kept}
+        new = dict(zip(unread, self.base.encode([*unread.values()]), strict=True)) if unread else {}
+        order = sorted(new, key=lambda key: len(new[key][0]))
         for first in range(0, len(order), READ):
             if first % TOLD == 0:
                 self.say(f"  the base's z: {first:,} of {len(order):,} rows")
@@ -109,13 +114,13 @@ class Adapted:
 
     def __init__(self, base: StartingBase, prompts: Sequence[str], z: Tensor, train: np.ndarray, epochs: int) -> None:
         """z [n,H]: of the prompts at the start. train: indices of the rows to learn from."""
-        self.epochs, self.width, self._base, self._prompts = epochs, base.width, base, prompts
+        self.epochs, self.width, self._base, self._rows = epochs, base.width, base, base.encode(prompts)
         self._start = [parameter.detach().clone() for parameter in base.parameters]
         self.still = Stored(z, train, floor=0.01 * float(z.square().mean().sqrt()))  # what is constant may move later
 
     def __call__(self, rows: Tensor) -> Tensor:
         """x [m,H] of rows [m], with gradients."""
-        return (self._base.z([self._prompts[row] for row in rows.tolist()]) - self.still.centre) / self.still.unit
+        return (self._base.z([self._rows[row] for row in rows.tolist()]) - self.still.centre) / self.still.unit
 
     def begin(self) -> list[nn.Parameter]:
         """What learns, as it was at the start."""

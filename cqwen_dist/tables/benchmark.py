@@ -143,7 +143,7 @@ class Benchmark:
             found = self.fitted(name, split, made)
             write_atomically(done, json.dumps(found))
         if self.lora_epochs:
-            for arm, scores in self.adapted(name, split, found["results"].copy()):
+            for arm, scores in self.adapted(name, split, found["results"]):
                 found["results"][arm] = scores
                 write_atomically(done, json.dumps(found))  # an arm may take an hour
         return found

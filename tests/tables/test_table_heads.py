@@ -45,7 +45,7 @@ def test_z_is_computed_once_for_a_prompt(base: str, tmp_path: Path) -> None:
     assert "base" not in vars(again), "nothing was read again"
     assert torch.equal(again(PROMPTS[:80])[:40], first)
     assert said == ["  the base's z: 0 of 40 rows", "  the base's z: 0 of 40 rows"]
-    alone = again.base.z(PROMPTS[70:71]).detach()[0]
+    alone = again.base.z(again.base.encode(PROMPTS[70:71])).detach()[0]
     assert torch.allclose(again(PROMPTS[70:71])[0], alone, atol=1e-5), "whatever stood beside it in its batch"
     rounded = KeptZ(base, "bf16", file, said.append)(PROMPTS[:40])
     assert not torch.equal(rounded, first), "another precision is another z"
