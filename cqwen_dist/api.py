@@ -143,7 +143,7 @@ def predict(
     options: Sequence[str] = (),
     reject_below: float = 0.0,
     digits: Digits = "auto",
-    within: int = 8,
+    within: int | None = None,
     empty: str | None = None,
     decimal_comma: bool = False,
     batch_size: int = 16,
@@ -173,6 +173,7 @@ def predict(
     if template is None:
         template, own = _learnt_template(model, columns)
         empty = own if empty is None else empty
+        within = 0 if within is None else within
     prompts = prompts_of(template, columns, list(records(table, "rows")), empty)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     return list(
@@ -185,7 +186,7 @@ def predict(
             reject_below=reject_below,
             batch_size=batch_size,
             digits=digits,
-            within=within,
+            within=8 if within is None else within,
         )
     )
 

@@ -181,7 +181,10 @@ def predict(
     option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts, no number; repeat it.")] = None,
     reject_below: Annotated[float, typer.Option(help="With --option: choose none if the best P is below.")] = 0.0,
     digits: DigitsOption = "auto",
-    within: Annotated[int, typer.Option(min=1, help="The number is among this many tokens; 1: it comes next.")] = 8,
+    within: Annotated[
+        int | None,
+        typer.Option(min=0, help="The number is among this many tokens; 0: right here. Default: 0 by the run's, or 8."),
+    ] = None,
     empty: Annotated[str | None, typer.Option(help="Text for an empty cell, as data.empty_cell in training.")] = None,
     decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 in a cell as 1234.5.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 16,

@@ -41,6 +41,7 @@ class Settings:
     cache_implementation: Literal["dynamic", "static"] | None = None
     compile_config: Any = None  # transformers' CompileConfig, for a static cache; given, it also compiles on a CPU
     disable_compile: bool = False
+    number_first: bool = False  # the first word is <NUM>, whatever words are likelier
     digits: Digits | None = None  # of written numbers (`generate.numbers.shown`), as the model reads them; None: all
     # Words from this row on are never written, except in `compatible`. None: the config's; spare rows have no token.
     used_rows: int | None = None

@@ -80,7 +80,7 @@ class _Continuation:
         config, base, prompt = model.config, model.config.base_config, input_ids.shape[1]
         self.model, self.action, self.target = model, model.action, model.target
         self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
-        self.ends, self.digits = settings.ends(base), settings.digits
+        self.ends, self.digits, self.number_first = settings.ends(base), settings.digits, settings.number_first
         self.prompt = self.end = prompt
         self.total = min(prompt + settings.max_new_tokens, max(prompt, base.max_position_embeddings))
         # where no row is padded, transformers needs no mask and does not look, which the host would wait for
@@ -164,6 +164,8 @@ class _Continuation:
 
     def choose(self, u_prime: Cauchy) -> Tensor:
         """A word for every row [B], on the head's device."""
+        if self.number_first and self.end == self.prompt:
+            return torch.full_like(self.now.lengths, self.num_token_id, device=u_prime.loc.device)
         ids = self.now.ids if self.options.processors is None else self.now.ids[:, : self.end]
         seen = self.action.word_part(u_prime)
         return self.mode.choose(self.action, seen, self.draws, self.options, ids.to(seen.loc.device))

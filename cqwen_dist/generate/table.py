@@ -115,16 +115,18 @@ def predict_numbers(
 
     The columns are loc_Y, its intervals (recalibrated if the model has the factors) and P(<NUM>) at its position. The
     number has to come in the first `within` tokens, since a model may write a blank or words first. Without a number
-    all are None, except p_num: the largest P(<NUM>) of these tokens. model: a `CausalQwenForCausalLM`. digits: of the
+    all are None, except p_num: the largest P(<NUM>) of these tokens. within 0: it is the Y of the prompt's end,
+    whatever words are likelier there. model: a `CausalQwenForCausalLM`. digits: of the
     predicted value ("auto": what its 50 % interval leaves). Some `SORTED` batches at a time are sorted by length, as
     padding costs as much as text. Raises `UserError`.
     """
     check_digits(digits)
-    for name, value in (("--batch-size", batch_size), ("--within", within)):
-        if value < 1:
-            raise UserError(name, value, "1 or more")
+    for name, value, least in (("--batch-size", batch_size, 1), ("--within", within, 0)):
+        if value < least:
+            raise UserError(name, value, f"{least} or more")
     columns = number_columns(model)
-    options = {"max_new_tokens": within, "watch": [lambda ids, numbers: numbers.generated[:, -1]]}
+    options: dict[str, Any] = {"watch": [lambda ids, numbers: numbers.generated[:, -1]]}
+    options |= {"max_new_tokens": max(within, 1), "number_first": not within}
     for first in range(0, len(prompts), SORTED * batch_size):
         some = prompts[first : first + SORTED * batch_size]
         order = sorted(range(len(some)), key=lambda row: len(some[row]))

@@ -275,8 +275,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         mode: a name of `generate.modes.MODES`, default standard. The rest is Hugging Face's, as far as it has a
         meaning here (`generate.hugging_face.translate`): a GenerationConfig or its fields as options, streamers,
         stopping criteria, stop_strings (with the tokenizer); processors of logits in mode compatible. Further options
-        are those of `generate.generator.generate`: decode_rule, seed, generator, eps_truncation, used_rows, watch.
-        Raises `UserError`.
+        are those of `generate.generator.generate`: decode_rule, seed, generator, number_first, eps_truncation,
+        used_rows, watch. Raises `UserError`.
         """
         ids = inputs if input_ids is None else input_ids
         if ids is None:

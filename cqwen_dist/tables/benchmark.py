@@ -172,12 +172,9 @@ class Benchmark:
         values, parts = made.table.values(), made.parts
         truth = values[parts.test]
         quantiles = _predicted(folder / "predicted.csv")
-        silent = np.isnan(quantiles)
-        quantiles = np.where(silent, float(np.median(values[parts.train])), quantiles)
         by_log = load_config(folder / CONFIG).loss.target_transform == "standardise_log"
-        ours = Predicted(quantiles) if silent.any() else Predicted.cauchy(quantiles, truth, by_log)
         found = {name: {**of, "crps": of["mae"]} for name, of in results.items()}
-        found[OURS] = ours.scores(truth)
+        found[OURS] = Predicted.cauchy(quantiles, truth, by_log).scores(truth)
         if law := natural_boosting(made.table, np.sort(np.concatenate([parts.train, parts.valid])), parts.test):
             found["NGBoost"] = Predicted.normal(*law, truth).scores(truth)
         if self.heads:
@@ -231,11 +228,11 @@ class Benchmark:
 
 
 def _predicted(file: Path) -> np.ndarray:
-    """Quantiles [m,7] of predicted.csv, at `QUANTILES`; NaN where no number was written."""
+    """Quantiles [m,7] of predicted.csv, at `QUANTILES`."""
     lows, highs = [f"low_{100 * level:g}" for level in reversed(LEVELS)], [f"high_{100 * level:g}" for level in LEVELS]
     with file.open(encoding="utf-8", newline="") as opened:
         rows = list(csv.DictReader(opened))
-    return np.array([[float(row[name] or "nan") for name in (*lows, "predicted", *highs)] for row in rows])
+    return np.array([[float(row[name]) for name in (*lows, "predicted", *highs)] for row in rows])
 
 
 def _write_table(name: str, protocol: Protocol, data: Path, folder: Path) -> None:

@@ -119,12 +119,9 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     truth = table.values()[parts.test]
     checkpoint = best_checkpoint(folder / "run")
     own = _predict(folder, checkpoint, made, say)
-    middle = float(np.median(table.values()[parts.train]))
-    found, ends = numbers_of(own)
-    if silent := int(np.isnan(found).sum()):
-        say(f"note: {silent:,} rows for which no number was written count as the median {middle:g}")
-    held = np.where(np.isnan(ends), middle, ends)
-    results = {OURS: {**errors(np.where(np.isnan(found), middle, found), truth), **intervals(held, truth)}}
+    found = np.array([float(row["predicted"]) for row in own])
+    ends = np.array([[float(row["low_90"]), float(row["high_90"])] for row in own])
+    results = {OURS: {**errors(found, truth), **intervals(ends, truth)}}
     learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # they need no rows to watch
     for name, predicted in baselines(table, learnt, parts.test, made.prompts):
         results[name] = errors(predicted, truth)
@@ -135,7 +132,7 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint)}
     document |= {"results": results, "examples": examples}
     write_atomically(folder / "fit.json", json.dumps(document, indent=1, ensure_ascii=False))
-    marks = [(t, p, low, high) for t, p, (low, high) in zip(truth, found, ends, strict=True) if np.isfinite(p)]
+    marks = [*zip(truth, found, *ends.T, strict=True)]
     title = f"{table.target}: {len(truth):,} rows it never saw"
     (folder / "fit.svg").write_text(scatter_plot(title, marks, "true", "predicted, with 90 % interval"), "utf-8")
     return document
@@ -145,13 +142,6 @@ def best_checkpoint(run: Path) -> Path:
     """The checkpoint of least eval/crps_target on the rows for evaluation; of equals the latest."""
     best = Retention(best=1, metric="eval/crps_target").best_of(evaluated(run))
     return checkpoint_folder(run, best[0]) if best else run
-
-
-def numbers_of(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Of predicted rows the numbers [n] and the ends of their 90 % intervals [n,2]; NaN where none was written."""
-    columns = ("predicted", "low_90", "high_90")
-    table = np.array([[np.nan if row[name] is None else float(row[name]) for name in columns] for row in rows])
-    return table[:, 0], table[:, 1:]
 
 
 def errors(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
@@ -180,7 +170,7 @@ def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str]
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
     rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
     found, began = [], time.monotonic()
-    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6):
+    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6, within=0):
         found.append(row)
         if len(found) % TOLD == 0 and (more := len(rows) - len(found)):
             left = (time.monotonic() - began) / len(found) * more

@@ -92,6 +92,10 @@ def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair
     (row,) = predict_numbers(model, tokenizer, ["tea costs"])
     assert row["predicted"] is row["low_90"] is None
     assert 0.0 < row["p_num"] < 0.1
+    (row,) = predict_numbers(model, tokenizer, ["tea costs"], within=0)
+    (before,) = predict_numbers(*pair, ["tea costs"], within=0)
+    assert row["p_num"] < before["p_num"]
+    assert {**row, "p_num": 0.0} == {**before, "p_num": 0.0}  # Y, whatever words are likelier
 
 
 def test_an_empty_cell_is_no_number_unless_something_stands_for_it() -> None:
@@ -144,6 +148,6 @@ def test_files_that_are_not_tables(pair, tmp_path: Path) -> None:
     for name in ("missing.csv", "bytes.csv"):
         with pytest.raises(UserError, match="a CSV file with a header"):
             read_table(tmp_path / name)
-    for option in ("batch_size", "within"):
-        with pytest.raises(UserError, match="1 or more"):
-            list(predict_numbers(*pair, ["x"], **{option: 0}))
+    for option, value in (("batch_size", 0), ("within", -1)):
+        with pytest.raises(UserError, match=f"{value + 1} or more"):
+            list(predict_numbers(*pair, ["x"], **{option: value}))

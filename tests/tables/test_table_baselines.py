@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cqwen_dist.tables.baselines import baselines, natural_boosting
-from cqwen_dist.tables.fitting import errors, numbers_of
+from cqwen_dist.tables.fitting import errors
 from cqwen_dist.tables.predicted_laws import Predicted
 from cqwen_dist.tables.rows import Table
 
@@ -81,11 +81,3 @@ def test_errors_are_those_of_the_textbook() -> None:
     assert found["rmse"] == np.sqrt(17 / 3)
     assert found["mdae"] == 1.0
     assert abs(found["r2"] - (1 - 17 / 2)) < 1e-12
-
-
-def test_a_row_without_a_number_is_none_and_an_end_of_0_is_one() -> None:
-    silent = dict.fromkeys(("predicted", "low_90", "high_90"))
-    found, ends = numbers_of([{"predicted": 2.0, "low_90": 0.0, "high_90": 4.0}, silent])
-    assert found[0] == 2.0
-    assert list(ends[0]) == [0.0, 4.0]
-    assert np.isnan([found[1], *ends[1]]).all()
