@@ -17,7 +17,7 @@ from cqwen_dist.model.lora import inject_lora, is_lora
 from cqwen_dist.tables.adapted import BATCH, LORA, RATES, products_in
 from cqwen_dist.tables.heads import READ, best
 
-WRITTEN = 7  # digits of an answer, at most
+WHOLE, ROUNDED = 7, 4  # digits of a whole number and of another one, at most
 
 
 class DigitText:
@@ -37,7 +37,8 @@ class DigitText:
         end = self.tokenizer.eos_token_id
         self._end = self.tokenizer.encode("\n")[0][0] if end is None else end
         self._prompts = [self.tokenizer.encode(prompt)[0] for prompt in prompts]
-        self._answers = [[*self.tokenizer.encode(f"{value:.{WRITTEN}g}")[0], self._end] for value in y]
+        texts = [f"{value:.{WHOLE if float(value).is_integer() else ROUNDED}g}" for value in y]
+        self._answers = [[*self.tokenizer.encode(text)[0], self._end] for text in texts]
 
     def learn(self, train: np.ndarray, valid: np.ndarray) -> None:
         """Train the adapters. train, valid: as `heads.learnt`."""
@@ -78,19 +79,23 @@ class DigitText:
             return self.model(**batch, labels=labels).loss
 
     def _write(self, rows: np.ndarray, copies: int) -> np.ndarray:
-        """The prompt is read once for all copies."""
+        """A prompt is read once. Its copies go on side by side in one cache: each sees the prompt and itself."""
         batch = self._batch([self._prompts[row] for row in rows])
         found = self.model(**batch, use_cache=True, logits_to_keep=1)
-        name = cache_name(self.model)
-        found[name].batch_repeat_interleave(copies)
-        logits, mask = (part.repeat_interleave(copies, 0) for part in (found.logits, batch["attention_mask"]))
+        cache = {cache_name(self.model): found[cache_name(self.model)]}
+        logits = found.logits.expand(-1, copies, -1)  # [m,copies,V]
+        seen = batch["attention_mask"].bool()[:, None].expand(-1, copies, -1)  # [m,copies,columns]
+        own = torch.eye(copies, dtype=torch.bool, device=self._device).expand(len(rows), -1, -1)
         written: list[Tensor] = []
-        for _ in range(max(map(len, self._answers))):
-            law = logits[:, -1].float().softmax(-1)
-            written.append(torch.multinomial(law, 1) if copies > 1 else law.argmax(-1, keepdim=True))
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            logits = self.model(input_ids=written[-1], attention_mask=mask, **{name: found[name]}).logits
-        return np.array([self._number(ids) for ids in torch.cat(written, 1).tolist()]).reshape(len(rows), copies)
+        for place in range(seen.shape[-1], seen.shape[-1] + max(map(len, self._answers))):
+            if written:
+                seen = torch.cat([seen, own], -1)
+                places = torch.full_like(written[-1], place - 1)
+                batch = {"input_ids": written[-1], "attention_mask": seen[:, None], "position_ids": places}
+                logits = self.model(**batch, **cache).logits
+            written.append(_drawn(logits.float().softmax(-1)) if copies > 1 else logits.argmax(-1))
+        texts = torch.stack(written, -1).flatten(0, 1).tolist()
+        return np.array([self._number(ids) for ids in texts]).reshape(len(rows), copies)
 
     def _number(self, ids: list[int]) -> float:
         try:
@@ -102,6 +107,12 @@ class DigitText:
     def _batch(self, rows: list[list[int]]) -> dict[str, Tensor]:
         padded = pad_rows([(ids, [0.0] * len(ids)) for ids in rows], self.tokenizer.pad_token_id, on_left=True)
         return {"input_ids": padded.ids.to(self._device), "attention_mask": padded.mask.long().to(self._device)}
+
+
+def _drawn(p: Tensor) -> Tensor:
+    """A word for each copy [m,copies] by p [m,copies,V]: torch.multinomial draws V exponentials for each."""
+    below = p.cumsum(-1)
+    return torch.searchsorted(below, torch.rand_like(below[..., :1]) * below[..., -1:]).squeeze(-1)
 
 
 def _split(rows: np.ndarray, size: int = READ) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from support.tiny import tiny_base
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+from cqwen_dist.tables import digit_text
 from cqwen_dist.tables.adapted import Adapted, KeptZ
 from cqwen_dist.tables.digit_text import DigitText
 from cqwen_dist.tables.heads import ARMS, Stored, digits, learnt, pinball, squared_error
@@ -110,6 +111,40 @@ def test_the_same_training_gives_the_same_bits(base: str) -> None:
     found = [learnt(arm, [made.still, made], TRAIN, VALID).quantiles for made in (first, again, first)]
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2]), "an arm before it leaves nothing behind"
+
+
+def test_copies_of_a_prompt_that_share_a_cache_do_not_see_each_other(base: str, monkeypatch) -> None:
+    prompts = ["it is 7.5: ", "it was not more than 12: "]
+    text = DigitText(base, prompts, np.array([7.5, 12.25]), epochs=1)
+    torch.nn.init.normal_(text.model.lm_head.weight)  # other words, another law
+    for layer in text.model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.o_proj.base_layer.weight, std=0.1)
+    laws, draws, drawn = [], [], digit_text._drawn
+
+    def recorded(p: torch.Tensor) -> torch.Tensor:
+        laws.append(p)
+        draws.append(drawn(p))
+        return draws[-1]
+
+    monkeypatch.setattr(digit_text, "_drawn", recorded)
+    text.write(np.arange(2), 5)
+    written = torch.stack(draws, -1)
+    assert len({*map(tuple, written.flatten(0, 1).tolist())}) > 5
+    for row, prompt in enumerate(prompts):
+        for copy in range(5):
+            ids = torch.tensor([*text.tokenizer.encode(prompt)[0], *written[row, copy].tolist()])[None]
+            with torch.no_grad():
+                alone = text.model(input_ids=ids).logits.softmax(-1)[0, -len(laws) - 1 : -1]
+            together = torch.stack([law[row, copy] for law in laws])
+            torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-3)  # fp32, in another order
+
+
+def test_words_are_drawn_by_their_p() -> None:
+    torch.manual_seed(0)
+    p = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    found = digit_text._drawn(p.expand(1, 20_000, 6)).flatten().bincount(minlength=6) / 20_000
+    torch.testing.assert_close(found, p, atol=0.015, rtol=0)  # four standard errors
+    assert not found[p == 0].any()
 
 
 def test_the_base_learns_to_write_the_number_as_text_and_reads_a_prompt_once_for_all_samples(tmp_path: Path) -> None:
