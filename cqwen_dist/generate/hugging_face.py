@@ -20,15 +20,8 @@ from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
 from cqwen_dist.intervals import LEVELS
 
-PASSED_ON = (
-    "decode_rule",
-    "digits",
-    "eps_truncation",
-    "generator",
-    "number_first",
-    "seed",
-    "used_rows",
-)  # as in `Settings`
+# As in `Settings`.
+PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")
 PLAIN = ("eos_token_id", "pad_token_id", "use_cache", "cache_implementation", "compile_config", "disable_compile")
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 LENGTH = ("max_new_tokens", "max_length", "max_time", "stop_strings", "num_return_sequences", "return_dict_in_generate")
