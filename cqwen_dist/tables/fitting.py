@@ -32,6 +32,7 @@ from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_
 EMPTY = "unknown"  # what stands for an empty cell
 OURS = "CausalQwen"
 TOLD = 256  # rows between two lines of progress
+DIGITS = 7  # of a prediction: as many as fp32 has
 REQUEST, CONFIG = "request.json", "fit.yaml"
 
 
@@ -170,7 +171,7 @@ def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str]
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
     rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
     found, began = [], time.monotonic()
-    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=6, within=0):
+    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=DIGITS, within=0):
         found.append(row)
         if len(found) % TOLD == 0 and (more := len(rows) - len(found)):
             left = (time.monotonic() - began) / len(found) * more

@@ -49,7 +49,7 @@ def test_it_is_judged_on_rows_that_it_never_saw(fitted: tuple[Path, list[object]
         rows = list(csv.DictReader(file))
     assert len(rows) == found["rows"] == 12
     errors = [abs(float(row["predicted"]) - float(row["score"])) for row in rows]
-    assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(errors) / 12, rel=1e-5)  # cells have six digits
+    assert found["results"]["CausalQwen"]["mae"] == pytest.approx(sum(errors) / 12, rel=1e-5)  # cells have seven digits
     config = load_config(out / "fit.yaml")
     assert [stage.name for stage in config.stages] == ["heads", "lora"]
     assert config.model.wide_from_eval
