@@ -34,7 +34,7 @@ class Predicted:
 
     @classmethod
     def cauchy(cls, quantiles: np.ndarray, truth: np.ndarray, by_log: bool) -> Predicted:
-        """Of Cauchy laws that have the median and the quartiles of quantiles [n,7], whose ends have six digits; truth [n].
+        """Of Cauchy laws that have the median and the quartiles of quantiles [n,7], written with few digits; truth [n].
 
         by_log: the laws are those of sign(v) ln(1 + |v|).
         """
