@@ -23,6 +23,7 @@ from cqwen_dist.intervals import LEVELS
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
 SORTED = 8  # batches
+LEAST_DIGITS = 6  # of an interval's ends
 
 
 def number_columns(model: Any) -> list[str]:
@@ -148,16 +149,17 @@ def _cells_of(
             seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
             yield {**dict.fromkeys(columns), "p_num": float(f"{seen:.6g}")}
             continue
-        cells: list[float | str] = [record.written, *_ends(record.intervals), float(f"{record.p_num:.6g}")]
+        ends = LEAST_DIGITS if digits == "auto" else max(digits, LEAST_DIGITS)
+        cells: list[float | str] = [record.written, *_ends(record.intervals, ends), float(f"{record.p_num:.6g}")]
         cells += [] if record.type is None else [record.type]
         for further in record.more.values():
             low, high = further.intervals["0.5"]
-            cells += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals)]
+            cells += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals, ends)]
         yield dict(zip(columns, cells, strict=True))
 
 
-def _ends(intervals: dict[str, tuple[float, float]]) -> list[float]:
-    return [float(f"{end:.6g}") for level in LEVELS for end in intervals[f"{level:g}"]]
+def _ends(intervals: dict[str, tuple[float, float]], digits: int) -> list[float]:
+    return [float(f"{end:.{digits}g}") for level in LEVELS for end in intervals[f"{level:g}"]]
 
 
 def predict_rows(

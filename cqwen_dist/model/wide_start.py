@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ FEW = 500  # numbers: the n-grams of so few texts are mostly new in others, and 
 LINES, LINES_OF_FEW = (0.1,), (0.1, 1.0)  # the lines' weight in K, relative to the words': docs/decisions.md, D-wide
 SURE, SURE_OF_FEW = 1.0, 2.0  # standard errors by which a loss must fall
 NUMBERS = (0.01, 0.1, 1.0)  # the numbers' weight, as they count linearly
-VALUES = (1.0, 1e4)  # the values', where they are read too: a sum needs hardly any ridge
+VALUES = (1.0, 1e4, 1e6)  # the values', where they are read too: a sum needs hardly any ridge
 RANDOM = 10.0  # that of their random features, while the kernel is chosen
 RANDOMS = (1.0, 100.0)  # then also tried
 STEPS = 2 * len(WIDTHS) + 2  # of progress: kernels, their weight, the fit on all
@@ -42,7 +42,10 @@ LEAST = 4 * FOLDS
 
 
 class WideFit(NamedTuple):
-    """The wide part's tables by name, fp32; of each number, by the tables without its fold, g and h [n] float64."""
+    """The wide part's tables by name, fp32; of each number, by the tables without its fold, g and h [n] float64.
+
+    g is up to a constant: what reads it has an intercept.
+    """
 
     tables: dict[str, Tensor]
     left_out: Tensor
@@ -77,6 +80,11 @@ class _Targets:
 
     def of(self, chosen: np.ndarray | slice) -> _Targets:
         return _Targets(*(getattr(self, name)[chosen] for name in ("t", "held", "weights", "folds")))
+
+    def around_mean(self) -> _Targets:
+        """The same around their mean: a line through values around theirs then needs no intercept, which K has not."""
+        mean = float(self.held.mean())
+        return replace(self, t=self.t - mean, held=self.held - mean)
 
     def best(self, kernel: np.ndarray) -> _Found:
         """The ridge and shrinkage of the least loss."""
@@ -170,8 +178,9 @@ def fit_wide(
     parts = kernel[some, some], kernel_of(lines[some]), numbers
     found, linear, features, times = _search(every.of(some), parts, named.random(random_features), progress)
     rest = _weighted(parts, linear) + (0.0 if features is None else times * (features.x[some] @ features.x[some].T))
-    with_values, of_values = _with_values(every.of(some), rest, values)
-    found, of_values = (with_values, of_values) if with_values.beats(found) else (found, 0.0)
+    around_mean = every.around_mean()
+    further, times_values = _with_values(around_mean.of(some), rest, values)
+    found, every, of_values = (further, around_mean, times_values) if further.beats(found) else (found, every, 0.0)
     if not found.losses.mean() < np.log1p(t[:SEARCHED] ** 2).mean():
         return None
 
@@ -186,7 +195,7 @@ def fit_wide(
     progress(STEPS - 1, STEPS)
     ridge = found.ridge if len(t) <= SEARCHED else every.climbed(kernel, found)
     left_out, solved = every.left_out(kernel, ridge, again=True)
-    spread = fit_spread(kernel, t - found.share * left_out, folds, SEARCHED)
+    spread = fit_spread(kernel, every.t - found.share * left_out, folds, SEARCHED)
     unit *= found.share
     both = np.concatenate([unit * solved, spread.solved])
     tables = {"weight": both @ (words + line * lines) * scaling}
