@@ -242,6 +242,7 @@ def test_writers_write_and_are_matched(base: tuple[str, str]) -> None:
     assert found == pytest.approx(0.4, abs=0.3)
 
 
+@pytest.mark.slow
 def test_every_experiment_on_a_tiny_base(
     tmp_path: Path, base: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
