@@ -23,7 +23,7 @@ from cqwen_dist.training.parameter_groups import feature_members
 
 LORA = LoraConfig(r=16, alpha=32)  # as `cqwen fit` has it
 RATES, BATCH = (2e-4, 1e-3, 5e-3), 16
-TOLD = 16 * READ  # rows between two lines of progress
+TOLD = 16 * READ  # rows that are told of and written at once
 Row = tuple[list[int], list[float]]  # ids, values
 
 
@@ -91,15 +91,14 @@ class KeptZ:
         unread = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in kept}
         new = dict(zip(unread, self.base.encode([*unread.values()]), strict=True)) if unread else {}
         order = sorted(new, key=lambda key: len(new[key][0]))
-        for first in range(0, len(order), READ):
-            if first % TOLD == 0:
-                self.say(f"  the base's z: {first:,} of {len(order):,} rows")
-            some = order[first : first + READ]
-            with torch.no_grad():
-                kept |= zip(some, self.base.z([new[key] for key in some]), strict=True)
-        if new:
+        for first in range(0, len(order), TOLD):
+            self.say(f"  the base's z: {first:,} of {len(order):,} rows")
+            for start in range(first, min(first + TOLD, len(order)), READ):
+                some = order[start : start + READ]
+                with torch.no_grad():
+                    kept |= zip(some, self.base.z([new[key] for key in some]), strict=True)
             packed = torch.from_numpy(np.frombuffer(b"".join(kept), np.uint8).copy()).view(len(kept), -1)
-            with written_whole(self.file) as draft:
+            with written_whole(self.file) as draft:  # a table may take an hour
                 save_file({"keys": packed, "z": torch.stack(list(kept.values()))}, draft)
         return torch.stack([kept[key] for key in keys])
 

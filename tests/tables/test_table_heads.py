@@ -9,7 +9,7 @@ from support.tiny import tiny_base
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.tables import digit_text
+from cqwen_dist.tables import adapted, digit_text
 from cqwen_dist.tables.adapted import Adapted, KeptZ
 from cqwen_dist.tables.digit_text import DigitText
 from cqwen_dist.tables.heads import ARMS, Stored, digits, learnt, pinball, squared_error
@@ -53,6 +53,23 @@ def test_z_is_computed_once_for_a_prompt(base: str, tmp_path: Path) -> None:
     assert torch.allclose(rounded, first, atol=0.02 * float(first.abs().max())), "8 bits, some products in a row"
     with pytest.raises(UserError):
         KeptZ(f"{base}/other", "fp32", file, said.append)(PROMPTS[:1])
+
+
+def test_z_is_kept_as_it_comes(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapted, "TOLD", 2 * adapted.READ)
+    said: list[str] = []
+
+    def stopped(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        KeptZ(base, "fp32", tmp_path / "z.safetensors", stopped)(PROMPTS)
+    KeptZ(base, "fp32", tmp_path / "z.safetensors", said.append)(PROMPTS)
+    assert said == [
+        f"  the base's z: {rows}" for rows in ("0 of 160 rows", "64 of 160 rows", "0 of 96 rows", "64 of 96 rows")
+    ]
 
 
 def test_heads_learn_what_features_say() -> None:
