@@ -136,9 +136,12 @@ def _set_parts(heads: Heads, scale: float, noise: float) -> float:
 
 @torch.no_grad()
 def set_number_scale(heads: Heads, scale: float, noise: float = NOISE) -> None:
-    """Give U' this total scale on number dimensions, `noise` of it noise. It is scale_Y where W_reg sees no words."""
+    """Give U' this total scale on number dimensions, `noise` of it noise. It is scale_Y where W_reg sees no words.
+
+    scale_U is at least twice its floor: numbers that a regression tells exactly leave none.
+    """
     if dims := heads.config.number_dims:
-        heads.abduction.set_scale((1 - noise) * scale, -dims)
+        heads.abduction.set_scale(max((1 - noise) * scale, 2 * heads.abduction.scale_floor), -dims)
         heads.action.b_noise[-dims:] = noise * scale
 
 

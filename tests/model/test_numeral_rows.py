@@ -298,6 +298,16 @@ def test_where_only_the_median_is_known_y_still_has_a_scale() -> None:
         assert (scale_y > 0).all(), "a scale of 0 makes the first loss infinite"
 
 
+@torch.no_grad()
+def test_numbers_that_are_told_exactly_leave_the_least_scale() -> None:
+    batch = random_batch()
+    model = tiny_model(start="calibrated", number_dims=8)
+    start_regression(model, torch.ones(HIDDEN, dtype=torch.float64), 3.5, 1e-9)
+    *_, scale_y = model(batch.input_ids, batch.numeric_values, batch.attention_mask)
+    assert (scale_y >= model.abduction.scale_floor).all()
+    assert (scale_y < 3 * model.abduction.scale_floor).all()
+
+
 TARGETS = {
     "none": TargetTransform(),
     "standardise": TargetTransform("standardise", 40.0, 35.0),
