@@ -170,10 +170,11 @@ def predict(
         for number, row in enumerate(table, 1):
             if not isinstance(row, Mapping) or list(row) != columns:
                 raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
+    if within is None:
+        within = 0 if template is None else 8
     if template is None:
         template, own = _learnt_template(model, columns)
         empty = own if empty is None else empty
-        within = 0 if within is None else within
     prompts = prompts_of(template, columns, list(records(table, "rows")), empty)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     return list(
@@ -186,7 +187,7 @@ def predict(
             reject_below=reject_below,
             batch_size=batch_size,
             digits=digits,
-            within=8 if within is None else within,
+            within=within,
         )
     )
 

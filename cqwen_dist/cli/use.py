@@ -183,7 +183,9 @@ def predict(
     digits: DigitsOption = "auto",
     within: Annotated[
         int | None,
-        typer.Option(min=0, help="The number is among this many tokens; 0: right here. Default: 0 by the run's, or 8."),
+        typer.Option(
+            min=0, help="The number is among so many tokens; 0: it is next. Default: 8, or 0 without --template."
+        ),
     ] = None,
     empty: Annotated[str | None, typer.Option(help="Text for an empty cell, as data.empty_cell in training.")] = None,
     decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Read 1.234,5 in a cell as 1234.5.")] = False,

@@ -117,9 +117,9 @@ def predict_numbers(
     The columns are loc_Y, its intervals (recalibrated if the model has the factors) and P(<NUM>) at its position. The
     number has to come in the first `within` tokens, since a model may write a blank or words first. Without a number
     all are None, except p_num: the largest P(<NUM>) of these tokens. within 0: it is the Y of the prompt's end,
-    whatever words are likelier there. model: a `CausalQwenForCausalLM`. digits: of the
-    predicted value ("auto": what its 50 % interval leaves). Some `SORTED` batches at a time are sorted by length, as
-    padding costs as much as text. Raises `UserError`.
+    whatever words are likelier there. model: a `CausalQwenForCausalLM`. digits: of the predicted value ("auto": what
+    its 50 % interval leaves), and of the ends where these are more than `LEAST_DIGITS`. Some `SORTED` batches at a time
+    are sorted by length, as padding costs as much as text. Raises `UserError`.
     """
     check_digits(digits)
     for name, value, least in (("--batch-size", batch_size, 1), ("--within", within, 0)):
@@ -143,18 +143,18 @@ def _cells_of(
     columns: Sequence[str], ids: Tensor, numbers: GeneratedNumbers, width: int, digits: Digits
 ) -> Iterator[dict[str, float | str | None]]:
     """The new columns of each row of a batch. ids, numbers, width: as of `generate_batch`."""
+    of_ends = LEAST_DIGITS if digits == "auto" else max(digits, LEAST_DIGITS)
     for row in range(len(ids)):
         record = numbers.record(row, int(numbers.generated[row].int().argmax()), digits)
         if record is None:
             seen = float(numbers.p_num[row, width:].nan_to_num(0.0).max())
             yield {**dict.fromkeys(columns), "p_num": float(f"{seen:.6g}")}
             continue
-        ends = LEAST_DIGITS if digits == "auto" else max(digits, LEAST_DIGITS)
-        cells: list[float | str] = [record.written, *_ends(record.intervals, ends), float(f"{record.p_num:.6g}")]
+        cells: list[float | str] = [record.written, *_ends(record.intervals, of_ends), float(f"{record.p_num:.6g}")]
         cells += [] if record.type is None else [record.type]
         for further in record.more.values():
             low, high = further.intervals["0.5"]
-            cells += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals, ends)]
+            cells += [shown(further.value, (high - low) / 2, digits), *_ends(further.intervals, of_ends)]
         yield dict(zip(columns, cells, strict=True))
 
 

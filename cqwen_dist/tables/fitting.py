@@ -120,8 +120,8 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     truth = table.values()[parts.test]
     checkpoint = best_checkpoint(folder / "run")
     own = _predict(folder, checkpoint, made, say)
-    found = np.array([float(row["predicted"]) for row in own])
-    ends = np.array([[float(row["low_90"]), float(row["high_90"])] for row in own])
+    found = np.array([row["predicted"] for row in own])
+    ends = np.array([[row["low_90"], row["high_90"]] for row in own])
     results = {OURS: {**errors(found, truth), **intervals(ends, truth)}}
     learnt = np.sort(np.concatenate([parts.train, parts.valid]))  # they need no rows to watch
     for name, predicted in baselines(table, learnt, parts.test, made.prompts):
