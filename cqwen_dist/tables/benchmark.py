@@ -277,7 +277,7 @@ def _arms(stages: Sequence[Any], made: Prepared, titles: Mapping[str, str]) -> I
     y, parts = made.table.values(), made.parts
     for name, title in titles.items():
         start = time.perf_counter()
-        law = learnt(ARMS[name](y, parts.train), stages, parts.train, parts.valid).of(parts.test)
+        law = learnt(ARMS[name](y, parts.train), stages, *parts)
         yield title, {**law.scores(y[parts.test]), "seconds": time.perf_counter() - start}
 
 

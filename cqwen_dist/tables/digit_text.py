@@ -9,6 +9,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cqwen_dist.batch import IGNORE_INDEX, pad_rows
 from cqwen_dist.data.tokenizer import DigitTokenizer
@@ -18,6 +19,7 @@ from cqwen_dist.tables.adapted import BATCH, LORA, RATES, products_in
 from cqwen_dist.tables.heads import READ, best
 
 WHOLE, ROUNDED = 7, 4  # digits of a whole number and of another one, at most
+NO_NODE = 2**62  # after every node
 
 
 class DigitText:
@@ -79,23 +81,35 @@ class DigitText:
             return self.model(**batch, labels=labels).loss
 
     def _write(self, rows: np.ndarray, copies: int) -> np.ndarray:
-        """A prompt is read once. Its copies go on side by side in one cache: each sees the prompt and itself."""
+        texts = self._texts(rows, copies)
+        return np.array([[self._number(ids) for ids in of_row] for of_row in texts.tolist()])
+
+    def _texts(self, rows: np.ndarray, copies: int) -> Tensor:
+        """Ids [m,copies,words] of what rows [m] are answered, the end's and what follows it too.
+
+        A prompt is read once, and so is what several copies of it have begun with, a node. Nodes stand side by side in
+        one cache, and each sees its prompt and the nodes before it.
+        """
         batch = self._batch([self._prompts[row] for row in rows])
         found = self.model(**batch, use_cache=True, logits_to_keep=1)
         cache = {cache_name(self.model): found[cache_name(self.model)]}
-        logits = found.logits.expand(-1, copies, -1)  # [m,copies,V]
-        seen = batch["attention_mask"].bool()[:, None].expand(-1, copies, -1)  # [m,copies,columns]
-        own = torch.eye(copies, dtype=torch.bool, device=self._device).expand(len(rows), -1, -1)
-        written: list[Tensor] = []
+        logits, seen = found.logits, batch["attention_mask"].bool()[:, None]  # [m,nodes,V], [m,nodes,columns]
+        at = nodes = torch.zeros(len(rows), copies, dtype=torch.int64, device=self._device)  # at: each copy's node
+        words: list[Tensor] = []
+        vocabulary = logits.shape[-1]
         for place in range(seen.shape[-1], seen.shape[-1] + max(map(len, self._answers))):
-            if written:
-                seen = torch.cat([seen, own], -1)
-                places = torch.full_like(written[-1], place - 1)
-                batch = {"input_ids": written[-1], "attention_mask": seen[:, None], "position_ids": places}
-                logits = self.model(**batch, **cache).logits
-            written.append(_drawn(logits.float().softmax(-1)) if copies > 1 else logits.argmax(-1))
-        texts = torch.stack(written, -1).flatten(0, 1).tolist()
-        return np.array([self._number(ids) for ids in texts]).reshape(len(rows), copies)
+            if words:
+                own = torch.eye(nodes.shape[1], dtype=torch.bool, device=self._device).expand(len(rows), -1, -1)
+                parents = (nodes // vocabulary)[..., None].expand(-1, -1, seen.shape[-1])
+                seen = torch.cat([seen.gather(1, parents), own], -1)
+                ids, places = nodes % vocabulary, torch.full_like(nodes, place - 1)
+                logits = self.model(input_ids=ids, attention_mask=seen[:, None], position_ids=places, **cache).logits
+            drawn = _drawn(logits.float().softmax(-1), at) if copies > 1 else logits.argmax(-1)
+            words.append(drawn if not words else drawn.where(words[-1] != self._end, self._end))
+            went_on = (at * vocabulary + words[-1]).where(words[-1] != self._end, self._end)  # all that ended: one node
+            nodes = pad_sequence([torch.unique(of_row) for of_row in went_on], batch_first=True, padding_value=NO_NODE)
+            at, nodes = torch.searchsorted(nodes, went_on), nodes.where(nodes != NO_NODE, self._end)
+        return torch.stack(words, -1)
 
     def _number(self, ids: list[int]) -> float:
         try:
@@ -109,10 +123,14 @@ class DigitText:
         return {"input_ids": padded.ids.to(self._device), "attention_mask": padded.mask.long().to(self._device)}
 
 
-def _drawn(p: Tensor) -> Tensor:
-    """A word for each copy [m,copies] by p [m,copies,V]: torch.multinomial draws V exponentials for each."""
+def _drawn(p: Tensor, at: Tensor) -> Tensor:
+    """A word for each copy [m,copies] by p [m,nodes,V] at its node: torch.multinomial draws V exponentials for each."""
     below = p.cumsum(-1)
-    return torch.searchsorted(below, torch.rand_like(below[..., :1]) * below[..., -1:]).squeeze(-1)
+    total = below[..., -1].gather(1, at)
+    of_nodes = torch.searchsorted(
+        below, (torch.rand_like(total) * total)[:, None].expand(-1, p.shape[1], -1).contiguous()
+    )
+    return of_nodes.gather(1, at[:, None]).squeeze(1)
 
 
 def _split(rows: np.ndarray, size: int = READ) -> list[np.ndarray]:

@@ -26,7 +26,7 @@ DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as reg
 
 
 class Features(Protocol):
-    """x [m,H] fp32 of rows, by their indices [m]. rates, epochs (from none up to these), batch: of a training."""
+    """x [m,H] fp32 of rows, by their indices [m]. rates, epochs (one up to these), batch: of a training."""
 
     rates: Sequence[float]
     epochs: int
@@ -65,15 +65,17 @@ class Arm(NamedTuple):
     outputs: int
     further: int
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]  # (head, x [m,H], its goals [m]) -> scalar
-    read: Callable[[nn.Module, Tensor, float], Predicted]  # (head, x [n,H], its loss on rows that it did not learn)
+    read: Callable[
+        [nn.Module, Tensor, np.ndarray, float], Predicted
+    ]  # (head, x [m,H] of rows [m], loss beside training)
 
 
 def squared_error(y: np.ndarray, train: np.ndarray) -> Arm:
     """Means of normal laws; their spread is the error on the rows for evaluation. y [n]; train: as `Stored`."""
     goal, centre, unit = _standardised(y, train)
 
-    def read(head: nn.Module, x: Tensor, lost: float) -> Predicted:
-        return Predicted.normal(head(x)[:, 0].double().numpy() * unit + centre, math.sqrt(lost) * unit, y)
+    def read(head: nn.Module, x: Tensor, rows: np.ndarray, lost: float) -> Predicted:
+        return Predicted.normal(head(x)[:, 0].double().numpy() * unit + centre, math.sqrt(lost) * unit, y[rows])
 
     return Arm(goal, 1, 0, lambda head, x, goals: F.mse_loss(head(x)[:, 0], goals), read)
 
@@ -87,7 +89,7 @@ def pinball(y: np.ndarray, train: np.ndarray) -> Arm:
         error = goals[:, None] - head(x)
         return torch.maximum(at * error, (at - 1) * error).mean()
 
-    def read(head: nn.Module, x: Tensor, lost: float) -> Predicted:
+    def read(head: nn.Module, x: Tensor, rows: np.ndarray, lost: float) -> Predicted:
         return Predicted(np.sort(head(x).double().numpy() * unit + centre, 1))
 
     return Arm(goal, len(QUANTILES), 0, loss, read)
@@ -116,11 +118,11 @@ def digits(y: np.ndarray, train: np.ndarray) -> Arm:
             [F.cross_entropy(logits(head, x, value, place), digit(value, place)) for place in range(DIGITS)]
         ).mean()
 
-    def read(head: nn.Module, x: Tensor, lost: float) -> Predicted:
+    def read(head: nn.Module, x: Tensor, rows: np.ndarray, lost: float) -> Predicted:
         draw = torch.Generator().manual_seed(0)
         sampled = []
         for _ in range(SAMPLES):
-            value = torch.zeros(len(y), dtype=torch.int64)
+            value = torch.zeros(len(x), dtype=torch.int64)
             for place in range(DIGITS):
                 law = logits(head, x, value, place).softmax(-1)
                 value += torch.multinomial(law, 1, generator=draw)[:, 0] * 10 ** (DIGITS - 1 - place)
@@ -139,10 +141,11 @@ def _standardised(y: np.ndarray, train: np.ndarray) -> tuple[Tensor, float, floa
     return torch.from_numpy((y - centre) / unit).float(), centre, unit
 
 
-def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.ndarray) -> Predicted:
-    """Every row's law by a head of two layers, which learns on one of the features after the other.
+def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.ndarray, test: np.ndarray) -> Predicted:
+    """The law of each test row by a head of two layers, which learns on one of the features after the other.
 
     train, valid: indices of the rows to learn from, and to choose rates and epochs by, which are then learnt from too.
+    A stage that makes the head worse is left out.
     """
 
     def fresh(rows: np.ndarray) -> nn.Module:
@@ -151,12 +154,14 @@ def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.nd
         return nn.Sequential(nn.Linear(width, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, arm.outputs))
 
     head_of: HeadOf = fresh
-    least = math.inf
+    least, read = math.inf, stages[0]
     for features in stages:
-        head_of, least = _further(arm, features, head_of, train, valid)
+        further, lost = _further(arm, features, head_of, train, valid)
+        if lost < least:
+            head_of, least, read = further, lost, features
     head = head_of(np.concatenate([train, valid]))
     with torch.no_grad():
-        return arm.read(head, _read(stages[-1], np.arange(len(arm.goal))), least)
+        return arm.read(head, _read(read, test), test, least)
 
 
 def _further(
@@ -167,7 +172,6 @@ def _further(
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
         head = head_of(rows)
         optimizer = torch.optim.AdamW([*head.parameters(), *features.begin()], lr=rate)
-        yield head  # no epoch at all may be the best
         for _ in range(features.epochs):
             for some in torch.from_numpy(rows)[torch.randperm(len(rows))].split(features.batch):
                 optimizer.zero_grad()

@@ -48,10 +48,6 @@ class Predicted:
         density = cauchy.logpdf(unit(truth), middle, scale)
         return cls(quantiles, density - np.log1p(np.abs(truth)) if by_log else density)
 
-    def of(self, rows: np.ndarray) -> Predicted:
-        """Those of some rows [m]."""
-        return Predicted(self.quantiles[rows], None if self.log_density is None else self.log_density[rows])
-
     def scores(self, truth: np.ndarray) -> dict[str, float]:
         """Scores by truth [n]; without an interval where every law is a point.
 

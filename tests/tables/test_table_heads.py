@@ -1,5 +1,6 @@
 """Heads on features that stay and on those of a base with adapters: what they learn, and what does not move."""
 
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -78,12 +79,12 @@ def test_heads_learn_what_features_say() -> None:
     y = (100 + 20 * z[:, 0] + 5 * torch.randn(400, generator=draw)).double().numpy()
     train, valid, test = np.arange(200), np.arange(200, 250), np.arange(250, 400)
     stored = Stored(z, train)
-    found = learnt(squared_error(y, train), [stored], train, valid).of(test)
+    found = learnt(squared_error(y, train), [stored], train, valid, test)
     assert found.scores(y[test])["rmse"] < 8  # 5 is the noise, 20 what can be told
     ends = found.quantiles[:, [0, -1]] @ [-1, 1] / (2 * 1.96)
     assert 4 < ends.min() <= ends.max() < 8, "the spread"
     for arm in (pinball, digits):
-        scores = learnt(arm(y, train), [stored], train, valid).of(test).scores(y[test])
+        scores = learnt(arm(y, train), [stored], train, valid, test).scores(y[test])
         assert scores["rmse"] < 10
         assert 0.75 < scores["coverage_90"] < 0.98
 
@@ -93,8 +94,8 @@ def test_adapters_let_a_head_learn_what_frozen_features_do_not_hold(base: str, n
     features, backbone = adapted_base(base, epochs=8)
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
     arm = ARMS[name](Y, TRAIN)
-    frozen = learnt(arm, [features.still], TRAIN, VALID).of(TEST).scores(Y[TEST])
-    adapted = learnt(arm, [features.still, features], TRAIN, VALID).of(TEST).scores(Y[TEST])
+    frozen = learnt(arm, [features.still], TRAIN, VALID, TEST).scores(Y[TEST])
+    adapted = learnt(arm, [features.still, features], TRAIN, VALID, TEST).scores(Y[TEST])
     assert frozen["r2"] < 0.2, "the last token does not see the number"
     assert adapted["r2"] > 0.4, "digits learn slowest"
     assert adapted["crps"] < 0.8 * frozen["crps"]
@@ -125,7 +126,7 @@ def test_every_part_that_learns_gets_a_gradient_and_each_training_begins_at_the_
 def test_the_same_training_gives_the_same_bits(base: str) -> None:
     first, again = (adapted_base(base, epochs=1)[0] for _ in range(2))
     arm = pinball(Y, TRAIN)
-    found = [learnt(arm, [made.still, made], TRAIN, VALID).quantiles for made in (first, again, first)]
+    found = [learnt(arm, [made.still, made], TRAIN, VALID, TEST).quantiles for made in (first, again, first)]
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2]), "an arm before it leaves nothing behind"
 
@@ -133,35 +134,45 @@ def test_the_same_training_gives_the_same_bits(base: str) -> None:
 def test_copies_of_a_prompt_that_share_a_cache_do_not_see_each_other(base: str, monkeypatch) -> None:
     prompts = ["it is 7.5: ", "it was not more than 12: "]
     text = DigitText(base, prompts, np.array([7.5, 12.25]), epochs=1)
-    torch.nn.init.normal_(text.model.lm_head.weight)  # other words, another law
+    torch.nn.init.normal_(text.model.lm_head.weight, std=2)  # other words, another law; few words are likely
     for layer in text.model.model.layers:
         torch.nn.init.normal_(layer.self_attn.o_proj.base_layer.weight, std=0.1)
-    laws, draws, drawn = [], [], digit_text._drawn
+    draws, nodes, rand, drawn = [], [], torch.rand_like, digit_text._drawn
 
-    def recorded(p: torch.Tensor) -> torch.Tensor:
-        laws.append(p)
-        draws.append(drawn(p))
+    def recorded(like: torch.Tensor) -> torch.Tensor:
+        draws.append(rand(like))
         return draws[-1]
 
-    monkeypatch.setattr(digit_text, "_drawn", recorded)
-    text.write(np.arange(2), 5)
-    written = torch.stack(draws, -1)
-    assert len({*map(tuple, written.flatten(0, 1).tolist())}) > 5
+    def counted(p: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        nodes.append(p.shape[1])
+        return drawn(p, at)
+
+    monkeypatch.setattr(torch, "rand_like", recorded)
+    monkeypatch.setattr(digit_text, "_drawn", counted)
+    with torch.no_grad():
+        written = text._texts(np.arange(2), 40)
+    assert nodes[0] == 1 < nodes[1] < 40, "copies begin alike and part"
     for row, prompt in enumerate(prompts):
-        for copy in range(5):
-            ids = torch.tensor([*text.tokenizer.encode(prompt)[0], *written[row, copy].tolist()])[None]
+        for copy in range(40):
+            words = [*takewhile(lambda word: word != text._end, written[row, copy].tolist()), text._end]
+            words = words[: written.shape[-1]]
             with torch.no_grad():
-                alone = text.model(input_ids=ids).logits.softmax(-1)[0, -len(laws) - 1 : -1]
-            together = torch.stack([law[row, copy] for law in laws])
-            torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-3)  # fp32, in another order
+                ids = torch.tensor([text.tokenizer.encode(prompt)[0] + words])
+                alone = text.model(input_ids=ids).logits.softmax(-1)[0, -len(words) - 1 : -1].cumsum(-1)
+            for below, word, draw in zip(alone, words, draws, strict=False):
+                found = float(draw[row, copy])  # fp32, in another order: 1e-5
+                assert (below[word - 1] if word else 0) - 1e-5 <= found * below[-1] <= below[word] + 1e-5
 
 
 def test_words_are_drawn_by_their_p() -> None:
     torch.manual_seed(0)
-    p = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
-    found = digit_text._drawn(p.expand(1, 20_000, 6)).flatten().bincount(minlength=6) / 20_000
-    torch.testing.assert_close(found, p, atol=0.015, rtol=0)  # four standard errors
-    assert not found[p == 0].any()
+    p = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0], [0.25, 0.0, 0.0, 0.0, 0.0, 0.75]])
+    at = torch.tensor([[0, 1]]).repeat(3, 20_000)
+    drawn = digit_text._drawn(p.expand(3, -1, -1), at)
+    for node, law in enumerate(p):
+        found = drawn[at == node].bincount(minlength=6) / 60_000
+        torch.testing.assert_close(found, law, atol=0.01, rtol=0)  # five standard errors
+        assert not found[law == 0].any()
 
 
 def test_the_base_learns_to_write_the_number_as_text_and_reads_a_prompt_once_for_all_samples(tmp_path: Path) -> None:
