@@ -1,9 +1,11 @@
-"""CSV: the delimiter, and numbers with a decimal comma."""
+"""CSV: the delimiter, numbers with a decimal comma, and how an empty cell is written."""
 
 from __future__ import annotations
 
 import re
 
+# As pandas, R, spreadsheets and databases write it
+MISSING = frozenset({"", "NaN", "nan", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "NULL", "null"})
 _DELIMITERS = ",;\t|"
 _QUOTED = re.compile(r'"[^"]*("|$)')
 _DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+([eE][+-]?\d+)?")

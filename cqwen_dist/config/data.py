@@ -169,8 +169,9 @@ class DataConfig(Section):
     on_bad_line: Literal["error", "skip"] = "error"
     """A broken line, an empty text, a missing field: stop, or count and skip."""
     empty_cell: str | None = None
-    """What stands in a template for an empty cell, a null, a NaN or a field that a JSON record lacks; default: nothing
-    for an empty cell, and the others are bad lines, as is any in target_field."""
+    """What stands in a template for an empty cell, a null, a NaN or a field that a JSON record lacks, with target_field
+    also for a cell NaN, NA, N/A, None, NULL or the like; default: nothing for an empty cell, and the others are bad
+    lines, as is any in target_field."""
     decimal_comma: bool = False
     """Read 1.234,5 in a cell of CSV files as 1234.5."""
     on_nonfinite: Literal["error", "skip"] = "error"

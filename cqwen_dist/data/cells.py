@@ -8,6 +8,8 @@ from decimal import Decimal
 
 import numpy as np
 
+from cqwen_dist.delimited import MISSING
+
 
 class BadLine(Exception):
     """A line or record that cannot be used: kind (counted), what was found, what is allowed."""
@@ -24,6 +26,11 @@ class Literal(str):
 def is_empty(value: object) -> bool:
     """Whether a cell holds nothing: null, no characters, or NaN."""
     return value is None or value == "" or value != value
+
+
+def is_missing(value: object) -> bool:
+    """Whether a table's cell holds nothing, or says so in a word (`MISSING`)."""
+    return is_empty(value) or (isinstance(value, str) and value.strip() in MISSING)
 
 
 def as_text(value: object) -> str | None:

@@ -37,22 +37,22 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
     return DataRecipe(name, keys | extra, _length([" ".join(map(str, record.values())) for record in records]))
 
 
-def records_of(source: str, count: int | None = None) -> tuple[list[Any], dict[str, Any]]:
+def records_of(source: str, count: int | None = None, key: str = "--data") -> tuple[list[Any], dict[str, Any]]:
     """A source's first records (None: all; of a text file: texts), and the keys of `data` that read them.
 
-    Raises `UserError`, at a broken line too.
+    key: what names the source in errors. Raises `UserError`, at a broken line too.
     """
     try:
-        return list(islice(_records(source), count)), {}
+        return list(islice(_records(source, key), count)), {}
     except UserError as error:
         if error.key != "decimal comma":
             raise
         keys = {"decimal_comma": True}
-        return list(islice(_records(source, **keys), count)), keys
+        return list(islice(_records(source, key, **keys), count)), keys
 
 
-def _records(source: str, **keys: Any) -> Iterator[Any]:
-    for block in blocks(source, DataConfig(train=source, text_template="{*}", **keys), "--data"):
+def _records(source: str, key: str, **keys: Any) -> Iterator[Any]:
+    for block in blocks(source, DataConfig(train=source, text_template="{*}", **keys), key):
         for where, record in block():
             if isinstance(record, BadLine):
                 raise UserError(record.kind, record.found, record.allowed, where)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from cqwen_dist.config import DataConfig, NumberPolicy
 from cqwen_dist.config.data import template_fields
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty
+from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty, is_missing
 from cqwen_dist.data.chat import Chat, Spans
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.turns import messages_of, tools_of
@@ -177,11 +177,10 @@ class Extractor:
     def _clean(self, text: str) -> str:
         return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text
 
-    @staticmethod
-    def _cell(record: Mapping[str, Any], name: str, empty: str | None) -> str:
+    def _cell(self, record: Mapping[str, Any], name: str, empty: str | None) -> str:
         """A cell as text. empty: what replaces an empty or missing cell; None: only "" may be empty."""
         value = _field(record, name) if empty is None else record.get(name)
-        if is_empty(value) and empty is not None:
+        if empty is not None and (is_empty(value) if self.config.target_field is None else is_missing(value)):
             return empty
         if is_empty(value) and value != "":
             raise BadLine("empty cell", value, f"something in the field {name!r} (or data.empty_cell)")

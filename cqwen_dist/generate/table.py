@@ -13,7 +13,7 @@ from torch import Tensor
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
-from cqwen_dist.delimited import delimiter_of, read_cells
+from cqwen_dist.delimited import MISSING, delimiter_of, read_cells
 from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
@@ -66,8 +66,8 @@ def prompts_of(
 ) -> list[str]:
     """The template, such as "age {age}, bmi {bmi}: score", filled with the cells of each row; None is an empty cell.
 
-    empty: the text for an empty cell, as data.empty_cell in training. Raises `UserError` for a name that is no column,
-    a template without columns, and an empty cell without `empty`.
+    empty: the text for an empty cell or a word for it (`MISSING`), as data.empty_cell in training. Raises `UserError`
+    for a name that is no column, a template without columns, and an empty cell without `empty`.
     """
     try:
         parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
@@ -97,10 +97,12 @@ def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
 
 def _cell(row: Mapping[str, Any], name: str, number: int, empty: str | None) -> str:
     cell = "" if row[name] is None else str(row[name])
-    if not cell and empty is None:
+    if empty is not None and cell.strip() in MISSING:
+        return empty
+    if not cell:
         found = Said(f"row {number} with an empty cell in the column {name}")
         raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
-    return cell or empty or ""
+    return cell
 
 
 def predict_numbers(

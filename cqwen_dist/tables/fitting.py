@@ -21,6 +21,7 @@ import numpy as np
 from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluated
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.data import column_lines
+from cqwen_dist.config.errors import Said
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import predict_rows, prompts_of, template_of, write_table
@@ -100,9 +101,12 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     tokens = lengths[parts.train]
     say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")
     if longer := int((tokens + 2 > LONGEST).sum()):
+        if longer == len(tokens):
+            found = Said(f"only rows of more than {LONGEST:,} tokens")
+            raise UserError("FILE", found, "shorter ones (fewer --text-columns)", request.table)
         say(f"note: {longer:,} rows of more than {LONGEST:,} tokens are not trained on (fewer --text-columns shorten)")
     say("timing the base on this machine")
-    pace = measure_pace(request.base, int(np.median(tokens)))
+    pace = measure_pace(request.base, min(int(np.median(tokens)), LONGEST))
     choice = choose(table.values()[parts.train], tokens, len(parts.valid), len(parts.test), pace, request.minutes)
     if choice.epochs:
         say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")

@@ -14,7 +14,7 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import as_number, as_text, is_empty
+from cqwen_dist.data.cells import as_number, as_text, is_missing
 from cqwen_dist.data.recipes import records_of
 from cqwen_dist.generate.table import NUMBER_COLUMNS
 from cqwen_dist.generate.table import read_table as read_csv
@@ -63,7 +63,7 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
 
 
 def _records(source: str) -> list[Mapping[str, Any]]:
-    records, _ = records_of(source)
+    records, _ = records_of(source, key="FILE")
     if not records or not isinstance(records[0], Mapping):
         raise UserError("FILE", source, "a table: .csv, .parquet, or .jsonl with an object a line")
     return records
@@ -78,7 +78,8 @@ def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
     """Raises `UserError` for targets that are no numbers, too few, or all the same."""
     for number, row in enumerate(rows, 1):
         if row[target] and as_number(row[target]) is None:
-            raise UserError("--target", row[target], f"numbers in the column {target}", f"{source}, record {number}")
+            allowed = f"numbers in the column {target}, such as 1234.5"
+            raise UserError("--target", row[target], allowed, f"{source}, record {number}")
     found = [as_number(row[target]) for row in rows if row[target]]
     if len(found) < LEAST_ROWS:
         raise UserError("FILE", Said(f"{len(found)} rows with a {target}"), f"{LEAST_ROWS} or more", source)
@@ -177,7 +178,7 @@ def _of_numbers(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 def _as_text(cell: Any) -> str:
     """As a template writes it; nothing where it is empty."""
-    return "" if is_empty(cell) else (as_text(cell) or str(cell)).strip()
+    return "" if is_missing(cell) else (as_text(cell) or str(cell)).strip()
 
 
 def _known(key: str, wanted: Sequence[str], names: list[str]) -> None:

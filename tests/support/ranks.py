@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.rounding import install_if_asked
 
-
 # Two thirds of a tiny run are imports: DeepSpeed decorates an optimizer with torch.compile, which imports inductor.
 PRELOADED = (
     "torch.distributed",

@@ -105,3 +105,14 @@ def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: li
     assert done.stderr.startswith("error: ")
     assert f"{wrong[0]}: found" in done.stderr or "--base" in wrong
     assert list(tmp_path.iterdir()) == [table]
+
+
+def test_a_table_of_rows_that_are_all_too_long_is_one_line(one_rank: Path, tmp_path: Path) -> None:
+    table = write_table(tmp_path / "people.csv")
+    done = cqwen_forked(
+        *("fit", table, "--target", "score", "--out", tmp_path / "out"),
+        *("--base", one_rank / "base", "--template", "{city} " * 1100),
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "only rows of more than 1,024 tokens" in done.stderr
+    assert list(tmp_path.iterdir()) == [table]

@@ -8,7 +8,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from cqwen_dist.config import UserError
+from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.records import Extractor
+from cqwen_dist.delimited import MISSING
+from cqwen_dist.generate.table import prompts_of
 from cqwen_dist.tables.rows import BLOCK, by_length, held_out_rows, read_parts, read_table, split
 
 
@@ -48,6 +52,26 @@ def test_rows_without_a_target_and_columns_no_template_can_name_are_left_out_and
     assert table.columns == ["city", "age", "height"]
     assert "1 rows without a score" in table.notes[0]
     assert "a.b" in table.notes[1]
+
+
+def test_a_word_for_an_empty_cell_is_one_in_a_fit_in_training_and_in_a_prediction(tmp_path: Path) -> None:
+    records = cities(40)
+    for i, word in enumerate(MISSING):
+        records[i]["age"], records[-1 - i]["city"] = word, f" {word} "
+    records[20]["score"] = "NA"
+    table = read_table(written(tmp_path, records), "score")
+    assert table.numeric == ["age", "height"], "such a word does not make a column of text"
+    assert "1 rows without a score" in table.notes[0]
+    assert [row["city"] for row in table.rows].count("") == len(MISSING)
+    prompts = prompts_of("{city}, {age}: ", ["city", "age"], records, "unknown")
+    assert [prompt.partition(",")[0] for prompt in prompts].count("unknown") == len(MISSING)
+    read = {"train": "t", "prompt_template": "{city}, {age}: ", "text_template": "{score}", "empty_cell": "unknown"}
+    of_table, of_texts = (Extractor(DataConfig(**read, **keys), Chat()) for keys in ({"target_field": "score"}, {}))
+    for number, record in enumerate(records):
+        if number != 20:
+            assert of_table(record, "here").text.startswith(prompts[number])
+    word = next(word for word in MISSING if word)
+    assert word in of_texts({"city": word, "age": 1, "score": 2}, "here").text, "a text may say so"
 
 
 @pytest.mark.parametrize(
