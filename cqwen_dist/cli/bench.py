@@ -165,7 +165,8 @@ def numbers(
     quiet_libraries()
     from rich.markdown import Markdown
 
-    from cqwen_dist.tables.benchmark import Benchmark, laws_picture, page
+    from cqwen_dist.tables.benchmark import Benchmark
+    from cqwen_dist.tables.benchmark_page import laws_picture, page
 
     def say(line: str) -> None:
         typer.echo(line, err=as_json)

@@ -21,20 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.recipes import records_of
-from cqwen_dist.generate.line_chart import line_chart, sheet
 from cqwen_dist.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.baselines import natural_boosting
 from cqwen_dist.tables.fitting import CONFIG, OURS, REQUEST, FitRequest, Prepared, prepare
-from cqwen_dist.tables.predicted_laws import HELD, LAWS, QUANTILES, Predicted, laws
+from cqwen_dist.tables.predicted_laws import QUANTILES, Predicted, laws
 from cqwen_dist.tables.rows import write_rows
 
 if TYPE_CHECKING:
@@ -279,57 +277,3 @@ def _arms(stages: Sequence[Any], made: Prepared, titles: Mapping[str, str]) -> I
         start = time.perf_counter()
         law = learnt(ARMS[name](y, parts.train), stages, *parts)
         yield title, {**law.scores(y[parts.test]), "seconds": time.perf_counter() - start}
-
-
-def page(document: dict[str, Any]) -> str:
-    """Markdown: a table of each set, medians over its splits, and one of the laws."""
-    lines = [
-        f"Measured {document['date']} on {document['machine']}; base {Path(document['base']).name}, "
-        f"{document['minutes']:g} minutes a fit; judged by "
-        + (f"{document['test_rows']:,} drawn test rows of each split" if document["test_rows"] else "all test rows")
-        + ". Medians over the splits, and their range.",
-    ]
-    for name, splits in document["sets"].items():
-        published = PROTOCOLS[name].published
-        known = "" if published is None else f", RMSE published {published:g} (Monte Carlo dropout, 20 splits)"
-        lines += ["", f"### {name}: {len(splits)} splits{known}", ""]
-        lines += [
-            "| | MAE | RMSE | R2 | CRPS | log likelihood | 90 % holds | width | s |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for model in splits[0]:
-            of_model = [split[model] for split in splits]
-            keys = ("mae", "rmse", "r2", "crps", "log_likelihood", "coverage_90", "width_90", "seconds")
-            cells = [_median(of_model, key) for key in keys]
-            lines.append(f"| {model} | {' | '.join(cells)} |")
-        if name in ("addition", "subtraction"):
-            ours = [split[OURS] for split in splits]
-            exact, relative = _median(ours, "exact"), _median(ours, "relative")
-            lines += ["", f"Exact to the unit {exact}, median relative error {relative}."]
-    lines += ["", "### The law of the errors", "", f"| | {' | '.join(LAWS)} |", "|---" * (1 + len(LAWS)) + "|"]
-    for name, found in document["laws"].items():
-        cells = [f"{of['log_likelihood']:.3f}, {of['coverage_90']:.1%}" for of in found.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def laws_picture(document: dict[str, Any]) -> str:
-    """An SVG document: of each set, the share of errors in each law's central intervals, by their level."""
-    charts = [
-        line_chart(
-            name,
-            {law: list(zip(HELD, of["held"], strict=True)) for law, of in found.items()},
-            "level of the interval",
-            "share of the errors in it",
-            diagonal=True,
-        )
-        for name, found in document["laws"].items()
-    ]
-    return sheet("Which law do the errors have? On the diagonal an interval holds what it says.", charts, 2)
-
-
-def _median(results: Sequence[dict[str, float]], key: str) -> str:
-    if not all(key in of for of in results):
-        return ""
-    found = [of[key] for of in results]
-    return f"{median(found):.4g}" + f" ({min(found):.3g} to {max(found):.3g})" * (len(found) > 1)

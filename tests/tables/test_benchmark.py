@@ -10,7 +10,8 @@ import pytest
 from support.runs import cqwen_forked
 
 from cqwen_dist.config import UserError
-from cqwen_dist.tables.benchmark import OURS, Benchmark, page
+from cqwen_dist.tables.benchmark import OURS, Benchmark
+from cqwen_dist.tables.benchmark_page import page
 from cqwen_dist.tables.heads import ARMS
 
 
@@ -21,6 +22,27 @@ def test_an_unknown_set_is_refused_and_one_without_a_file_is_left_out_by_name(tm
         benchmark.run(["boston"], 1)
     assert benchmark.run(["energy", "gsm8k"], 1)["sets"] == {}
     assert [line.partition(":")[0] for line in said] == ["energy", "gsm8k"]
+
+
+def test_a_page_says_first_who_errs_least() -> None:
+    def scores(mae: float, crps: float, **more: float) -> dict[str, float]:
+        return {"mae": mae, "rmse": mae, "r2": 0.5, "crps": crps, **more}
+
+    splits = [
+        {
+            OURS: scores(mae, mae / 2, coverage_90=0.9, width_90=2.0),
+            "always the median": scores(9, 9),
+            "ridge, numeric columns": scores(3 + i, 3 + i),
+            "quantiles, on z": scores(4, 1.25 + i),
+            "digits, median of 64, on z": scores(5, 3),
+        }
+        for i, mae in enumerate((1.0, 2.0, 6.0))
+    ]
+    document = {"date": "today", "machine": "this", "base": "b", "minutes": 1, "test_rows": None, "laws": {}}
+    text = page({**document, "sets": {"energy": splits}})
+    assert "| energy | 3 | 2 | 4 |  | 4 | 1 | 2.25 | 90% |" in text.splitlines(), "medians; of each kind the least"
+    assert text.index("| energy | 3") < text.index("### energy: 3 splits, RMSE published 0.539")
+    assert "| always the median | 9 (9 to 9) |" in text
 
 
 @pytest.mark.slow
