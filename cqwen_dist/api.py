@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
 __all__ += ["evaluate", "load", "predict", "train"]
 
+RECORD_FILES = (".parquet", ".json", ".jsonl")  # tables with types; all others are CSV
 DATA = "data"  # folder inside a run's, for rows that came from memory
 
 
@@ -152,8 +153,8 @@ def predict(
     """Predict the next number for every row of a table, as `cqwen predict` does.
 
     Returns the rows with new columns, `predicted`, `low_50` to `high_95` and `p_num` (`generate.table.NUMBER_COLUMNS`),
-    None where the model writes no number. model: a folder, or the result of `load`. rows: a CSV file's path, a
-    DataFrame, a list of dicts. template: the prompt of a row, with columns in braces; None: the run's own, with its
+    None where the model writes no number. model: a folder, or the result of `load`. rows: a CSV, Parquet or JSONL file,
+    a DataFrame, a list of dicts. template: the prompt of a row, with columns in braces; None: the run's own, with its
     data.empty_cell. options: choose one of these texts instead (columns `chosen`, `p OPTION`). For the others see
     `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
     """
@@ -162,10 +163,10 @@ def predict(
     from cqwen_dist.generate.table import predict_rows, prompts_of, read_table
 
     table: list[Any]
-    if isinstance(rows, (str, Path)):
+    if isinstance(rows, (str, Path)) and not str(rows).lower().removesuffix(".gz").endswith(RECORD_FILES):
         columns, table = read_table(Path(rows), decimal_comma)
     else:
-        table = list(as_rows(rows, "rows"))
+        table = _records_in(rows) if isinstance(rows, (str, Path)) else list(as_rows(rows, "rows"))
         columns = list(table[0]) if table and isinstance(table[0], Mapping) else []
         for number, row in enumerate(table, 1):
             if not isinstance(row, Mapping) or list(row) != columns:
@@ -190,6 +191,17 @@ def predict(
             within=within,
         )
     )
+
+
+def _records_in(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a Parquet or JSON file, all with the same columns: None where one lacks a field."""
+    from cqwen_dist.data.recipes import records_of
+
+    found, _ = records_of(str(path), key="FILE")
+    if not all(isinstance(record, Mapping) for record in found):
+        raise UserError("FILE", str(path), "an object a line")
+    columns = dict.fromkeys(name for record in found for name in record)
+    return [{name: record.get(name) for name in columns} for record in found]
 
 
 def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:

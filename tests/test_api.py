@@ -153,7 +153,16 @@ def test_predictions_are_the_commands(ran: Any, tmp_path: Path) -> None:
         assert [{**row, "amount": ""} for row in told] == [{**row, "amount": ""} for row in expected]
     assert found[1]["amount"] == 12.0, "the row's own cell"
     assert predict(pair, table, TEMPLATE, options=[" and", " for"])[0]["chosen"] in (" and", " for")
-    for odd, match in ((["a"], "row 1: rows: found 'a'"), ([*table, {"item": "x"}], "row 4: rows"), ("no.csv", "FILE")):
+    lines = tmp_path / "table.jsonl"
+    last = {"item": "rice"}  # its amount is what an empty cell is filled with
+    lines.write_text("".join(json.dumps(record) + "\n" for record in (*table[:2], last)))
+    pandas.DataFrame(table).to_parquet(tmp_path / "table.parquet")
+    read = [predict(pair, file, TEMPLATE, empty="-4.25") for file in (tmp_path / "table.parquet", str(lines))]
+    assert [row["predicted"] for row in read[0]] == [row["predicted"] for row in read[1]]
+    assert read[1][2]["amount"] is None
+    assert [row["low_90"] for row in read[0]] == [row["low_90"] for row in predict(pair, table, TEMPLATE)]
+    odd_ones = ((["a"], "row 1: rows: found 'a'"), ([*table, {"item": "x"}], "row 4: rows"))
+    for odd, match in (*odd_ones, ("no.csv", "FILE"), (tmp_path / "no.parquet", "FILE: found no file")):
         with pytest.raises(UserError, match=match):
             predict(pair, odd, TEMPLATE)
 

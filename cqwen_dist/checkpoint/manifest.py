@@ -16,7 +16,7 @@ from typing import Any
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import CHECKPOINTS, LATEST, MANIFEST, file_record, read_object, read_small, sync
+from cqwen_dist.run.files import BEST, CHECKPOINTS, LATEST, MANIFEST, file_record, read_object, read_small, sync
 
 FORMAT = 2
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
@@ -165,10 +165,12 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
-    """(run folder, checkpoint folder) of a run folder, its `latest`, or a checkpoint folder. Raises `UserError`."""
+    """(run folder, checkpoint folder) of a run, its `latest`, a checkpoint, or a fit's folder. Raises `UserError`."""
     path = Path(path)
     if path.name == LATEST and path.is_file():
         path = path.parent
+    if (best := path / BEST).is_file():
+        path = path / read_small(best).strip()
     if read_manifest(path) is not None:
         if problems := verify(path):
             raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))

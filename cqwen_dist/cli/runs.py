@@ -160,7 +160,7 @@ def _show_fit(folder: Path, found: dict[str, Any]) -> None:
         interval = f"90 % between {row['low_90']:g} and {row['high_90']:g}"
         console.print(f"    predicted {row['predicted']}, {interval}; true {row['truth']:g}")
     console.print(f"{folder}: fit.svg (a picture), predicted.csv, fit.yaml (cqwen train), run/report.html")
-    console.print(f"more rows: cqwen predict {found['checkpoint']} FILE.csv")
+    console.print(f"more rows: cqwen predict {folder} FILE")
 
 
 def submit(

@@ -175,7 +175,7 @@ def _lines_of_words(document: dict[str, Any]) -> str:
 
 def predict(
     checkpoint: Checkpoint,
-    table: Annotated[Path, typer.Argument(metavar="FILE", help="A CSV file with a header.")],
+    table: Annotated[Path, typer.Argument(metavar="FILE", help="A table: .csv, .tsv, .parquet or .jsonl.")],
     template: Annotated[str | None, typer.Option(help="A row's prompt, 'age {age}: was'; default: the run's.")] = None,
     out: Annotated[Path | None, typer.Option(help="The CSV to write; default: stdout.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="Choose one of these texts, no number; repeat it.")] = None,

@@ -31,6 +31,7 @@ EVALUATIONS = "evaluations"  # what a report draws
 PROBE = "probe_start.safetensors"  # in `evaluations`
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # the path of the newest checkpoint, moved after it is whole
+BEST = "best"  # beside a run: the path of its checkpoint that `cqwen fit` predicts with
 MANIFEST = "manifest.json"  # of a checkpoint, and of a feature cache
 STATE = "state.json"  # of a checkpoint
 FEATURE_CACHE = "feature_cache"

@@ -5,6 +5,7 @@ FOLDER/table/{train,valid,test}.csv  the rows, as text
 FOLDER/fit.yaml, run/                an ordinary config and its run
 FOLDER/predicted.csv                 the test rows with predictions and intervals
 FOLDER/fit.json, fit.svg             the comparison, and a picture of it
+FOLDER/best                          the checkpoint that it predicts with: the folder serves as a model
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.plot import scatter_plot
 from cqwen_dist.generate.table import predict_rows, prompts_of, template_of, write_table
-from cqwen_dist.run.files import appearing, write_atomically, written_whole
+from cqwen_dist.run.files import BEST, appearing, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
 from cqwen_dist.tables.choices import LONGEST, choose, config_text, measure_pace
 from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, split
@@ -123,6 +124,7 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     table, parts = made.table, made.parts
     truth = table.values()[parts.test]
     checkpoint = best_checkpoint(folder / "run")
+    write_atomically(folder / BEST, f"{checkpoint.relative_to(folder)}\n")
     own = _predict(folder, checkpoint, made, say)
     found = np.array([row["predicted"] for row in own])
     ends = np.array([[row["low_90"], row["high_90"]] for row in own])

@@ -89,7 +89,8 @@ def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, lis
 def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tuple[Path, list[object]]) -> None:
     out, _ = fitted
     checkpoint = json.loads((out / "fit.json").read_text(encoding="utf-8"))["checkpoint"]
-    done = cqwen_forked("predict", checkpoint, out / "table" / "test.csv")
+    assert out / (out / "best").read_text().strip() == Path(checkpoint)
+    done = cqwen_forked("predict", out, out / "table" / "test.csv")
     assert done.returncode == 0, done.stderr
     with (out / "predicted.csv").open(encoding="utf-8") as file:
         before = list(csv.DictReader(file))
