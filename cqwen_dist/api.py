@@ -159,18 +159,10 @@ def predict(
     `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
     """
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.data.from_memory import as_rows, records
-    from cqwen_dist.generate.table import predict_rows, prompts_of, read_table
+    from cqwen_dist.data.from_memory import records
+    from cqwen_dist.generate.table import predict_rows, prompts_of
 
-    table: list[Any]
-    if isinstance(rows, (str, Path)) and not str(rows).lower().removesuffix(".gz").endswith(RECORD_FILES):
-        columns, table = read_table(Path(rows), decimal_comma)
-    else:
-        table = _records_in(rows) if isinstance(rows, (str, Path)) else list(as_rows(rows, "rows"))
-        columns = list(table[0]) if table and isinstance(table[0], Mapping) else []
-        for number, row in enumerate(table, 1):
-            if not isinstance(row, Mapping) or list(row) != columns:
-                raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
+    columns, table = _table_of(rows, decimal_comma)
     if within is None:
         within = 0 if template is None else 8
     if template is None:
@@ -193,15 +185,24 @@ def predict(
     )
 
 
-def _records_in(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a Parquet or JSON file, all with the same columns: None where one lacks a field."""
-    from cqwen_dist.data.recipes import records_of
+def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
+    """(columns, rows) of what `predict` takes. A field that a record of a file lacks is None. Raises `UserError`."""
+    from cqwen_dist.data.from_memory import as_rows
+    from cqwen_dist.generate.table import read_table
+    from cqwen_dist.tables.rows import columns_of, records_in
 
-    found, _ = records_of(str(path), key="FILE")
-    if not all(isinstance(record, Mapping) for record in found):
-        raise UserError("FILE", str(path), "an object a line")
-    columns = dict.fromkeys(name for record in found for name in record)
-    return [{name: record.get(name) for name in columns} for record in found]
+    if not isinstance(rows, (str, Path)):
+        table = list(as_rows(rows, "rows"))
+        columns = list(table[0]) if table and isinstance(table[0], Mapping) else []
+        for number, row in enumerate(table, 1):
+            if not isinstance(row, Mapping) or list(row) != columns:
+                raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
+        return columns, table
+    if not str(rows).lower().removesuffix(".gz").endswith(RECORD_FILES):
+        return read_table(Path(rows), decimal_comma)
+    found = records_in(str(rows))
+    columns = columns_of(found)
+    return columns, [{name: record.get(name) for name in columns} for record in found]
 
 
 def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:

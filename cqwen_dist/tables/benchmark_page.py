@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -55,18 +56,18 @@ def _in_short(sets: dict[str, list[dict[str, dict[str, float]]]]) -> list[str]:
     heads = ["splits", f"MAE: {OURS}", *KINDS, "CRPS: " + OURS, "of all others", f"90 % of {OURS} holds"]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for name, splits in sets.items():
-
-        def of(model: str, key: str, splits: Sequence[dict[str, dict[str, float]]] = splits) -> float:
-            return median(split[model][key] for split in splits)
-
-        kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
-        for model in splits[0]:
-            if model != OURS:
-                kinds[next(kind for kind, mark in KINDS.items() if mark in model)].append(model)
-        cells = [str(len(splits)), f"{of(OURS, 'mae'):.4g}"]
-        cells += [f"{min(of(model, 'mae') for model in models):.4g}" if models else "" for models in kinds.values()]
-        least = min(of(model, "crps") for models in kinds.values() for model in models)
-        cells += [f"{of(OURS, 'crps'):.4g}", f"{least:.4g}", f"{of(OURS, 'coverage_90'):.0%}"]
+        typical = {
+            model: {key: median(split[model][key] for split in splits) for key in ("mae", "crps")}
+            for model in splits[0]
+        }
+        ours, least = typical.pop(OURS), dict.fromkeys(KINDS, math.inf)
+        for model, of_model in typical.items():
+            kind = next(kind for kind, mark in KINDS.items() if mark in model)
+            least[kind] = min(least[kind], of_model["mae"])
+        cells = [str(len(splits)), f"{ours['mae']:.4g}"]
+        cells += ["" if mae == math.inf else f"{mae:.4g}" for mae in least.values()]
+        cells += [f"{ours['crps']:.4g}", f"{min(of_model['crps'] for of_model in typical.values()):.4g}"]
+        cells.append(f"{median(split[OURS]['coverage_90'] for split in splits):.0%}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 

@@ -59,15 +59,16 @@ class Stored:
 
 
 class Arm(NamedTuple):
-    """goal [n]: what the head learns of each row. outputs: of the head. further: its inputs beside x."""
+    """goal [n]: what the head learns of each row. outputs: of the head. further: its inputs beside x.
+
+    read: the laws of rows [m] from the head, their x [m,H], and the head's loss on rows that it did not learn.
+    """
 
     goal: Tensor
     outputs: int
     further: int
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]  # (head, x [m,H], its goals [m]) -> scalar
-    read: Callable[
-        [nn.Module, Tensor, np.ndarray, float], Predicted
-    ]  # (head, x [m,H] of rows [m], loss beside training)
+    read: Callable[[nn.Module, Tensor, np.ndarray, float], Predicted]
 
 
 def squared_error(y: np.ndarray, train: np.ndarray) -> Arm:
@@ -154,14 +155,14 @@ def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.nd
         return nn.Sequential(nn.Linear(width, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, arm.outputs))
 
     head_of: HeadOf = fresh
-    least, read = math.inf, stages[0]
+    least, best_features = math.inf, stages[0]
     for features in stages:
         further, lost = _further(arm, features, head_of, train, valid)
         if lost < least:
-            head_of, least, read = further, lost, features
+            head_of, least, best_features = further, lost, features
     head = head_of(np.concatenate([train, valid]))
     with torch.no_grad():
-        return arm.read(head, _read(read, test), test, least)
+        return arm.read(head, _read(best_features, test), test, least)
 
 
 def _further(

@@ -45,8 +45,8 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     Rows without a target are left out; a note counts them. Raises `UserError`: no such column, a target that is no
     number or always the same, fewer than `LEAST_ROWS` rows.
     """
-    records = _records(source)
-    names = list(dict.fromkeys(name for record in records for name in record))
+    records = records_in(source)
+    names = columns_of(records)
     _known("--target", [target], names)
     _known("--text-columns", wanted, names)
     unnamed = [name for name in names if not can_be_named(name)]
@@ -62,7 +62,13 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     return Table(columns, _of_numbers(columns, rows), rows, target, _notes(len(whole) - len(rows), target, unnamed))
 
 
-def _records(source: str) -> list[Mapping[str, Any]]:
+def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields of all records, in the order in which they come first."""
+    return list(dict.fromkeys(name for record in records for name in record))
+
+
+def records_in(source: str) -> list[Mapping[str, Any]]:
+    """The records of a table. Raises `UserError`, also where there is none."""
     records, _ = records_of(source, key="FILE")
     if not records or not isinstance(records[0], Mapping):
         raise UserError("FILE", source, "a table: .csv, .parquet, or .jsonl with an object a line")

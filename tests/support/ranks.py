@@ -21,21 +21,21 @@ import torch.multiprocessing as mp
 from support.rounding import install_if_asked
 
 # Two thirds of a tiny run are imports: DeepSpeed decorates an optimizer with torch.compile, which imports inductor.
-PRELOADED = (
+PRELOADED = [
     "torch.distributed",
     "cqwen_dist.training.trainer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "pandas",
     "peft",
     "pyarrow.parquet",
-)
+]
 
 
 def fork_server() -> Any:
     """The multiprocessing context whose processes begin with the package imported."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unset, `import deepspeed` looks for one and prints
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
