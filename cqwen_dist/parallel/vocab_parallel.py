@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr.best import first_best
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
 from cqwen_dist.ops.ovr.reference import ovr_partial
-from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, ovr_scores, prob_at, topk
+from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, TopWord, ovr_scores, prob_at, top_word
 from cqwen_dist.parallel.collectives import gather_rows
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 
@@ -161,33 +162,19 @@ def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
 
 
 @torch.no_grad()
-def vocab_parallel_best(
-    u: Cauchy, head: WordHead, k: int, group: ProcessGroup | None, rank_by: RankBy = "ovr"
-) -> tuple[Tensor, Tensor]:
-    """`topk` of this rank's own tokens U' [N_r,C] over the vocabulary of a group: (scores [N_r,k], ids [N_r,k]).
+def vocab_parallel_best(u: Cauchy, head: WordHead, group: ProcessGroup | None, rank_by: RankBy = "ovr") -> TopWord:
+    """`top_word` of this rank's own tokens U' [N_r,C] over the vocabulary of a group.
 
-    head: this rank's rows. Every rank finds the k best of its rows for all tokens; the group's candidates are gathered
-    and merged, equal scores ordered by loc_S as in one process. Raises as `topk`. Collective over `group`.
+    head: this rank's rows. Every rank finds the best of its rows for all tokens; the best of these is taken as in one
+    process. Raises as `top_word`. Collective over `group`.
     """
     if group is None or group.size() == 1:
-        return topk(u, head, k, rank_by)
+        return top_word(u, head, rank_by)
     counts = exchange_counts(len(u.loc), group, u.loc.device)
-    every = gather_law(u, counts, group)
-    n = len(every.loc)
-    scores, ids = topk(every, head, k, rank_by)
-    loc = torch.full_like(scores, -torch.inf)  # for id -1, on a rank with fewer than k rows
-    if len(head.weight):
-        own = head.take((ids - head.start).clamp(min=0))
-        found = torch.einsum("nc,nkc->nk", every.loc, own.weight.to(every.loc.dtype))
-        loc = (found + (0.0 if own.bias is None else own.bias)).float().where(ids >= 0, loc)
-    scores, loc, ids = (
-        gather_rows(part, group).transpose(0, 1).reshape(n, group.size() * k) for part in (scores, loc, ids)
-    )
-    # stable sorts: by loc_S, then by score; the lower rank stays first among the wholly equal
-    order = loc.sort(dim=1, descending=True, stable=True).indices
-    order = order.gather(1, scores.gather(1, order).sort(dim=1, descending=True, stable=True).indices)[:, :k]
+    found = TopWord(*(gather_rows(part, group) for part in top_word(gather_law(u, counts, group), head, rank_by)))
+    winner = first_best(found.score.T, found.loc.T)[None]
     mine = own_part(counts, group.rank())
-    return scores.gather(1, order)[mine], ids.gather(1, order)[mine]
+    return TopWord(*(part.gather(0, winner)[0, mine] for part in found))
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ FUSED_BYTES, FUSED_WORDS = 96 * MIB, 128
 REFERENCE_TENSORS = 9
 LABEL_TENSORS = 4  # [g N, C] in fp32: of sampled negatives, the labels' rows and what their backward needs
 # Computing the accuracy (`training.step`, `ops.ovr.head`): bytes of an [N, n] chunk, chunks alive at once.
-CHUNK_BYTES, CHUNKS = 8 * MIB, 11
+CHUNK_BYTES, CHUNKS = 8 * MIB, 5
 # fp32 tensors [N, C] of KL(U || U at the start), with those that its backward needs.
 KL_TENSORS = 8
 # Memory outside tensors. GPU: the context with its loaded kernels, NCCL's buffers of one communicator, the maths
@@ -251,8 +251,7 @@ def _best_words(s: Sizes) -> Part:
     words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
     held = s.tokens * (s.base.hidden * w + s.causal * FP32 * 4) + group * 2 * n * s.words * w  # own; the group's
     held += words * s.words * FP32 * (1 + (w < FP32))
-    chunks = CHUNKS + group
-    return Part("best words", chunks * n * words * FP32 + held, f"{chunks} chunks [{n}, {words:,}]")
+    return Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
 
 
 def _step_gradients(s: Sizes) -> Part:

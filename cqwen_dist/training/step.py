@@ -200,7 +200,7 @@ class Stepper:
     def _accuracy(self, u: Cauchy, labels: Tensor) -> Tensor:
         """[right, seen]: counts of argmax P over a micro-batch's tokens. U [N,C], labels [N]."""
         u_prime = self.model.action.add_noise(Cauchy(u.loc.detach(), u.scale.detach()))
-        ids = best_word(self.model, u_prime, self.groups, self.options.gemm_dtype, "ovr")[1]
+        ids = best_word(self.model, u_prime, self.groups, self.options.gemm_dtype, "ovr").word
         return torch.stack([(ids == labels).sum().float(), (labels != IGNORE_INDEX).sum().float()])
 
     def _fitting(self, z: Tensor, keep: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.numerics import assert_close, ovr_topk
+from support.numerics import assert_close, ovr_top_word
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead, both_products
@@ -37,7 +37,7 @@ def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens:
     for seed in range(10):
         loc, scale = law(tokens, 37, spread, seed)
         for used in (1003, 400):
-            plain = ovr_topk(loc, scale, weight, bias, c + threshold, used_rows=used)[1][:, 0]
+            plain = ovr_top_word(loc, scale, weight, bias, c + threshold, used_rows=used).word
             for sizes in (row_sizes(weight), None):
                 quick = best_word(Cauchy(loc, scale), WordHead(weight, bias, c + threshold, used_rows=used), sizes)
                 other = (quick != plain).nonzero()[:, 0]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.numerics import ovr_prob_at, ovr_prob_sum, ovr_topk
+from support.numerics import ovr_prob_at, ovr_prob_sum, ovr_top_word
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import head as ovr_head
@@ -29,27 +29,23 @@ def materialised(loc_u, scale_u, weight, bias, threshold):
 
 
 @pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("k", [1, 5, 300])
-def test_topk(k):
-    inputs = head()
+def test_the_best_word_has_the_largest_score():
+    inputs = head(n=100)
     s = materialised(*inputs)
-    z = (s.loc - inputs[4]) / s.scale
-    scores, ids = ovr_topk(*inputs, k)
-    expected = z.topk(k, 1)
-    torch.testing.assert_close(scores, expected.values, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(z.gather(1, ids), expected.values, rtol=1e-4, atol=1e-5)
-    p = torch.atan2(torch.ones_like(scores), -scores) / math.pi
-    torch.testing.assert_close(p, s.sf(inputs[4]).gather(1, ids), rtol=1e-4, atol=1e-6)
-    by_loc, ids = ovr_topk(*inputs, k, rank_by="loc")
-    torch.testing.assert_close(by_loc, s.loc.topk(k, 1).values, rtol=1e-5, atol=1e-5)
+    best = ovr_top_word(*inputs)
+    torch.testing.assert_close(best.score, ((s.loc - inputs[4]) / s.scale).amax(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(best.loc, s.loc.gather(1, best.word[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    p = torch.atan2(torch.ones_like(best.score), -best.score) / math.pi
+    torch.testing.assert_close(p, s.sf(inputs[4]).amax(1), rtol=1e-4, atol=1e-6)
+    by_loc = ovr_top_word(*inputs, rank_by="loc")
+    torch.testing.assert_close(by_loc.score, s.loc.amax(1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(by_loc.word, s.loc.argmax(1))
 
 
 def test_ranking_does_not_saturate():
     """P of both words is 1 in fp32; z tells them apart."""
-    _, ids = ovr_topk(
-        torch.tensor([[1.0]]), torch.tensor([[1e-9]]), torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 5.0]), 0.0
-    )
-    assert ids.item() == 1
+    weight, bias = torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 5.0])
+    assert ovr_top_word(torch.tensor([[1.0]]), torch.tensor([[1e-9]]), weight, bias, 0.0).word.item() == 1
 
 
 @pytest.mark.usefixtures("chunks")
@@ -57,30 +53,29 @@ def test_scale_zero_ranks_by_loc():
     inputs = head()
     inputs[1] = torch.zeros_like(inputs[1])
     s = materialised(*inputs)
-    scores, ids = ovr_topk(*inputs, 4)
+    best = ovr_top_word(*inputs)
     above = torch.where(s.loc > inputs[4], s.loc, -math.inf)  # P = 1: told apart by loc
-    assert (scores == math.inf).all()
-    assert torch.equal(ids, above.topk(4, 1).indices)
-    on_it = ovr_topk(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([-1.0, 0.0, -2.0]), 0.0, 3)
-    assert on_it[0].tolist() == [[0.0, -math.inf, -math.inf]]
-    assert on_it[1].tolist() == [[1, 0, 2]]
+    assert (best.score == math.inf).all()
+    assert torch.equal(best.word, above.argmax(1))
+    for bias, score, word in (([-1.0, 0.0, -2.0], 0.0, 1), ([-1.0, -3.0, -0.5], -math.inf, 2)):
+        found = ovr_top_word(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(3, 2), torch.tensor(bias), 0.0)
+        assert (found.score.item(), found.word.item()) == (score, word)
 
 
 @pytest.mark.usefixtures("chunks")
-def test_slices_merge_to_the_whole_and_short_ones_fill_up():
+def test_slices_merge_to_the_whole_and_one_without_words_has_none():
     inputs = head()
-    whole = ovr_topk(*inputs, 3, used_rows=290)
-    assert whole[1].max() < 290
+    whole = ovr_top_word(*inputs, used_rows=290)
+    assert whole.word.max() < 290
     parts = []
     for v0, v1 in ((0, 100), (100, 299), (299, 300)):
         cut = [*inputs[:2], *(t[v0:v1] for t in inputs[2:])]
-        parts.append(ovr_topk(*cut, 3, vocab_start=v0, used_rows=290))
-    assert (parts[2][1] == -1).all()
-    assert (parts[2][0] == -math.inf).all()
-    scores, ids = (torch.cat(ts, 1) for ts in zip(*parts, strict=True))
-    best = scores.topk(3, 1)
-    torch.testing.assert_close(best.values, whole[0])
-    assert torch.equal(ids.gather(1, best.indices), whole[1])
+        parts.append(ovr_top_word(*cut, vocab_start=v0, used_rows=290))
+    assert (parts[2].word == -1).all()
+    assert (parts[2].score == -math.inf).all()
+    best = torch.stack([part.score for part in parts]).max(0)
+    torch.testing.assert_close(best.values, whole.score)
+    assert torch.equal(torch.stack([part.word for part in parts]).gather(0, best.indices[None])[0], whole.word)
 
 
 def test_prob_at_is_differentiable():
@@ -114,20 +109,17 @@ def test_bf16_tokens_lose_nothing_behind_the_product():
     loc_u = (loc_u * 15 / (loc_u @ weight.T).amax(1, keepdim=True)).bfloat16()
     inputs = [loc_u, torch.full_like(loc_u, 1e-4), weight.bfloat16(), None, torch.tensor(15.0)]
     exact = [t if t is None else t.double() for t in inputs]
-    scores, ids = ovr_topk(*inputs, 3)
-    expected, expected_ids = ovr_topk(*exact, 3)
-    assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(scores, expected, rtol=1e-3, atol=5e-3)
-    words = expected_ids[:, 0]
+    found, expected = ovr_top_word(*inputs), ovr_top_word(*exact)
+    assert torch.equal(found.word, expected.word)
+    torch.testing.assert_close(found.score, expected.score, rtol=1e-3, atol=5e-3)
+    words = expected.word
     p = ovr_prob_at(*inputs, words).diagonal()
     torch.testing.assert_close(p.double(), ovr_prob_at(*exact, words).diagonal(), rtol=5e-3, atol=0.0)
 
 
 def test_bad_input_is_refused():
     inputs = head()
-    with pytest.raises(ValueError, match="k must"):
-        ovr_topk(*inputs, 0)
     with pytest.raises(ValueError, match="rank_by"):
-        ovr_topk(*inputs, 1, rank_by="scale")
+        ovr_top_word(*inputs, rank_by="scale")
     with pytest.raises(ValueError, match="word_ids"):
         ovr_prob_at(*inputs, torch.tensor([300]))

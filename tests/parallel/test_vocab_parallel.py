@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support.numerics import assert_close, ovr_prob_at, ovr_topk
+from support.numerics import assert_close, ovr_prob_at, ovr_top_word
 from support.ranks import run_ranks
 from support.tiny import random_batch, tiny_model
 from torch import Tensor
@@ -225,26 +225,26 @@ def conjugate_pairs(groups: Groups) -> None:
 
 
 def best_words(groups: Groups) -> None:
-    """The k best over the group's ranges are the unsharded k best; ties too, and more words wanted than rows."""
+    """The best word over the group's ranges is the unsharded one; ties too."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for v in VOCABULARIES:
         problem = Problem(v, COUNTS[world][0], seed=3)
         own, (v0, v1) = problem.tokens([rank]), vocab_range(v, groups.vocab_rank, groups.vocab_size)
         for scale in (problem.scale, torch.zeros_like(problem.scale)):  # without scale z is -+inf: loc decides
             for rank_by in ("ovr", "loc"):
-                for k, used in ((1, None), (3, None), (1, max(1, v - 4))):
-                    expected = ovr_topk(
-                        problem.loc, scale, problem.weight, problem.bias, problem.threshold, k, used_rows=used,
+                for used in (None, max(1, v - 4)):
+                    expected = ovr_top_word(
+                        problem.loc, scale, problem.weight, problem.bias, problem.threshold, used_rows=used,
                         rank_by=rank_by,
                     )  # fmt: skip
                     rows = (t[v0:v1] for t in (problem.weight, problem.bias, problem.threshold))
                     mine = WordHead(*rows, start=v0, used_rows=used)
                     u = Cauchy(problem.loc[own], scale[own])
-                    found = vocab_parallel_best(u, mine, k, groups.vocab, rank_by)
-                    assert torch.equal(found[1], expected[1][own]), (v, k, used, rank_by, found, expected)
-                    finite = expected[0][own].isfinite()
-                    assert_close(found[0][finite], expected[0][own][finite], 1e-5, "scores")
-                    assert torch.equal(found[0][~finite], expected[0][own][~finite])
+                    found = vocab_parallel_best(u, mine, groups.vocab, rank_by)
+                    assert torch.equal(found.word, expected.word[own]), (v, used, rank_by, found, expected)
+                    finite = expected.score[own].isfinite()
+                    assert_close(found.score[finite], expected.score[own][finite], 1e-5, "scores")
+                    assert torch.equal(found.score[~finite], expected.score[own][~finite])
 
 
 def head(problem: Problem, start: int, stop: int) -> ActionNetwork:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead
-from cqwen_dist.ops.ovr.scores import prob_at, topk
+from cqwen_dist.ops.ovr.scores import TopWord, prob_at, top_word
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -46,12 +46,12 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def ovr_topk(
-    loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, c: Tensor | float, k: int = 1, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """`topk` of plain tensors; options: vocab_start, used_rows, rank_by."""
+def ovr_top_word(
+    loc_u: Tensor, scale_u: Tensor, weight: Tensor, bias: Tensor | None, c: Tensor | float, **options: Any
+) -> TopWord:
+    """`top_word` of plain tensors; options: vocab_start, used_rows, rank_by."""
     place = options.get("vocab_start", 0), None, options.get("used_rows")
-    return topk(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, *place), k, options.get("rank_by", "ovr"))
+    return top_word(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, *place), options.get("rank_by", "ovr"))
 
 
 def ovr_prob_at(

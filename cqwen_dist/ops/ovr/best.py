@@ -63,7 +63,7 @@ def scale_scores(scale_u: Tensor, weight: Tensor, rows: int) -> Tensor:
 
 @torch.no_grad()
 def best_word(u: Cauchy, head: WordHead, sizes: RowSizes | None) -> Tensor:
-    """argmax P [N] int64 over the words in use, as `topk.topk` with k = 1 finds it: equal z by the larger loc_S.
+    """argmax P [N] int64 over the words in use, as `scores.top_word` finds it: equal z by the larger loc_S.
 
     u: U' [N, C]. head: the whole vocabulary's. sizes: `row_sizes` of its weight, for a few tokens on a CPU, or None:
     every score is computed, in fixed shapes.
@@ -93,7 +93,7 @@ def all_scores(u: Cauchy, used: WordHead) -> tuple[Tensor, Cauchy]:
 
 def strongest(gap: Tensor, scores: Cauchy) -> Tensor:
     """The index [N] of the best of S [N, v], gap = C - loc_S; equal strength is ordered by the larger loc_S."""
-    return _first(_strength(gap, scores.scale), scores.loc)
+    return first_best(strength(gap, scores.scale), scores.loc)
 
 
 def _candidates(gap: Tensor, s: Tensor, sizes: RowSizes) -> Tensor:
@@ -105,15 +105,15 @@ def _candidates(gap: Tensor, s: Tensor, sizes: RowSizes) -> Tensor:
     low = torch.maximum(centre * less - radius * more, s.amin(1, keepdim=True) * sizes.l1 * less)
     high = torch.minimum(centre * more + radius * more, s.amax(1, keepdim=True) * sizes.l1 * more)
     behind = gap > 0  # P < 1/2: a larger scale helps
-    least = _strength(gap, torch.where(behind, low, high)).amax(1, keepdim=True)
-    return (_strength(gap, torch.where(behind, high, low)) >= least).any(0).nonzero()[:, 0]
+    least = strength(gap, torch.where(behind, low, high)).amax(1, keepdim=True)
+    return (strength(gap, torch.where(behind, high, low)) >= least).any(0).nonzero()[:, 0]
 
 
-def _strength(gap: Tensor, scale: Tensor) -> Tensor:
+def strength(gap: Tensor, scale: Tensor) -> Tensor:
     """z = -gap/scale; at scale 0 -+inf, and 0 where the gap is 0 too."""
     return torch.where(gap == 0, 0.0, -gap / scale)
 
 
-def _first(key: Tensor, ties: Tensor) -> Tensor:
+def first_best(key: Tensor, ties: Tensor) -> Tensor:
     """The index of the largest key of each row; equal keys are ordered by the larger tie, then by the lower index."""
     return torch.where(key == key.amax(1, keepdim=True), ties, -torch.inf).argmax(1)

@@ -1,4 +1,4 @@
-"""What decisions and metrics ask of the one-vs-rest head: the best words, P of some words, scores of the labels.
+"""What decisions and metrics ask of the one-vs-rest head: the best word, P of some words, scores of the labels.
 
 Over chunks of the vocabulary, never [N, v].
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy, log_prob_above, prob_above
+from cqwen_dist.ops.ovr.best import first_best, strength
 from cqwen_dist.ops.ovr.head import WordHead, chunk_rows
 from cqwen_dist.ops.products import product
 
@@ -26,6 +27,14 @@ class OvrScores(NamedTuple):
     label_loc: Tensor  # [N] loc_S of the label
     label_log_p: Tensor  # [N] log P of the label
     above: Tensor  # [N, t] words in use with P above each of the t thresholds
+
+
+class TopWord(NamedTuple):
+    """The best word of each token."""
+
+    score: Tensor  # [N] fp32: what it was ranked by
+    loc: Tensor  # [N] fp32: its loc_S
+    word: Tensor  # [N] int64, in the whole vocabulary
 
 
 @torch.no_grad()
@@ -86,36 +95,30 @@ def _scores(u: Cauchy, head: WordHead) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def topk(u: Cauchy, head: WordHead, k: int, rank_by: RankBy = "ovr") -> tuple[Tensor, Tensor]:
-    """The k best words of each token, U' [N, C], in a slice of the head. No gradient.
+def top_word(u: Cauchy, head: WordHead, rank_by: RankBy = "ovr") -> TopWord:
+    """The best word of each token, U' [N, C], in a slice of the head. No gradient.
 
     rank_by "ovr": by the decision strength z = (loc_S - C)/scale_S (S4 3.3.3), which orders words as P does but does
-    not saturate; scale 0 gives -+inf, or 0 where loc_S = C; equal z are ordered by the larger loc_S. "loc": by loc_S.
-
-    Returns (scores [N, k] fp32: z or loc_S, best first; ids [N, k] int64 in the whole vocabulary). A slice of fewer
-    than k words is filled up with score -inf, id -1. P of a z is atan2(1, -z)/pi.
-    Raises ValueError for k < 1 and an unknown rank_by, and as `WordHead.check`.
+    not saturate; scale 0 gives -+inf, or 0 where loc_S = C. "loc": by loc_S. Equal scores are ordered by loc_S, then by
+    the lower id. A slice without words gives score -inf, word -1. P of a z is atan2(1, -z)/pi.
+    Raises ValueError for an unknown rank_by, and as `WordHead.check`.
     """
     head.check(u)
-    if k < 1 or rank_by not in ("ovr", "loc"):
-        raise ValueError(f"k must be >= 1 and rank_by 'ovr' or 'loc', found {k}, {rank_by!r}")
-    best = u.loc.new_full((len(u.loc), k), -torch.inf, dtype=head.real)  # key to rank by
-    ties = best.clone()  # loc_S, which orders equal keys
-    ids = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
+    if rank_by not in ("ovr", "loc"):
+        raise ValueError(f"rank_by must be 'ovr' or 'loc', found {rank_by!r}")
+    best = u.loc.new_full((len(u.loc),), -torch.inf, dtype=head.real)
+    ties = best.clone()
+    words = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
     step = chunk_rows(*u.loc.shape)
     for v0 in range(0, head.rows, step):
         loc, scale, gap = _scores(u, head.take(slice(v0, min(head.rows, v0 + step))))
-        key = loc if rank_by == "loc" else torch.where(gap == 0, 0.0, -gap / scale)
-        words = torch.arange(v0, v0 + loc.shape[1], device=loc.device).expand_as(loc) + head.start
-        best, ties, ids = torch.cat([best, key], 1), torch.cat([ties, loc], 1), torch.cat([ids, words], 1)
-        # Choose all words above the k-th best key, and by loc among those that share it; then sort the k chosen.
-        kth = best.topk(k, 1).values[:, -1:]
-        pick = torch.where(best > kth, torch.inf, torch.where(best == kth, ties, -torch.inf)).topk(k, 1).indices
-        best, ties, ids = best.gather(1, pick), ties.gather(1, pick), ids.gather(1, pick)
-        order = torch.argsort(ties, dim=1, descending=True, stable=True)
-        order = order.gather(1, torch.argsort(best.gather(1, order), dim=1, descending=True, stable=True))
-        best, ties, ids = best.gather(1, order), ties.gather(1, order), ids.gather(1, order)
-    return best.float(), ids
+        key = loc if rank_by == "loc" else strength(gap, scale)
+        at = first_best(key, loc)[:, None]
+        key, loc = key.gather(1, at)[:, 0], loc.gather(1, at)[:, 0]
+        better = (key > best) | ((key == best) & (loc > ties))
+        best, ties = key.where(better, best), loc.where(better, ties)
+        words = (at[:, 0] + v0 + head.start).where(better, words)
+    return TopWord(best.float(), ties.float(), words)
 
 
 def prob_at(u: Cauchy, head: WordHead, word_ids: Tensor) -> Tensor:

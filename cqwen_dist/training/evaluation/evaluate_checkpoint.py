@@ -23,7 +23,7 @@ from cqwen_dist.intervals import Intervals
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead
-from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores, topk
+from cqwen_dist.ops.ovr.scores import OvrScores, ovr_scores, top_word
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
@@ -153,7 +153,7 @@ def measure_base(
             z = base.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)[0]
             z = z.flatten(0, 1)[keep]
             u, words = Cauchy(z, torch.zeros_like(z)), WordHead.of(head.weight, head.bias, 0.0)
-            _, best = topk(u, words, 1, rank_by="loc")
-            yield best[:, 0], ovr_scores(u, words, labels), labels, z @ rows.T + bias
+            best = top_word(u, words, rank_by="loc").word
+            yield best, ovr_scores(u, words, labels), labels, z @ rows.T + bias
 
     return base_metrics(scored(), num_token_id, spelt)

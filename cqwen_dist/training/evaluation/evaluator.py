@@ -30,7 +30,7 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.levelling import rows_of
 from cqwen_dist.model.lora import adapters_disabled
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr.scores import OvrScores, RankBy
+from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, TopWord
 from cqwen_dist.parallel.collectives import gather_objects, sum_over
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.vocab_parallel import (
@@ -112,7 +112,7 @@ class Evaluator:
                 unseen = replace(batch, numeric_values=torch.zeros_like(batch.numeric_values))
                 u = self.model.abduction(self.features(unseen, keep))
                 labels = batch.labels.flatten()[keep]
-                best = best_word(self.model, u, self.groups, self.gemm_dtype, "loc")[1]
+                best = best_word(self.model, u, self.groups, self.gemm_dtype, "loc").word
                 yield best, self._scores(u, labels), labels, action.word_part(u).loc @ rows.T + bias
 
         with adapters_disabled(self.model.transformer):
@@ -175,7 +175,7 @@ class Evaluator:
         num_id = self.model.config.num_token_id
         words = self._words(u_prime, labels)
         scores = self._scores(u_prime, labels)
-        strength, best = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
+        strength, _, best = best_word(self.model, u_prime, self.groups, self.gemm_dtype, "ovr")
         right, is_num, best_is_num = best == labels, labels == num_id, best == num_id
         sums["tokens"] += labels.numel()
         sums["cls_loss"] += words.per_token.sum()
@@ -320,15 +320,14 @@ def base_metrics(
 
 def best_word(
     model: CausalQwenModel, u_prime: Cauchy, groups: Groups, gemm_dtype: torch.dtype, rank_by: RankBy
-) -> tuple[Tensor, Tensor]:
-    """The best word of each token, for U' [N,C]: (score [N] fp32, ids [N]). Collective over the vocabulary group.
+) -> TopWord:
+    """The best word of each token, for U' [N,C]. Collective over the vocabulary group.
 
     rank_by: "ovr", by P, score z = (loc_S - C)/scale_S, over the rows that the tokenizer uses; "loc", by loc_S, all.
     """
     action = model.action
     head = action.word_head(model.config.used_rows if rank_by == "ovr" else None)
-    scores, ids = vocab_parallel_best(action.word_part(u_prime).to(gemm_dtype), head, 1, groups.vocab, rank_by)
-    return scores[:, 0], ids[:, 0]
+    return vocab_parallel_best(action.word_part(u_prime).to(gemm_dtype), head, groups.vocab, rank_by)
 
 
 def _gather(mine: dict[str, np.ndarray], texts: int) -> dict[str, np.ndarray]:
