@@ -75,7 +75,7 @@ def test_a_disk_that_safetensors_met_is_the_users_to_mend(
     full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     with (
         pytest.raises(UserError, match=r"run\.dir: found Error while serializing: .*os error 28\), allowed: a disk"),
-        open_session(config, Runtime(0, 1, 0, torch.device("cpu"), 60.0)),
+        open_session(config, Runtime(0, 1, torch.device("cpu"), 60.0)),
     ):
         raise full
     assert "No space left" in read_status(tmp_path)["reason"]

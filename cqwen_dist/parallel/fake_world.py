@@ -43,7 +43,7 @@ def one_of(world: int) -> Iterator[Runtime]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     dist.reduce_scatter_tensor = _own_part  # type: ignore[assignment]
     try:
-        yield Runtime(0, world, 0, device)
+        yield Runtime(0, world, device)
     finally:
         dist.reduce_scatter_tensor = reduce_scatter
         dist.destroy_process_group()

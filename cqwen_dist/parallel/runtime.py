@@ -35,7 +35,6 @@ class Runtime:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     timeout_s: float | None = None  # of a collective
     stop: StopFlag = field(default_factory=StopFlag)
@@ -100,7 +99,7 @@ def distributed(
         if alone and dist.get_world_size() > 1:
             found = f"a process group of {dist.get_world_size()} that is up"
             raise UserError("ranks", found, "it after that has ended")
-        yield Runtime(dist.get_rank(), dist.get_world_size(), local_rank, device, timeout_s, stop or StopFlag())
+        yield Runtime(dist.get_rank(), dist.get_world_size(), device, timeout_s, stop or StopFlag())
         return
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # unset, `import deepspeed` prints to stdout
     if device.type == "cuda":
@@ -120,7 +119,7 @@ def distributed(
             device_id=device if chosen == "nccl" else None,
         )
         try:
-            yield Runtime(rank, world, local_rank, device, timeout_s, stop or StopFlag())
+            yield Runtime(rank, world, device, timeout_s, stop or StopFlag())
         finally:
             dist.destroy_process_group()
 

@@ -48,7 +48,7 @@ def bench(folder: str) -> dict[str, Any]:
 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     assert dist.get_world_size() == 1
-    runtime = Runtime(0, 1, 0, torch.device("cpu"), 60.0)
+    runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
     return run(config, TINY, runtime, MACHINES["cpu"], rounds=2, profile=Path(folder))
 
 
@@ -145,7 +145,7 @@ def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
     from cqwen_dist.parallel.runtime import Runtime
 
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    runtime = Runtime(0, 1, 0, torch.device("cpu"), 60.0)
+    runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
     groups = build_groups(1)
     return [(case.name, measure(case, runtime, groups)["ratio"]) for case in chosen]
 

@@ -111,7 +111,7 @@ def runtime_of(case: Case, timeout_s: float | None = None) -> Runtime:
     rank, device = dist.get_rank(), device_here()
     gpu = rank if device.index is None else device.index  # as DeepSpeed reads LOCAL_RANK
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(gpu))
-    return Runtime(rank, case.world, rank, device, timeout_s)
+    return Runtime(rank, case.world, device, timeout_s)
 
 
 def device_here() -> torch.device:

@@ -66,7 +66,7 @@ def said(cases: list[tuple[int, int, str, int, dict[str, Any]]]) -> list[tuple[C
     """(counted, planned) bytes by operation and group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    runtime = Runtime(rank, world, rank, torch.device("cpu"), 60.0)
+    runtime = Runtime(rank, world, torch.device("cpu"), 60.0)
     traffic = Traffic(time.perf_counter)
     with traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
         return [_of_one(traffic, runtime, *case) for case in cases]

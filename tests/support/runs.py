@@ -95,7 +95,7 @@ def as_rank() -> Any:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))  # for DeepSpeed
-    return Runtime(rank, world, rank, torch.device("cpu"))
+    return Runtime(rank, world, torch.device("cpu"))
 
 
 def _train(config: str, overrides: list[str]) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def test_what_is_not_this_runs_own_is_left_alone(tmp_path: Path) -> None:
     for folder in (run, linked):
         cache = FeatureCache.__new__(FeatureCache)
         cache.settings, cache.folder, cache._shards = FeatureCacheConfig(), folder / "feature_cache", None
-        cache.runtime = Runtime(0, 1, 0, torch.device("cpu"))
+        cache.runtime = Runtime(0, 1, torch.device("cpu"))
         cache.close()
     assert [own.exists(), half.exists(), beside.exists()] == [False, False, True]
     for kept in (scratch, run / "feature_cache", linked / "feature_cache"):

@@ -108,7 +108,7 @@ def test_a_failure_is_fatal_only_where_another_try_would_meet_it_again(
     monkeypatch.setattr(session, "main_rank_first", lambda action: action())
     config = load_config(write_config(tmp_path))
     folder = tmp_path / "run"
-    runtime = Runtime(0, 1, 0, torch.device("cpu"), 60.0)
+    runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
     with pytest.raises(Exception) as met, open_session(config, runtime):
         raise error
     assert (cause_of(met.value).name, cause_of(met.value).passing) == (name, passing)

@@ -54,7 +54,7 @@ def rig_of(zero: int, precision: str, pack: bool, layers: int = 2, accumulation:
             },
         }
     )
-    return build_rig(config, sizes, Runtime(rank, world, rank, torch.device("cpu"), 60.0))
+    return build_rig(config, sizes, Runtime(rank, world, torch.device("cpu"), 60.0))
 
 
 def waits(cases: list[tuple[int, str, bool]], accumulation: int) -> dict[str, Counter[str]]:

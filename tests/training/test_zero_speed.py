@@ -39,7 +39,7 @@ def compare(precision: str, zero: int) -> dict[str, Any]:
             "train": {"micro_batch_size": 2, "global_batch_size": 2 * world, "precision": precision},
         }
     )
-    rig = build_rig(config, TINY, Runtime(rank, world, rank, torch.device("cpu"), 60.0))
+    rig = build_rig(config, TINY, Runtime(rank, world, torch.device("cpu"), 60.0))
     plan = rig.enter(0)
     rig.step(rig.batches(plan), plan)
     optimizer = rig.engine.engine.optimizer
