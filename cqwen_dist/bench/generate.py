@@ -137,9 +137,8 @@ def table(result: dict[str, Any]) -> Table:
     """`run`'s result for a terminal."""
     steps = "static steps compiled" if result["compiled"] else "nothing compiled"
     place = f"{result['device']}, backbone in {result['precision']}, {steps}"
-    shown = Table(title=f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {place}")
-    for column in ("batch", "cache", "", "tokens/s", "ratio", "least", "most"):
-        shown.add_column(column)
+    title = f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {place}"
+    shown = Table("batch", "cache", "", "tokens/s", "ratio", "least", "most", title=title)
     for row in result["results"]:
         shown.add_row(
             str(row["batch"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 # Columns of the table -> parts of a step.
@@ -22,10 +22,9 @@ SHARES = {
 def table(result: dict[str, Any]) -> Group:
     """``run``'s result for a terminal."""
     shape = f"{result['micro_batch_size']} x {result['sequence_length']} tokens a micro-batch, {result['precision']}"
-    out = Table(title=f"Training step, {shape}, {result['world']} x {result['device']}", title_justify="left")
-    out.add_column("")
-    for column in ("s (min-max)", "tokens/s", "MFU", *SHARES, "GiB"):
-        out.add_column(column, justify="right")
+    columns = (Column(name, justify="right") for name in ("s (min-max)", "tokens/s", "MFU", *SHARES, "GiB"))
+    title = f"Training step, {shape}, {result['world']} x {result['device']}"
+    out = Table("", *columns, title=title, title_justify="left")
     ratios = []
     for row in result["rows"]:
         if "skipped" in row:
@@ -62,10 +61,9 @@ def table(result: dict[str, Any]) -> Group:
 def _launch_table(rows: list[dict[str, Any]]) -> Table:
     """Operations of a step by part; kernels and waits as the profiler counts them on CUDA."""
     parts = [part for part in (*SHARES.values(), "rest") if part != "communication"]
-    out = Table(title="Operations launched in a step (compiled: kernels alone)", title_justify="left")
-    out.add_column("")
-    for column in (*(part.removeprefix("backbone_") for part in parts), "all", "waits", "kernels"):
-        out.add_column(column, justify="right")
+    names = (*(part.removeprefix("backbone_") for part in parts), "all", "waits", "kernels")
+    columns = (Column(name, justify="right") for name in names)
+    out = Table("", *columns, title="Operations launched in a step (compiled: kernels alone)", title_justify="left")
     for row in rows:
         if "operations" in row or "kernels" in row:
             found, waits = row.get("operations", {}), row.get("host_waits", sum(row.get("waits", {}).values()))

@@ -145,9 +145,9 @@ def _train_fit(folder: Path) -> None:
 def _show_fit(folder: Path, found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(title=f"{found['target']} of {found['rows']:,} rows that were held out", title_justify="left")
-    for column in ("", "MAE", "RMSE", "median error", "R2", "90 % interval holds", "its median width"):
-        table.add_column(column)
+    columns = ("", "MAE", "RMSE", "median error", "R2", "90 % interval holds", "its median width")
+    title = f"{found['target']} of {found['rows']:,} rows that were held out"
+    table = Table(*columns, title=title, title_justify="left")
     for name, errors in found["results"].items():
         cells = [f"{errors[key]:.4g}" for key in ("mae", "rmse", "mdae")]
         held = f"{errors['coverage_90']:.1%}" if "coverage_90" in errors else ""

@@ -194,11 +194,9 @@ def _differences(some: list[tuple[float, float]], others: list[tuple[float, floa
 
 def table(found: dict[str, Any]) -> Table:
     """`Site.accept`'s document for a terminal."""
-    out = Table(title=f"{found['ranks']} ranks, {found['device']}", title_justify="left")
-    for column in ("", "found", "allowed", ""):
-        out.add_column(column)
+    title = f"{found['ranks']} ranks, {found['device']}"
+    out = Table("", "found", "allowed", "", title=title, title_justify="left")
+    verdicts = {True: "passed", False: "FAILED", None: ""}
     for row in found["rows"]:
-        out.add_row(
-            row["what"], row["found"], row["allowed"], {True: "passed", False: "FAILED", None: ""}[row["passed"]]
-        )
+        out.add_row(row["what"], row["found"], row["allowed"], verdicts[row["passed"]])
     return out
