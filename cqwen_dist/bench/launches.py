@@ -35,7 +35,7 @@ _READS = {
     *("unique_consecutive", "unique_dim_consecutive", "bincount"),
 }
 # Lines that run for tensors on a CPU alone, and what they read is at hand there: the end of a file's name, a function.
-_CPU_ALONE = {("ovr/loss.py", "_check"), ("ovr/scores.py", "prob_at"), ("ovr/one_pass.py", "backward")}
+_CPU_ALONE = {("ovr/loss.py", "_check"), ("ovr/one_pass.py", "backward")}
 _READING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 

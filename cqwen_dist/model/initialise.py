@@ -45,7 +45,7 @@ def inherit_head(
     num_row_init: str = "inherit",
     num_bias_init: float = 0.0,
     reg_gain: float = 1.0,
-) -> float:
+) -> None:
     """Copy the base's output head [V,H] into W_cls, and set W_loc to match; start W_reg.
 
     Word part C_w = H: W_loc = I, W_cls = W. C_w > H: zero-padded, loc_S unchanged. C_w < H: the top C_w right singular
@@ -53,7 +53,6 @@ def inherit_head(
     weight: a tensor, or a slice object of a safetensors file. bias: the base head's, or None (Qwen has none): b_cls.
     num_row_init: "mean": <NUM>'s row is the mean row; "small": it is small and random; else it is inherited.
     num_bias_init: added to its bias. reg_gain: a factor on the words' part of W_reg's Xavier start (S1 5 has 0.1).
-    Returns the relative error of the logits (Frobenius; 0 unless C_w < H).
     """
     config, action, abduction = heads.config, heads.action, heads.abduction
     words, hidden, numbers = config.causal_size, config.hidden_size, config.number_dims
@@ -63,17 +62,15 @@ def inherit_head(
     # W_cls and W_loc
     action.cls_weight.zero_()
     abduction.loc_net.weight[shared:].zero_()
-    error = 0.0
     if words >= hidden:
         action.cls_weight[:, :hidden] = weight[rows].to(action.cls_weight)
     else:
         whole = weight[:].double()
         gram = whole.T @ whole
-        values, vectors = torch.linalg.eigh(gram)  # ascending
+        _, vectors = torch.linalg.eigh(gram)  # ascending
         top = vectors[:, hidden - words :]
         action.cls_weight[:, :words] = (whole[rows] @ top).to(action.cls_weight)
         abduction.loc_net.weight[:words] = top.T.to(abduction.loc_net.weight)
-        error = math.sqrt(float(values[: hidden - words].clamp(min=0).sum() / values.sum().clamp(min=1e-300)))
     if bias is not None:
         action.cls_bias.copy_(bias[rows])
 
@@ -95,7 +92,6 @@ def inherit_head(
             with torch.random.fork_rng(devices=[]):  # only this rank draws
                 torch.nn.init.normal_(action.cls_weight[row, :shared], std=0.1 * float(weight[:].float().std()))
         action.cls_bias[row] += num_bias_init
-    return error
 
 
 @torch.no_grad()

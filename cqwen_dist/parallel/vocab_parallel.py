@@ -27,7 +27,7 @@ from cqwen_dist.ops.ovr.best import first_best
 from cqwen_dist.ops.ovr.head import WordHead
 from cqwen_dist.ops.ovr.loss import PLAIN, OvrOptions, ovr_loss
 from cqwen_dist.ops.ovr.reference import ovr_partial
-from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, TopWord, ovr_scores, prob_at, top_word
+from cqwen_dist.ops.ovr.scores import OvrScores, RankBy, TopWord, ovr_scores, probs, top_word
 from cqwen_dist.parallel.collectives import gather_rows
 from cqwen_dist.parallel.mappings import exchange_counts, gather_tokens, scatter_sum_tokens, sum_partials
 
@@ -116,16 +116,15 @@ def vocab_parallel_partial(
     head: WordHead,
     words: Tensor,
     token_weight: float,
-    options: OvrOptions = PLAIN,
-    group: ProcessGroup | None = None,
-    counts: list[int] | None = None,
+    options: OvrOptions,
+    group: ProcessGroup | None,
+    counts: list[int],
 ) -> tuple[Tensor, Tensor]:
     """(loss, own sum): BCE of single words only, w_k in it (S4 3.3.1); the loss as `VocabParallelOutput`'s.
 
     u: U' of each label's token [M_r,C]; words [M_r]: as `ovr_partial`'s; counts: M_r of every rank of the group. The
     own sum is of this rank's labels, detached and without token_weight. Collective over `group`, forward and backward.
     """
-    counts = counts or exchange_counts(len(words), group, words.device)
     every = gather_tokens(words, counts, group)
     bce = ovr_partial(gather_law(u, counts, group), head, every, options.slope_limit)
     if options.class_weights is not None and len(head.weight):
@@ -155,7 +154,7 @@ def _prob_of(word: int, u: Cauchy, head: WordHead) -> Tensor:
     """
     row = word - head.start
     if 0 <= row < len(head.weight):
-        return prob_at(u, head.take(slice(row, row + 1)), torch.zeros(1, dtype=torch.int64, device=u.loc.device))[:, 0]
+        return probs(u, head.take(slice(row, row + 1)))[:, 0]
     inputs = (*u, head.weight, head.bias, head.threshold)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     return torch.zeros(len(u.loc), device=u.loc.device, requires_grad=needs_grad)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import WordHead
-from cqwen_dist.ops.ovr.scores import TopWord, prob_at, top_word
+from cqwen_dist.ops.ovr.scores import TopWord, probs, top_word
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -63,8 +63,8 @@ def ovr_prob_at(
     word_ids: Tensor,
     vocab_start: int = 0,
 ) -> Tensor:
-    """`prob_at` of plain tensors."""
-    return prob_at(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, vocab_start), word_ids)
+    """P [N, m] of the words word_ids [m], by `probs` of plain tensors."""
+    return probs(Cauchy(loc_u, scale_u), WordHead.of(weight, bias, c, vocab_start).take(word_ids - vocab_start))
 
 
 def ovr_prob_sum(

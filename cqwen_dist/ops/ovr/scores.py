@@ -76,7 +76,7 @@ def _of_labels(u: Cauchy, head: WordHead, labels: Tensor) -> tuple[Tensor, Tenso
 
 
 def prob_of(u: Cauchy, head: WordHead, words: Tensor) -> Tensor:
-    """P of each token's own word, words [N] int64 (all in the slice): [N], the diagonal of `prob_at`."""
+    """P of each token's own word, words [N] int64 (all in the slice): [N], the diagonal of `probs`."""
     law, gap = _own(u, head.take(words - head.start))
     return prob_above(law.scale, gap)
 
@@ -121,16 +121,11 @@ def top_word(u: Cauchy, head: WordHead, rank_by: RankBy = "ovr") -> TopWord:
     return TopWord(best.float(), ties.float(), words)
 
 
-def prob_at(u: Cauchy, head: WordHead, word_ids: Tensor) -> Tensor:
-    """P of the words word_ids [m] int64 (whole vocabulary, all in the slice) at every token: [N, m].
+def probs(u: Cauchy, head: WordHead) -> Tensor:
+    """P [N, n] of all words of a head of few rows, such as <NUM>'s, at every token.
 
-    fp32 (fp64 for fp64), differentiable in U', weight, bias and threshold. For few words, such as <NUM>.
-    Raises as `WordHead.check`, and on a CPU ValueError for a word outside the slice.
+    fp32 (fp64 for fp64), differentiable in U', weight, bias and threshold. Raises as `WordHead.check`.
     """
     head.check(u)
-    at = word_ids - head.start
-    if at.device.type == "cpu" and bool(((at < 0) | (at >= len(head.weight))).any()):
-        stop = head.start + len(head.weight)
-        raise ValueError(f"word_ids must be in [{head.start}, {stop}), found {word_ids.tolist()}")
-    _, scale, gap = _scores(u, head.take(at))
+    _, scale, gap = _scores(u, head)
     return prob_above(scale, gap)
