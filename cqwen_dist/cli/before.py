@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
+from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
@@ -108,9 +108,7 @@ def _config(data: str, base: str, recipe: Any, out: Path) -> str:
 
 def config_validate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check a config and print it as resolved."""
-    from cqwen_dist.config import load_config
-
-    typer.echo(load_config(config, overrides or []).to_yaml(), nl=False)
+    typer.echo(load(config, overrides).to_yaml(), nl=False)
     typer.echo(f"{config}: valid", err=True)
 
 
@@ -141,9 +139,7 @@ def prepare(
     tokenizer and the config, so nothing is done twice. A run finds it by itself
     where data.cache_dir is given or the files are large.
     """
-    from cqwen_dist.config import load_config
-
-    checked = load_config(config, overrides or [])
+    checked = load(config, overrides)
     quiet_libraries()
     from cqwen_dist.report.prepared import prepare_and_show
 
@@ -169,11 +165,10 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Before a run: does it fit, how long does it take, which layout is best. No torch, no weights."""
-    from cqwen_dist.config import load_config
     from cqwen_dist.plan.command import run
 
     document, shown = run(
-        load_config(config, overrides or []),
+        load(config, overrides),
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         gpu_memory_gib=gpu_memory_gib,

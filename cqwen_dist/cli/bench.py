@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, print_document
+from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
 from cqwen_dist.report.console import quiet_libraries
@@ -27,9 +28,7 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of `cqwen prepare`, compared with the plain tokenizer, and with several workers."""
-    from cqwen_dist.config import load_config
-
-    checked = load_config(config, overrides or [])
+    checked = load(config, overrides)
     quiet_libraries()
     from cqwen_dist.bench import data as bench
     from cqwen_dist.report.prepared import tokenizer_of
@@ -75,9 +74,7 @@ def step(
     as_json: AsJson = False,
 ) -> None:
     """A training step by part at a config's shapes, compared with HF + PEFT; `plan --calibrate` reads its --json."""
-    from cqwen_dist.config import load_config
-
-    checked = load_config(config, overrides or [])
+    checked = load(config, overrides)
     quiet_libraries()
     from cqwen_dist.bench.step import measure
     from cqwen_dist.bench.step_table import table
@@ -94,9 +91,7 @@ def packed(
     as_json: AsJson = False,
 ) -> None:
     """Real texts packed with a mask and without one, compared with texts padded, in real tokens a second."""
-    from cqwen_dist.config import load_config
-
-    checked = load_config(config, overrides or [])
+    checked = load(config, overrides)
     quiet_libraries()
     from cqwen_dist.bench.packed import measure, table
     from cqwen_dist.report.prepared import tokenizer_of
@@ -168,9 +163,7 @@ def numbers(
     from cqwen_dist.tables.benchmark import Benchmark
     from cqwen_dist.tables.benchmark_page import laws_picture, page
 
-    def say(line: str) -> None:
-        typer.echo(line, err=as_json)
-
+    say = partial(typer.echo, err=as_json)
     found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
     if table is not None:
         table.write_text(page(found), encoding="utf-8")

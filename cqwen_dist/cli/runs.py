@@ -7,12 +7,13 @@ import resource
 import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides
+from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load
 from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config import UserError
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
@@ -23,13 +24,12 @@ SHIPPED = Path(__file__).parents[1] / "configs"  # also in a wheel
 
 def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train: as one of a launcher's ranks, or without a launcher in a single process. A stopped run goes on."""
-    from cqwen_dist.config import load_config
     from cqwen_dist.parallel.launcher import end_with_launcher
 
     outlive()
     end_with_launcher()
     _open_enough_files()
-    checked = load_config(config, overrides or [])
+    checked = load(config, overrides)
     from cqwen_dist.api import train as run
     from cqwen_dist.parallel.collectives import Stopped
     from cqwen_dist.parallel.runtime import launched
@@ -74,9 +74,8 @@ def quickstart(
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from cqwen_dist.cluster.launch import launch as run
-    from cqwen_dist.config import load_config
 
-    data = load_config(config, overrides or []).data
+    data = load(config, overrides).data
     if data.eval is None and not data.eval_fraction:
         raise UserError("data.eval", data.eval, "held-out texts, on which the quickstart shows what was learned")
     code = run(config, overrides or [], ranks, quiet=as_json)
@@ -113,9 +112,7 @@ def fit(
     quiet_libraries()
     from cqwen_dist.tables.fitting import FitRequest, judge, prepare
 
-    def say(line: str) -> None:
-        typer.echo(line, err=as_json)
-
+    say = partial(typer.echo, err=as_json)
     asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
     made = prepare(FitRequest(*asked), folder, say)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
