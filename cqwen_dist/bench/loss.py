@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from cqwen_dist.bench.memory import peak_growth_bytes
@@ -157,9 +157,10 @@ def _steps(
 def table(result: dict[str, Any]) -> Table:
     """``run``'s result for a terminal."""
     shape = f"N={result['tokens']:,} H={result['hidden']:,} V={result['vocab']:,} {result['dtype']}"
-    out = Table(title=f"OvR loss, forward + backward, {shape}, {result['device']}, {result['rounds']} rounds")
-    for column in ("contender", "seconds (min-max)", "x floor (min-max)", "best", "extra memory", "tokens/s"):
-        out.add_column(column, justify="left" if column == "contender" else "right")
+    names = ("seconds (min-max)", "x floor (min-max)", "best", "extra memory", "tokens/s")
+    columns = (Column(name, justify="right") for name in names)
+    title = f"OvR loss, forward + backward, {shape}, {result['device']}, {result['rounds']} rounds"
+    out = Table("contender", *columns, title=title)
     for row in result["rows"]:
         s, r, mib = row["seconds"], row["ratio_to_floor"], row["extra_mib"]
         out.add_row(
@@ -179,20 +180,20 @@ def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]
     """Name -> function from the problem to a step, forward and backward. It raises ImportError if not installed."""
     return {
         "floor": _floor,
-        "this": lambda p: lambda: linear_ovr(*_args(p), impl=impl).loss.backward(),
-        "chunked": lambda p: lambda: linear_ovr(*_args(p), impl="chunked").loss.backward(),
-        "triton": lambda p: lambda: linear_ovr(*_args(p), impl="triton").loss.backward(),
+        "this": partial(_ours, impl=impl),
+        "chunked": partial(_ours, impl="chunked"),
+        "triton": partial(_ours, impl="triton"),
         **{name: partial(_fused, name=name) for name in FUSED},
         "seed": lambda p: lambda: _seed_formula(p).backward(),
-        "stable": lambda p: lambda: linear_ovr(*_args(p), impl="reference").loss.backward(),
+        "stable": partial(_ours, impl="reference"),
         "softmax": lambda p: lambda: F.cross_entropy((p.loc_u @ p.weight.T).float(), p.labels).backward(),
         "liger": _liger,
         "cce": _cce,
     }
 
 
-def _args(p: Problem) -> tuple[Tensor, Tensor, Tensor, None, Tensor, Tensor]:
-    return p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels
+def _ours(p: Problem, impl: str) -> Callable[[], object]:
+    return lambda: linear_ovr(p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels, impl=impl).loss.backward()
 
 
 def _floor(p: Problem) -> Callable[[], object]:

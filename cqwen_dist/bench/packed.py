@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cqwen_dist.batch import Batch
@@ -141,10 +141,8 @@ def _rows(found: dict[str, list[dict[str, float]]], made: dict[str, list[Batch]]
 def table(result: dict[str, Any]) -> Group:
     """``measure``'s result for a terminal."""
     title = f"Packed rows and padded texts, {result['precision']}, {result['device']}"
-    out = Table(title=title, title_justify="left")
-    out.add_column("")
-    for column in ("texts", "micro-batches", "filled", "tokens/s", "backbone", "over padded", "by padding", "of it"):
-        out.add_column(column, justify="right")
+    names = ("texts", "micro-batches", "filled", "tokens/s", "backbone", "over padded", "by padding", "of it")
+    out = Table("", *(Column(name, justify="right") for name in names), title=title, title_justify="left")
     for row in result["rows"]:
         rows, width = row["shapes"][0][0], max(shape[1] for shape in row["shapes"])
         out.add_row(

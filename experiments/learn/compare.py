@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.run.files import write_atomically
@@ -91,10 +91,9 @@ def rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def table(summary: dict[str, Any]) -> Table:
     """The summary for a terminal: top-1 and perplexity of words by kind of text, F1 of <NUM>, errors of numbers."""
     title = f"Each arm at its best rate (least word perplexity); {summary['device']}"
-    out = Table(title=title, title_justify="left")
-    columns = ["arm", "LoRA lr", "words", "perplexity", "prose", "perplexity", "code", "perplexity"]
-    for column in (*columns, "F1", "MdAE", "CRPS", "median's MdAE", "and CRPS", "s"):
-        out.add_column(column, justify="left" if column == "arm" else "right")
+    names = ["LoRA lr", "words", "perplexity", "prose", "perplexity", "code", "perplexity"]
+    names += ["F1", "MdAE", "CRPS", "median's MdAE", "and CRPS", "s"]
+    out = Table("arm", *(Column(name, justify="right") for name in names), title=title, title_justify="left")
     for row in summary["arms"]:
         cells = []
         for name in HELD_OUT:
