@@ -19,7 +19,7 @@ class Mark(NamedTuple):
     high: float
 
 
-def interval_plot(title: str, marks: Sequence[Mark], note: str = "") -> str:
+def interval_plot(title: str, marks: Sequence[Mark], note: str) -> str:
     """An SVG document. The axis spans what is finite; an interval that reaches beyond is cut at the edge."""
     values = sorted(x for m in marks for x in (m.value, m.low, m.high) if math.isfinite(x))
     low, high = (values[0], values[-1]) if values else (0.0, 1.0)
@@ -44,8 +44,7 @@ def interval_plot(title: str, marks: Sequence[Mark], note: str = "") -> str:
     lines.append(f'<path d="M{LEFT} {foot - 10}H{WIDTH - RIGHT}" stroke="#444"/>')
     lines.append(f'<text x="{LEFT}" y="{foot + 6}">{low:.6g}</text>')
     lines.append(f'<text x="{WIDTH - RIGHT}" y="{foot + 6}" text-anchor="end">{high:.6g}</text>')
-    if note:
-        lines.append(f'<text x="12" y="{foot + 20}" fill="#666">{escape(note)}</text>')
+    lines.append(f'<text x="12" y="{foot + 20}" fill="#666">{escape(note)}</text>')
     return drawing(title, WIDTH, foot + 24, lines)
 
 
