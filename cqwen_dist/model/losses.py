@@ -283,7 +283,7 @@ def _with_partial(
     out: VocabParallelOutput,
 ) -> tuple[Tensor, Tensor]:
     """The words' loss and sum of `out`, plus those of partial labels where any rank of the group has some."""
-    if labels.partial is None or not any(labels.partial_counts or [len(labels.partial)]):
+    if labels.partial is None or not any(counts := labels.partial_counts or [len(labels.partial)]):
         return out.loss, out.per_token.sum()
     place, words = labels.partial.unbind(1)
     seen = action.word_part(u_prime)
@@ -294,6 +294,6 @@ def _with_partial(
         token_weight,
         options.ovr,
         group,
-        labels.partial_counts,
+        counts,
     )
     return out.loss + loss, out.per_token.sum() + own
