@@ -16,12 +16,7 @@ from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.packing import _pack
 from cqwen_dist.data.sources import Text
 from cqwen_dist.data.statistics import numeric_statistics
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> NumericalAwareTokenizer:
-    return NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 400))
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
 
 def _dataset(tokenizer: NumericalAwareTokenizer, *texts: str, **config: object) -> TextDataset:

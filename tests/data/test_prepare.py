@@ -24,11 +24,6 @@ from cqwen_dist.data.prepare import prepare
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> NumericalAwareTokenizer:
-    return NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 400))
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
     """300 texts: plain, long, without numbers, twice."""

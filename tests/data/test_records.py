@@ -28,11 +28,6 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> NumericalAwareTokenizer:
-    return NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 400))
-
-
 def _data(path: Path, records: list[dict[str, Any]], tokenizer: NumericalAwareTokenizer, **config: Any) -> TextDataset:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return load_datasets(DataConfig(train=str(path), **config), tokenizer).train

@@ -23,12 +23,7 @@ from cqwen_dist.data.dataset import Tokeniser
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.prepare import prepare, read_manifest
 from cqwen_dist.data.records import Extractor
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> NumericalAwareTokenizer:
-    return NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 400))
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 
 
 @pytest.fixture

@@ -1,0 +1,13 @@
+"""What the tests of data share."""
+
+from __future__ import annotations
+
+import pytest
+
+from cqwen_dist.data.diabetes import diabetes_texts
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> NumericalAwareTokenizer:
+    return NumericalAwareTokenizer(train_tokenizer(diabetes_texts("train"), 400))
