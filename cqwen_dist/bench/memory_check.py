@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cqwen_dist.bench.rig import build_rig
@@ -215,15 +215,10 @@ def config_of(case: Case) -> Config:
     return given_config(document, case.changes)
 
 
-def measure(case: Case, runtime: Runtime, groups: Groups | None = None) -> dict[str, Any]:
-    """One case: {name, measured, predicted, ratio, stage, moment}, MiB. Collective over the world."""
-    return {"name": case.name, **measure_config(config_of(case), case.architecture, runtime, groups)}
-
-
-def measure_config(
+def measure(
     config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None
 ) -> dict[str, Any]:
-    """As `measure`, without a name."""
+    """{measured_mib, predicted_mib, ratio, stage, moment} of a config. Collective over the world."""
     device = runtime.device
     kind: Kind = "cuda" if device.type == "cuda" else "cpu"
 
@@ -255,13 +250,8 @@ def measure_config(
 def measure_all(only: list[str]) -> tuple[list[dict[str, Any]], str]:
     """(the cases whose name contains one of `only`, or all cases; the device's name)."""
     with distributed() as runtime:
-        kind = runtime.device.type
-        chosen = [case for case in cases(kind) if not only or any(word in case.name for word in only)]
-        rows = []
-        for case in chosen:
-            rows.append(measure(case, runtime))
-            print(f"{case.name}: {rows[-1]['ratio']:.3f} of measured", file=sys.stderr)
-        return rows, device_name(runtime.device)
+        chosen = [(case.name, config_of(case), case.architecture) for case in cases(runtime.device.type)]
+        return _measured(chosen, runtime, only), device_name(runtime.device)
 
 
 def measure_world(world: int, configs: list[Path], only: list[str]) -> tuple[list[dict[str, Any]], str]:
@@ -276,12 +266,19 @@ def measure_world(world: int, configs: list[Path], only: list[str]) -> tuple[lis
         if not chosen:
             chosen = [(case.name, config_of(case), case.architecture) for case in _in_world(world)]
         chosen.sort(key=lambda item: item[1].parallel.zero_stage == 3)  # last: see `_on_cpu`
-        rows = []
-        for name, config, architecture in chosen:
-            if not only or any(word in name for word in only):
-                rows.append({"name": name, **measure_config(config, architecture, runtime)})
-                print(f"{name}: {rows[-1]['ratio']:.3f} of measured", file=sys.stderr)
-        return rows, f"rank 0 of {world}, {device_name(runtime.device)}"
+        return _measured(chosen, runtime, only), f"rank 0 of {world}, {device_name(runtime.device)}"
+
+
+def _measured(
+    chosen: list[tuple[str, Config, dict[str, Any]]], runtime: Runtime, only: list[str]
+) -> list[dict[str, Any]]:
+    """A row for each (name, config, architecture) whose name contains one of `only`, or for all."""
+    rows = []
+    for name, config, architecture in chosen:
+        if not only or any(word in name for word in only):
+            rows.append({"name": name, **measure(config, architecture, runtime)})
+            print(f"{name}: {rows[-1]['ratio']:.3f} of measured", file=sys.stderr)
+    return rows
 
 
 def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> int:
@@ -315,9 +312,9 @@ def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> in
 
 def table(rows: list[dict[str, Any]], device: str) -> Table:
     """`measure_all`'s result for a terminal."""
-    out = Table(title=f"Peak memory of training steps, {device}", title_justify="left")
-    for column in ("configuration", "measured MiB", "planned MiB", "planned / measured", "most at"):
-        out.add_column(column, justify="left" if column in ("configuration", "most at") else "right")
+    numbers = (Column(name, justify="right") for name in ("measured MiB", "planned MiB", "planned / measured"))
+    title = f"Peak memory of training steps, {device}"
+    out = Table("configuration", *numbers, "most at", title=title, title_justify="left")
     for row in rows:
         cells = (f"{row['measured_mib']:,.1f}", f"{row['predicted_mib']:,.1f}", f"{row['ratio']:.3f}")
         out.add_row(row["name"], *cells, f"{row['stage']}: {row['moment']}")

@@ -11,7 +11,7 @@ import statistics
 import time
 from typing import Any
 
-from cqwen_dist.bench.memory_check import BF16, SMALL, Case, config_of, measure
+from cqwen_dist.bench.memory_check import ALL, BF16, SMALL, Case, config_of, measure
 from cqwen_dist.bench.rig import build_rig
 from cqwen_dist.bench.timing import device_name, seconds_of
 from cqwen_dist.config import Config
@@ -67,10 +67,7 @@ def _layout(runtime: Runtime, traffic: Traffic, zero: int, group: int, gpu: bool
         "train.global_batch_size": rows * runtime.world_size,
     }
     architecture = (known_architecture("Qwen/Qwen2.5-0.5B") or SMALL) if gpu else SMALL
-    everything = [["heads", "embedding", "lora"]]
-    case = Case(f"ZeRO-{zero}, group {group}", architecture, changes | (BF16 if gpu else {}), everything)
-    config = config_of(case)
-
+    config = config_of(Case("", architecture, changes | (BF16 if gpu else {}), [ALL]))
     seconds = _seconds(runtime, traffic, config, architecture)
     least = TINY * runtime.world_size
     said = sum(message.bytes for message in traffic.take()[0] if message.ranks > 1 and message.bytes > least)
@@ -78,7 +75,7 @@ def _layout(runtime: Runtime, traffic: Traffic, zero: int, group: int, gpu: bool
     kind: Kind = "cuda" if gpu else "cpu"
     (sizes,) = stage_sizes(config, base, world=runtime.world_size, kind=kind)
     planned = sum(message.bytes for message in step_messages(sizes) if message.bytes > least)
-    memory = max(gather_objects(measure(case, runtime)), key=lambda row: row["measured_mib"])
+    memory = max(gather_objects(measure(config, architecture, runtime)), key=lambda row: row["measured_mib"])
     return {
         "zero_stage": zero,
         "vocab_group_size": group,

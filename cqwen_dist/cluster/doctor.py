@@ -26,7 +26,7 @@ from rich.text import Text
 
 from cqwen_dist.cluster.node import has_gpu
 from cqwen_dist.run.environment import git_commit, versions
-from cqwen_dist.run.files import write_atomically
+from cqwen_dist.run.files import free_bytes, write_atomically
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (2**20, 16 * 2**20)
@@ -296,9 +296,8 @@ def _seconds_until(path: Path) -> float | None:
 
 
 def _free_gib(path: Path) -> float | None:
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
-        return round(shutil.disk_usage(there).free / 2**30, 1)
+        return round(free_bytes(path) / 2**30, 1)
     except OSError:
         return None
 

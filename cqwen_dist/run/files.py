@@ -160,6 +160,13 @@ def key_digest(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 
 
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the disk of a folder, which may not exist yet."""
+    while not folder.is_dir():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
 def let_read(path: Path) -> None:
     """Give a file, or a folder's files, the folder's read rights: safetensors lets the owner alone read them."""
     files = path.rglob("*") if path.is_dir() else [path]

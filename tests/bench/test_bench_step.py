@@ -147,7 +147,7 @@ def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
     groups = build_groups(1)
-    return [(case.name, measure(case, runtime, groups)["ratio"]) for case in chosen]
+    return [(case.name, measure(config_of(case), case.architecture, runtime, groups)["ratio"]) for case in chosen]
 
 
 QUICK = ("adapters on all, bf16", "heads alone", "one short sequence")

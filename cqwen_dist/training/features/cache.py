@@ -31,13 +31,12 @@ from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import gather_objects
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.environment import versions
-from cqwen_dist.run.files import FEATURE_CACHE, key_digest
+from cqwen_dist.run.files import FEATURE_CACHE, free_bytes, key_digest
 from cqwen_dist.training.features.shards import (
     ROOM,
     CacheRefused,
     FeatureShards,
     build_shards,
-    free_bytes,
     is_cache,
     open_shards,
 )

@@ -152,13 +152,6 @@ def _write_shards(
     return dict(gather_objects((path.name, file_record(path))))
 
 
-def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk of a folder, which may not exist yet."""
-    while not folder.is_dir():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def _together(action: Callable[[], Any], what: str = "") -> Any:
     """The action's result on this rank. Raises `CacheRefused` on every rank if any rank's action raises OSError."""
     result, trouble = None, ""
