@@ -28,6 +28,8 @@ def test_blocks_are_as_exact_as_plain_products(
     assert_exact(both_by_blocks(*u, weight), u, weight)
     scores = word_scores(u, weight)
     assert torch.equal(torch.stack(scores), both_by_blocks(*u, weight))
+    rounded = u.to(torch.bfloat16)
+    assert_exact(torch.stack(word_scores(rounded, weight)), rounded, weight)
     exact = word_scores(Cauchy(*(part.double() for part in u)), weight.double())
     assert exact.loc.dtype == torch.float64
     torch.testing.assert_close(exact.scale, u.scale.double() @ weight.double().abs().T, rtol=1e-12, atol=1e-12)
@@ -36,6 +38,7 @@ def test_blocks_are_as_exact_as_plain_products(
 def test_a_compiler_sees_one_operation_that_does_what_it_says() -> None:
     u, weight = problem(3, 37, 70, torch.float32)
     torch.library.opcheck(both_products._BOTH_PRODUCTS, (*u, weight))
+    torch.library.opcheck(both_products._BOTH_PRODUCTS, tuple(each.bfloat16() for each in (*u, weight)))
     seen: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -59,12 +62,13 @@ def test_the_kernels_arithmetic_by_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_compiles_for_a_gpu(capability: int) -> None:
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16"])
+def test_the_kernel_compiles_for_a_gpu(capability: int, dtype: str) -> None:
     """Without one: Triton's own compiler down to PTX; with several tokens it uses tensor cores."""
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
-    pointers = dict.fromkeys(("loc_ptr", "scale_ptr", "out_ptr"), "*fp32")
+    pointers = {"loc_ptr": dtype, "scale_ptr": dtype, "out_ptr": "*fp32"}
     for tokens, words, width in both_products.TILES.values():
         shape = {"N": tokens, "C": 896, "BM": tokens, "BN": words, "BK": width}
         signature = {**pointers, "weight_ptr": "*bf16", "stride": "i32", "rows": "i32"} | dict.fromkeys(
@@ -84,3 +88,6 @@ def test_on_the_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     at = Cauchy(*(part.cuda() for part in u))
     for make in (both_by_triton, both_by_blocks):
         assert_exact(make(*at, weight.cuda()).cpu(), u, weight, bits=19)  # three tf32 hold 21 bits, truncated
+        if dtype == torch.bfloat16:
+            rounded = u.to(torch.bfloat16)
+            assert_exact(make(*at.to(dtype), weight.cuda()).cpu(), rounded, weight, bits=19)

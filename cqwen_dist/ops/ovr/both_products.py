@@ -1,6 +1,6 @@
 """loc_S and scale_S of all words for a few tokens, in one pass over W_cls: what decoding reads most.
 
-    loc = u W^T        scale = s |W|^T        u, s [N, C] fp32; W [v, C] fp32 or bf16; loc, scale [N, v] fp32
+    loc = u W^T        scale = s |W|^T        u, s [N, C], W [v, C] fp32 or bf16; loc, scale [N, v] fp32
 
 Decoding one token is bound by reading W: v C elements, 545 MB in fp32 for V = 151,936 and C = 896. Two products read it
 twice, and |W| would be written and read once more. Here each piece of W is read once and serves both. On a CPU a piece
@@ -8,7 +8,8 @@ is a block that stays in a core's own cache; on CUDA it is a tile of a Triton ke
 are fixed, nothing waits for the host, and a compiler sees one operation.
 
 Sums are fp32. With several tokens Triton multiplies on tensor cores, every fp32 split into tf32 parts (`tf32x3`), which
-keeps fp32's error.
+keeps fp32's error. Tokens and words in bf16 are multiplied as they are, which is exact; as three tf32 products each, 64
+tokens would take longer than reading W.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
 
     u: U' [N, C]; weight [v, C].
     """
-    real = torch.promote_types(weight.dtype, torch.float32)
-    return Cauchy(*_BOTH_PRODUCTS(u.loc.to(real), u.scale.to(real), weight))
+    both_bf16 = u.loc.dtype == weight.dtype == torch.bfloat16
+    tokens = weight.dtype if both_bf16 else torch.promote_types(weight.dtype, torch.float32)
+    return Cauchy(*_BOTH_PRODUCTS(u.loc.to(tokens), u.scale.to(tokens), weight))
 
 
 def abs_blocks(weight: Tensor, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -66,7 +68,8 @@ def product_into(x: Tensor, block: Tensor, out: Tensor) -> None:
 
 def both_by_blocks(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """The two products [2, N, v] in torch operations, on any device."""
-    found = loc.new_empty(2, len(loc), len(weight))
+    found = _shapes(loc, scale, weight)
+    loc, scale = loc.to(found.dtype), scale.to(found.dtype)
     for part, block in abs_blocks(weight):
         product_into(loc, weight[part].to(loc.dtype), found[0, :, part])
         product_into(scale, block, found[1, :, part])
@@ -74,11 +77,13 @@ def both_by_blocks(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    """The two products [2, N, v] by the kernel; fp32 tokens."""
+    """The two products [2, N, v] by the kernel; tokens in fp32, or in bf16 as the words."""
     (n, c), rows = loc.shape, len(weight)
-    found = loc.new_empty(2, n, rows)
+    found = _shapes(loc, scale, weight)
     if n and rows:
         tokens, words, width = next(tile for most, tile in TILES.items() if n <= most or most == 64)
+        if loc.itemsize == 2:
+            width = max(width, 64)  # a line of 128 bytes
         grid = (-(-rows // words), -(-n // tokens))
         shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
         _kernel()[grid](loc.contiguous(), scale.contiguous(), weight, found, weight.stride(0), rows, **shape)
@@ -92,8 +97,8 @@ def _kernel() -> Any:
     triton, tl = import_module("triton"), import_module("triton.language")
 
     def both(
-        loc_ptr,  # [N, C] fp32 in
-        scale_ptr,  # [N, C] fp32 in
+        loc_ptr,  # [N, C] fp32 in, or bf16 with bf16 words
+        scale_ptr,  # [N, C] as loc_ptr
         weight_ptr,  # [v, C] fp32 or bf16 in
         out_ptr,  # [2, N, rows] fp32 out
         stride,  # elements from a word's row to the next
@@ -113,13 +118,13 @@ def _kernel() -> Any:
             dims = start + tl.arange(0, BK)
             in_c = dims < C
             w_at = weight_ptr + words[:, None].to(tl.int64) * stride + dims[None, :]
-            w = tl.load(w_at, mask=of_words[:, None] & in_c[None, :], other=0.0).to(tl.float32)
+            w = tl.load(w_at, mask=of_words[:, None] & in_c[None, :], other=0.0).to(loc_ptr.dtype.element_ty)
             u_at, inside = tokens[:, None] * C + dims[None, :], of_tokens[:, None] & in_c[None, :]
             u = tl.load(loc_ptr + u_at, mask=inside, other=0.0)
             s = tl.load(scale_ptr + u_at, mask=inside, other=0.0)
             if BM == 1:  # no matrix: tensor cores would not help
-                loc += tl.sum(w * u, 1)[None, :]
-                scale += tl.sum(tl.abs(w) * s, 1)[None, :]
+                loc += tl.sum(w.to(tl.float32) * u, 1)[None, :]
+                scale += tl.sum(tl.abs(w.to(tl.float32)) * s, 1)[None, :]
             else:
                 loc = tl.dot(u, tl.trans(w), loc, input_precision="tf32x3")
                 scale = tl.dot(s, tl.trans(tl.abs(w)), scale, input_precision="tf32x3")
@@ -132,12 +137,13 @@ def _kernel() -> Any:
 
 
 def _both(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    by_triton = weight.is_cuda and loc.dtype == torch.float32 and weight.stride(1) == 1 and find_spec("triton")
+    by_triton = weight.is_cuda and loc.dtype != torch.float64 and weight.stride(1) == 1 and find_spec("triton")
     return (both_by_triton if by_triton else both_by_blocks)(loc, scale, weight)
 
 
 def _shapes(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    return loc.new_empty(2, len(loc), len(weight))
+    real = torch.promote_types(loc.dtype, torch.float32)
+    return loc.new_empty(2, len(loc), len(weight), dtype=real)
 
 
 def _one_operation() -> Any:
