@@ -3,8 +3,8 @@
 Both have the same cache: one that grows, or a static one, whose steps both compile on CUDA (on a CPU on demand).
 Weights are random, as speed depends on shapes, with one exception: on a CPU, mode `standard` computes few scales if P
 separates words well, and all of them if not (`ops.ovr.best`). Row "standard" has equal scales, as a calibrated start
-has; row "standard, all scales" is the worst case. The heads are fp32 whatever the backbone's dtype. Not yet measured on
-a GPU.
+has; row "standard, all scales" is the worst case. The heads are fp32 whatever the backbone's dtype. With one in bf16,
+on CUDA or with a static cache, the modes with argmax P read a copy of W_cls in bf16. Not yet measured on a GPU.
 """
 
 from __future__ import annotations

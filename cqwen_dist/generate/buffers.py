@@ -84,6 +84,7 @@ class Kept:
     buffers: Buffers | None = None
     dtype: torch.dtype | None = None
     ahead: dict[int, Tensor] = field(default_factory=dict)  # by width: random numbers of a step, drawn before it
+    near: Tensor | None = None  # W_cls in bf16
     steps: dict[object, Callable[..., Any]] = field(default_factory=dict)  # by the settings that they are made for
 
     @classmethod
@@ -106,10 +107,13 @@ class Kept:
         Layers with a sliding window keep all positions too, and the mask hides those outside: transformers' own layer
         for them counts positions on the host, so every step would be compiled anew.
         """
-        if self.buffers is None or (self.buffers.shape, self.dtype) != (new.shape, dtype):
+        # what torch.inference_mode has made can be written in it alone
+        barred = self.buffers is not None and self.buffers.at.is_inference() and not torch.is_inference_mode_enabled()
+        if self.buffers is None or barred or (self.buffers.shape, self.dtype) != (new.shape, dtype):
             self.dtype = dtype
             self.steps.clear()
             self.ahead.clear()
+            self.near = None
             room = new.ids.shape[1]
             self.buffers = replace(new, cache=Cache(layers=[StaticLayer(max_cache_len=room) for _ in range(layers)]))
             stay(*self.buffers.tensors())
@@ -124,6 +128,13 @@ class Kept:
             self.ahead[width] = torch.empty(rows, width, device=device)
             stay(self.ahead[width])
         return self.ahead[width]
+
+    def copied(self, weight: Tensor) -> Tensor:
+        """weight in bf16: copied at every call, as it may have been trained since the last one."""
+        if self.near is None or (self.near.shape, self.near.device) != (weight.shape, weight.device):
+            self.near = torch.empty_like(weight, dtype=torch.bfloat16)
+            stay(self.near)
+        return self.near.copy_(weight)
 
 
 def stay(*tensors: Tensor) -> None:

@@ -94,7 +94,8 @@ class _Continuation:
             self.now = self.kept.take(self.now, base.num_hidden_layers, dtype)
         elif self.use_cache:
             self.now = replace(self.now, cache=DynamicCache(config=base))
-        self.mode, self.options = find_mode(settings.mode), self.options_of(settings)
+        self.mode = find_mode(settings.mode)
+        self.options = self.options_of(settings)
         temperature = 1.0 if settings.temperature is None else settings.temperature
         self.draws = Draws(settings.generator_on(input_ids.device), temperature, settings.eps_truncation)
         self.steps = None
@@ -103,18 +104,32 @@ class _Continuation:
 
     def options_of(self, settings: Settings) -> Options:
         """How the mode chooses a word."""
-        config, mode, weight = self.model.config, find_mode(settings.mode), self.action.cls_weight
+        config, mode, weight = self.model.config, self.mode, self.action.cls_weight
         rank_by = settings.decode_rule or mode.rank_by
-        # on a CPU the sizes of rows pay off where they serve several steps of a few tokens
-        few = len(self.now.ids) <= A_FEW and self.total > self.prompt + 1 and not self.static and not weight.is_cuda
+        # what is made once for all steps pays off where there are several
+        several = mode.choose is best and rank_by == "ovr" and self.total > self.prompt + 1
+        fixed = self.static or weight.is_cuda
         return Options(
             used_rows=int(config.used_rows) if settings.used_rows is None else settings.used_rows,
             rank_by=rank_by,
             do_sample=settings.do_sample,
             processors=settings.logits_processor,
             added_from=int(config.used_rows) if config.added_rows else None,
-            sizes=row_sizes(weight) if few and mode.choose is best and rank_by == "ovr" else None,
+            sizes=row_sizes(weight) if several and not fixed and len(self.now.ids) <= A_FEW else None,
+            near=self.near() if several and fixed else None,
         )
+
+    def near(self) -> Tensor | None:
+        """W_cls in bf16 for a shortlist; None where it would save nothing, where the model is in fp32 throughout, and
+        where every scale is 0."""
+        weight, backbone = self.action.cls_weight, next(self.model.parameters()).dtype
+        if weight.dtype != torch.float32 or backbone.itemsize != 2:
+            return None
+        if self.mode.drawn == "individual" and not (
+            self.mode.noise and bool(self.action.b_noise[: weight.shape[1]].any())
+        ):
+            return None
+        return weight.bfloat16() if self.kept is None else self.kept.copied(weight)
 
     def step(self) -> None:
         """Choose the next token of every row and write it; a row that has ended gets padding."""

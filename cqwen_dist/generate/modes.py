@@ -86,13 +86,14 @@ class Options:
     processors: Callable[[Tensor, Tensor], Tensor] | None = None
     added_from: int | None = None  # for `compatible`: rows from this one on are not the base's, and never chosen
     sizes: RowSizes | None = None  # of the rows of W_cls: `best_word` needs fewer scales by them; None: all of them
+    near: Tensor | None = None  # W_cls in bf16, of which `best_word` makes a shortlist
 
 
 def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """argmax P [B], ties decided by loc_S; with rank_by "loc" argmax loc_S."""
     u, head = u_prime.to(action.cls_weight.dtype), action.word_head(options.used_rows)
     if options.rank_by == "ovr":
-        return best_word(u, head, options.sizes)
+        return best_word(u, head, options.sizes, options.near)
     used = head.take(slice(0, head.rows))
     return (all_scores(u, used)[1].loc if u.loc.is_cuda else used.loc(u)).argmax(1)  # there |W| costs nothing
 

@@ -20,7 +20,7 @@ from cqwen_dist.bench.launches import counting
 from cqwen_dist.config import UserError
 from cqwen_dist.generate import compiling
 from cqwen_dist.generate.compiling import Ending
-from cqwen_dist.generate.generator import generate
+from cqwen_dist.generate.generator import _Continuation, generate
 from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.numbers import GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer
@@ -191,8 +191,44 @@ def test_what_is_kept_is_nobody_elses(model) -> None:
     assert generate(other.to(torch.bfloat16), **number_prompts(), **static)[0].shape == first.shape  # a cache in bf16
     one = {name: part[:1] for name, part in number_prompts().items()}
     assert_same(generate(model, **one, **static), generate(model, **one, max_new_tokens=9))
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            assert_same(generate(model, **one, **static), generate(model, **one, max_new_tokens=9))
     assert pickle.loads(pickle.dumps(model.kept_decoding)).buffers is None
     assert "kept_decoding" not in "".join(model.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["standard", "individual", "noise"])
+def test_a_backbone_in_bf16_has_a_shortlist_of_words(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made of the weights as they are at each generation, decides as fp32 does, and goes with other shapes."""
+    net = number_writer(base={"vocab_size": 2003}, used_rows=2003)
+    net.features.to(torch.bfloat16)
+    batch, places = {**number_prompts(padded=False), "mode": mode, "seed": 3}, set()
+    for factor in (1.0, -1.0):
+        with torch.no_grad():
+            net.action.cls_weight.mul_(factor)
+        found = [
+            generate(net, **batch, cache_implementation="static", compile_config=config)[0] for config in (None, TRACED)
+        ]
+        near = net.kept_decoding.near
+        assert near is not None
+        assert torch.equal(near, net.action.cls_weight.bfloat16())
+        places.add(near.data_ptr())
+        with monkeypatch.context() as without:
+            without.setattr(_Continuation, "near", lambda text: None)
+            wanted = generate(net, **batch, cache_implementation="static")[0]
+        assert int(wanted.max()) > 1000
+        assert all(torch.equal(each, wanted) for each in found)
+    assert len(places) == 1  # a CUDA graph reads the same memory
+    one = {name: part[:1] if isinstance(part, Tensor) else part for name, part in batch.items()}
+    generate(net, **one | {"mode": "ovr"}, cache_implementation="static")
+    assert net.kept_decoding.near is None
+    with torch.no_grad():
+        net.action.b_noise.zero_()
+    generate(net, **one, cache_implementation="static")
+    assert (net.kept_decoding.near is None) == (mode == "individual")  # every scale is 0, every strength infinite
+    generate(net.float(), **one, cache_implementation="static")
+    assert net.kept_decoding.near is None
 
 
 def test_a_stream_and_stop_strings_read_every_step() -> None:

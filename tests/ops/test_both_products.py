@@ -69,13 +69,13 @@ def test_the_kernel_compiles_for_a_gpu(capability: int, dtype: str) -> None:
     from triton.backends.compiler import GPUTarget
 
     pointers = {"loc_ptr": dtype, "scale_ptr": dtype, "out_ptr": "*fp32"}
-    for tokens, words, width in both_products.TILES.values():
+    for tokens, words, width, warps in both_products.TILES[2 if dtype == "*bf16" else 4].values():
         shape = {"N": tokens, "C": 896, "BM": tokens, "BN": words, "BK": width}
         signature = {**pointers, "weight_ptr": "*bf16", "stride": "i32", "rows": "i32"} | dict.fromkeys(
             shape, "constexpr"
         )
         source = compiler.ASTSource(both_products._kernel(), signature, constexprs=shape)
-        made = compiler.compile(source, target=GPUTarget("cuda", capability, 32))
+        made = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
         assert ("mma" in made.asm["ptx"]) == (tokens > 1)
 
 

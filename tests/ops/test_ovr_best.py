@@ -38,8 +38,9 @@ def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens:
         loc, scale = law(tokens, 37, spread, seed)
         for used in (1003, 400):
             plain = ovr_top_word(loc, scale, weight, bias, c + threshold, used_rows=used).word
-            for sizes in (row_sizes(weight), None):
-                quick = best_word(Cauchy(loc, scale), WordHead(weight, bias, c + threshold, used_rows=used), sizes)
+            whole = WordHead(weight, bias, c + threshold, used_rows=used)
+            for sizes, near in ((row_sizes(weight), None), (None, None), (None, weight.bfloat16())):
+                quick = best_word(Cauchy(loc, scale), whole, sizes, near)
                 other = (quick != plain).nonzero()[:, 0]
                 above = loc[other].double() @ weight.double().T + (bias - c - threshold).double()
                 z = above / (scale[other].double() @ weight.double().abs().T)
@@ -75,10 +76,28 @@ def test_without_scale_equal_strength_is_told_apart_by_loc() -> None:
             assert best_word(Cauchy(one, zero), head, sizes).tolist() == [1, 1]  # the first of equals
 
 
+def test_the_fp32_rows_decide_among_a_shortlist() -> None:
+    """Words that bf16 cannot tell apart, in far groups; and words that no precision can: the first one."""
+    weight = torch.randn(3000, 16, generator=torch.Generator().manual_seed(0)) * 0.1
+    weight[[2901, 1500, 40]] = torch.ones(16)
+    weight[1500] += 1e-3
+    assert torch.equal(weight[1500].bfloat16(), weight[40].bfloat16())
+    u = Cauchy(torch.ones(70, 16), torch.full((70, 16), 1e-3))  # 70: in two parts
+    assert best_word(u, WordHead.of(weight, None, 20.0), None, weight.bfloat16()).tolist() == [1500] * 70
+    assert best_word(u, WordHead.of(weight, None, 20.0, 0, 3000, 1500), None, weight.bfloat16()).unique().item() == 40
+    few = weight[[40, 7, 1500]]
+    assert best_word(u, WordHead.of(few, None, 20.0), None, few.bfloat16()).unique().item() == 2
+    weight[1500] = 1.0
+    assert best_word(u, WordHead.of(weight, None, 20.0), None, weight.bfloat16()).unique().item() == 40
+
+
 def test_nan_is_no_crash() -> None:
-    weight, bias, c = head(64, 5)
+    weight, bias, c = head(2000, 5)
     loc = torch.full((2, 5), float("nan"))
-    assert best_word(Cauchy(loc, loc), WordHead(weight, bias, c), row_sizes(weight)).shape == (2,)
+    for sizes, near in ((row_sizes(weight), None), (None, weight.bfloat16())):
+        found = best_word(Cauchy(loc, loc), WordHead(weight, bias, c), sizes, near)
+        assert found.shape == (2,)
+        assert bool((found < 2000).all())
 
 
 def test_scales_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +108,13 @@ def test_scales_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> 
         _, scale = law(tokens, 37, 1.0)
         assert_close(scale_scores(scale, weight, 1001), scale @ weight[:1001].abs().T, 1e-6)
     assert_close(scale_scores(scale, weight.bfloat16(), 1003), scale @ weight.bfloat16().float().abs().T, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_shortlist_on_the_gpu(tokens: int) -> None:
+    weight, bias, c = (part.cuda() for part in head(20_000, 896))
+    whole, u = WordHead(weight, bias, c + 200.0, used_rows=19_999), Cauchy(*(x.cuda() for x in law(tokens, 896, 0.3)))
+    for find in (best_word, torch.compile(best_word, fullgraph=True)):
+        assert torch.equal(find(u, whole, None, weight.bfloat16()), best_word(u, whole, None))
