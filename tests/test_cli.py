@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from support.runs import VOCAB, cqwen_forked, write_config, write_texts
 from transformers import AutoTokenizer, BertConfig
 
+from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.cli import main
 from cqwen_dist.config import load_config
+from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.report.console import print_json
 from cqwen_dist.report.html import leave_report
 from cqwen_dist.run.files import CONFIG, METRICS, REPORT
@@ -356,6 +359,28 @@ def test_status_list_and_verify_of_a_good_run(cqwen: Command, one_rank: Path) ->
     _, resolved, told = cqwen("config", "validate", one_rank / "config.yaml")
     assert resolved == (one_rank / "config.yaml").read_text()
     assert told.endswith("config.yaml: valid\n")
+
+
+def test_a_model_of_chats_is_asked_by_its_template_and_ends_with_its_turn(cqwen: Command, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "2 and 3?"}, {"role": "assistant", "content": "5"}]
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
+    stage = {"name": "heads", "train": ["heads"], "steps": 1, "lr": 1e-3, "warmup_steps": 5}
+    config = write_config(tmp_path, data__recipe="chat", data__eval_fraction=0.0, stages=[stage])
+    assert "all of them are warm-up (warmup_steps 5)" in cqwen_forked("train", config).stdout
+    exported = tmp_path / "out"
+    assert cqwen("export", tmp_path / "run", exported)[0] == 0
+    for folder in (tmp_path / "run", exported):
+        model, tokenizer = load_trained(folder)
+        turn_end = tokenizer.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, turn_end]
+        with torch.no_grad():
+            model.model.action.threshold[turn_end] = -1e6  # the next word is the turn's end
+        streamed: list[str] = []
+        assert continue_text(model, tokenizer, ["2"], on_text=streamed.append)[0].end == "eos"
+        assert streamed == []
+        _, out, _ = cqwen("generate", folder, "--chat", "--prompt", "2 and 3?", "--max-new-tokens", 1, "--json")
+        asked = "<|im_start|>user\n2 and 3?<|im_end|>\n<|im_start|>assistant\n"
+        assert json.loads(out)["outputs"][0]["prompt"] == asked
 
 
 def test_a_run_that_was_stopped_before_its_first_step_ends_without_a_report(

@@ -33,7 +33,9 @@ from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.generate.continuation import end_ids
 from cqwen_dist.intervals import FILE as CALIBRATION
 from cqwen_dist.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
@@ -83,7 +85,17 @@ def load_trained(
     refuse_exchanged(state.state.get("inputs", {}), known, config.run.accept, folder)
     model = assemble(state, config, folder)
     model.config.calibration = (state.state.get("figures") or {}).get("calibration") or _intervals(folder)
+    if config.data.messages_field is not None:
+        _let_turns_end(model, tokenizer)
     return model.to(_place(device)).eval(), tokenizer  # type: ignore[arg-type]  # as transformers wraps it
+
+
+def _let_turns_end(model: CausalQwenForCausalLM, tokenizer: NumericalAwareTokenizer) -> None:
+    """Let generation also end where the assistant's turns do: a base's `<|endoftext|>` is not learnt from chats."""
+    rows = {str(token): row for row, token in tokenizer.tokenizer.added_tokens_decoder.items()}
+    row, known = rows.get(Chat(tokenizer.tokenizer).turn_end), end_ids(model, tokenizer)
+    if row is not None and row not in known:
+        model.generation_config.eos_token_id = [*known, row]
 
 
 def _load_exported(folder: Path, **options: Any) -> CausalQwenForCausalLM:

@@ -77,7 +77,8 @@ def init(
     if first is not None:
         typer.echo("the first text as it will be read:")
         typer.echo("".join(f"    {line}\n" for line in first.text.splitlines()[:12]), nl=False)
-    typer.echo(f"wrote {out}\n  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
+    typer.echo(f"wrote {out}\n  cqwen prepare {out}    # what is in the data; the first text as the model reads it")
+    typer.echo(f"  cqwen plan {out} --gpus-per-node 1    # does it fit, how long\n  cqwen train {out}")
     if column := recipe.keys.get("target_field"):
         typer.echo(f"or, with steps chosen by the table:\n  cqwen fit {data} --target {column} --base {base}")
 

@@ -26,6 +26,7 @@ Mode = Annotated[str, typer.Option(help="standard, compatible, ovr, causal, indi
 def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[list[str], typer.Option(help="Text to continue; give it several times for a batch.")],
+    chat: Annotated[bool, typer.Option("--chat", help="A prompt is a user's message: fill the chat template.")] = False,
     mode: Mode = "standard",
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 64,
     seed: Annotated[int | None, typer.Option(help="Seed for the modes that draw.")] = None,
@@ -59,9 +60,11 @@ def generate(
         raise UserError("--stream", True, "without --json, --individuals and --noises")
     quiet_libraries()
     from cqwen_dist.checkpoint.export import load_trained
+    from cqwen_dist.data.chat import Chat
     from cqwen_dist.generate.continuation import continue_text, counterfactuals, treatments
 
     model, tokenizer = load_trained(checkpoint, device)
+    prompt = [Chat(tokenizer.tokenizer).question(message) for message in prompt] if chat else prompt
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "decode_rule": decode_rule}
     given["cache_implementation"] = cache_implementation
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -74,6 +74,15 @@ class Chat:
             for i, (start, end) in zip(own, spans, strict=True)
         )
 
+    def question(self, text: str) -> str:
+        """The prompt of a chat whose only message is this one of the user's."""
+        return self._fill([{"role": "user", "content": text}], add_generation_prompt=True)
+
+    @property
+    def turn_end(self) -> str:
+        """The token that ends the assistant's turns; a character that no text holds where there is none."""
+        return self._turn_end(None)
+
     def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
         """The span of a turn with tool calls. at: where the name of its last call ends."""
         prompt = self._fill(before, tools, add_generation_prompt=True)

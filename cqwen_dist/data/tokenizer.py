@@ -97,21 +97,24 @@ class NumericalAwareTokenizer:
         num_token_id: int | None = None,
         vocab_size: int | None = None,
         policy: NumberPolicy | None = None,
+        key: str = "model.tokenizer",
     ) -> NumericalAwareTokenizer:
         """A tokenizer from a folder or the hub; what `save_pretrained` wrote counts unless overridden here.
+
+        key: the name of the option that names it, for errors.
 
         Raises: UserError when there is no tokenizer, and what the class raises.
         """
         name = str(name_or_path)
         if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-            raise UserError("model.tokenizer", f"no folder {name}", "a tokenizer's folder or hub name")
+            raise UserError(key, f"no folder {name}", "a folder or hub name with a tokenizer")
         folder = Path(name).expanduser()
         try:
             loader = PreTrainedTokenizerFast if _is_ours(folder) else AutoTokenizer
             tokenizer = loader.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
         except Exception as error:  # the Rust side raises bare `Exception` for a broken tokenizer.json
-            allowed = f"a tokenizer's folder or hub name ({reason_of(error, 200)})"
-            raise UserError("model.tokenizer", name, allowed) from None
+            allowed = f"a folder or hub name with a tokenizer ({reason_of(error, 200)})"
+            raise UserError(key, name, allowed) from None
         saved = folder / POLICY_FILE
         if saved.is_file():
             row, its = read_policy(saved)

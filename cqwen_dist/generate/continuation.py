@@ -45,6 +45,13 @@ class Written:
         return {**asdict(self), "numbers": [asdict(number) for number in self.numbers]}
 
 
+def end_ids(model: Any, tokenizer: Tokenizer) -> list[int]:
+    """The ids that end a text: the tokenizer's, and those of the model's generation config, as of a chat's turns."""
+    own = model.generation_config.eos_token_id
+    found = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return [id_ for id_ in dict.fromkeys(found) if id_ is not None]
+
+
 def padded(model: Any, tokenizer: Tokenizer, rows: Sequence[tuple[list[int], list[float]]]) -> Padded:
     """(ids, values) of texts as one batch, padded on the left. Raises `UserError` for no text or one without tokens.
 
@@ -70,7 +77,7 @@ def generate_batch(
         batch.values,
         return_numbers=True,
         attention_mask=batch.mask,
-        eos_token_id=[] if tokenizer.eos_token_id is None else tokenizer.eos_token_id,
+        eos_token_id=end_ids(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=tokenizer,
         **options,
@@ -99,10 +106,11 @@ def continue_text(
     """
     check_digits(digits)
     tokenizer = reader(tokenizer)
+    ends = end_ids(model, tokenizer)
     if on_text is not None:
         if len(prompts) != 1:
             raise UserError("stream", f"{len(prompts)} prompts", "one")
-        options["streamer"] = NumberStreamer(tokenizer, on_text, digits=digits)
+        options["streamer"] = NumberStreamer(tokenizer, on_text, digits=digits, ends=ends)
     if stop:
         options["stop_strings"] = list(stop)
     options |= {"mode": mode, "max_new_tokens": max_new_tokens, "seed": seed, "digits": digits}
@@ -111,7 +119,7 @@ def continue_text(
     for row, prompt in enumerate(prompts):
         length = int(numbers.p_word[row, width:].isfinite().sum())  # what follows is padding
         end, reason = width + length, "length"
-        if length and int(ids[row, end - 1]) == tokenizer.eos_token_id:
+        if length and int(ids[row, end - 1]) in ends:
             end, reason = end - 1, "eos"
         text = text_of(tokenizer, ids, numbers, row, width, end, digits)
         stops = [text.find(s) + len(s) for s in stop if s in text]

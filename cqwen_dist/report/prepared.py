@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from cqwen_dist.data.load import Datasets, open_prepared
 from cqwen_dist.data.prepare import prepare
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_split
+from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.report.console import plain_console, print_json
 
@@ -30,6 +32,7 @@ SUMMARY = "summary.json"
 PLOT = "summary.svg"
 _TARGETS = ("median", "iqr_half")  # None where no number is a target
 BAR = 40  # characters of the longest bar
+SHOWN = 300  # tokens of the first text
 
 
 def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None:
@@ -39,7 +42,9 @@ def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None
     began = time.monotonic()
     with _ProgressLine() as progress:
         folder = prepare(data, tokenizer, progress)
-    found = summary(open_prepared(folder, data, tokenizer), data.sequence_length)
+    datasets = open_prepared(folder, data, tokenizer)
+    found = summary(datasets, data.sequence_length)
+    found["first_text"] = as_read(datasets.train[0][0], tokenizer) if len(datasets.train) else ""
     found["folder"], found["seconds"] = str(folder), round(time.monotonic() - began, 2)
     (folder / SUMMARY).write_text(json.dumps(found, indent=1), encoding="utf-8")
     console = plain_console(record=True, width=100, stderr=as_json)
@@ -55,7 +60,8 @@ def tokenizer_of(config: Config) -> NumericalAwareTokenizer:
     """The run's tokenizer; an equal one if the run is yet to train it. Raises `UserError`."""
     number, policy = config.model.num_token_id, config.data.numbers
     if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
-        return NumericalAwareTokenizer.from_pretrained(config.tokenizer_source, number, None, policy)
+        source, key = config.tokenizer_source, config.tokenizer_key
+        return NumericalAwareTokenizer.from_pretrained(source, number, None, policy, key)
     size = int((config.model.architecture or {})["vocab_size"])
     texts = [text.text for text in read_split(config.data, ReadReport())[0]]
     return NumericalAwareTokenizer(train_tokenizer(texts, size - 1, policy), number, size, policy)
@@ -69,6 +75,21 @@ def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
         "skipped": datasets.reading.lines(),
         **{name: _of(dataset, sequence_length) for name, dataset in parts.items()},
     }
+
+
+def as_read(document: Document, tokenizer: NumericalAwareTokenizer) -> str:
+    """The first tokens as the model reads them: a number as `<NUM 12.5>`, what is learnt between [[ and ]]."""
+    ids, text = document.ids[:SHOWN], ""
+    learnt = np.ones(len(ids), bool) if document.learnt is None else document.learnt
+    is_number = ids == tokenizer.num_token_id
+    for own, places in groupby(range(len(ids)), key=lambda i: bool(learnt[i])):
+        part = ""
+        for number, group in groupby(places, key=lambda i: bool(is_number[i])):
+            run = list(group)
+            numerals = (tokenizer.decode(ids[[i]], document.values[[i]]) for i in run)
+            part += "".join(f"<NUM {numeral}>" for numeral in numerals) if number else tokenizer.decode(ids[run])
+        text += f"[[{part}]]" if own else part
+    return text + (" ..." if len(document.ids) > SHOWN else "")
 
 
 def _of(dataset: TextDataset, sequence_length: int) -> dict[str, Any]:
@@ -146,6 +167,9 @@ def drawn(found: dict[str, Any]) -> RenderableType:
         "",
         "numbers, by power of ten",
         _bars(train["number_sizes"]) if train["number_sizes"] else "none",
+        "",
+        "the first text as it is read: numbers as <NUM value>, what is learnt between [[ and ]]",
+        Text("".join(f"    {line}\n" for line in found["first_text"].split("\n"))),
     )
 
 

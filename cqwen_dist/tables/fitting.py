@@ -95,7 +95,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     )
     template = request.template or column_lines(table.columns) + f"{table.target}: "
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
-    tokenizer = NumericalAwareTokenizer.from_pretrained(request.base)
+    tokenizer = NumericalAwareTokenizer.from_pretrained(request.base, key="--base")
     lengths, read = np.zeros(len(prompts), np.int64), np.concatenate([parts.train, parts.valid])
     lengths[read] = [len(ids) for ids, *_ in tokenizer.encode_batch([prompts[row] for row in read], strict=True)]
     parts = parts._replace(train=by_length(parts.train, lengths), valid=by_length(parts.valid, lengths))

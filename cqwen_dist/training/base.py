@@ -24,7 +24,7 @@ from cqwen_dist.run.files import let_read
 def load_tokenizer(config: Config) -> NumericalAwareTokenizer:
     """The run's tokenizer. Raises `UserError`."""
     return NumericalAwareTokenizer.from_pretrained(
-        config.tokenizer_source, config.model.num_token_id, policy=config.data.numbers
+        config.tokenizer_source, config.model.num_token_id, policy=config.data.numbers, key=config.tokenizer_key
     )
 
 

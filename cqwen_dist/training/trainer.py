@@ -151,6 +151,8 @@ class Trainer:
         at_most = "at most " if plan.stage.until is not None else ""
         groups = ", ".join(sorted(plan.stage.groups))
         run.progress.say(f"stage {plan.stage.name}: {groups}; {at_most}{plan.steps} steps")
+        if plan.steps <= plan.stage.warmup_steps:
+            run.progress.say(f"  all of them are warm-up (warmup_steps {plan.stage.warmup_steps}): lr is not reached")
         batches = run.loaders.enter(plan)
         run.cache.enter(plan, step, run.loaders.current)
         if not self.callbacks.asked:  # if a callback has asked to stop, the stage does not begin

@@ -1,6 +1,7 @@
 """A run on prepared data, mapped and made ahead of time, is the run on data in memory, figure by figure."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def test_prepare_says_what_is_in_the_data_and_a_run_finds_it(tmp_path: Path) -> 
     assert sum(count for _, count in train["text_lengths"]) == 32
     assert sum(count for _, count in train["number_sizes"]) == train["numbers"] > 0
     assert 0 < train["tokens_per_sequence"] <= 1
+    assert re.match(r"\[\[.*(costs <NUM -?\d+(\.\d+)?>|we have).*\.<\|endoftext\|>\]\]$", found["first_text"])
     stamp = (folder / "train.arrow").stat().st_mtime_ns
     train_run(config)
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.name != "contents"] == [folder]
