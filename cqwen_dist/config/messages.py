@@ -25,6 +25,41 @@ _WORDS = {
     "dict": "a mapping",
 }
 
+# Names of the same things in transformers, TRL, axolotl and LLaMA-Factory
+ELSEWHERE = {
+    "base_model": "model.name_or_path",
+    "model_name_or_path": "model.name_or_path",
+    "lora_r": "model.lora.r",
+    "lora_rank": "model.lora.r",
+    "lora_alpha": "model.lora.alpha",
+    "lora_target_modules": "model.lora.target_modules",
+    "load_in_4bit": "model.quantize",
+    "datasets": "data.train",
+    "dataset": "data.train",
+    "val_set_size": "data.eval_fraction",
+    "max_length": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "sequence_len": "data.sequence_length",
+    "cutoff_len": "data.sequence_length",
+    "packing": "data.pack",
+    "sample_packing": "data.pack",
+    "learning_rate": "stages.N.lr",
+    "num_epochs": "stages.N.epochs",
+    "num_train_epochs": "stages.N.epochs",
+    "max_steps": "stages.N.steps",
+    "lr_scheduler_type": "stages.N.schedule",
+    "warmup_ratio": "stages.N.warmup_steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "bf16": "train.precision",
+    "fp16": "train.precision",
+    "save_steps": "train.checkpoint_every",
+    "eval_steps": "train.eval_every",
+    "save_total_limit": "train.keep_checkpoints",
+    "output_dir": "run.dir",
+    "report_to": "run.wandb",
+}
+
 
 def explain(error: ValidationError, tree: Any) -> tuple[Path, object, str]:
     """(path, found, allowed) of the most helpful error; `tree` is what was validated."""
@@ -126,9 +161,10 @@ def _instead(path: Path) -> str:
     """The keys allowed in place of an unknown one, with the likely one first."""
     section = section_of(annotation_at(path[:-1]))
     names = list(section.model_fields) if section else []
-    close = difflib.get_close_matches(path[-1], names, n=1)
-    homes = [] if close else [place for place in _places(Config, "") if place.rsplit(".", 1)[-1] == path[-1]]
-    hint = f"did you mean {close[0]}? " if close else f"did you mean {' or '.join(homes)}? " if homes else ""
+    places = list(_places(Config, ""))
+    meant = [ELSEWHERE[path[-1]]] if path[-1] in ELSEWHERE else difflib.get_close_matches(path[-1], names, n=1)
+    meant = meant or [place for place in places if place.rsplit(".", 1)[-1] == path[-1]]
+    hint = f"did you mean {' or '.join(meant)}? " if meant else ""
     return f"{hint}one of {', '.join(names)}"
 
 

@@ -73,10 +73,11 @@ def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overri
     except ValidationError as error:
         key, found, allowed = explain(error, tree)
         where = path
+        prefixes = [key[:end] for end in range(len(key), 0, -1)]
+        replaced = next((overridden[prefix] for prefix in prefixes if prefix in overridden), None)
+        if replaced is not None:  # whatever the file has below it
+            raise UserError(".".join(key), found, allowed, _where(replaced)) from None
         for end in range(len(key), 0, -1):
-            if key[:end] in overridden:
-                where = _where(overridden[key[:end]])
-                break
             if key[:end] in lines:
                 where = f"{path}, line {lines[key[:end]]}"
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config.messages import ELSEWHERE, _places
 
 MODEL = "model: {name_or_path: x}\n"
 BASE = MODEL + "data: {train: a}\n"
@@ -37,12 +38,24 @@ UNKNOWN = [
     ("modl=1", "modl", "did you mean model? one of model, data,"),
     ("lr=1", "lr", "did you mean model.pretrain.lr or stages.N.lr? one of model,"),
     ("data={trian: x}", "data.trian", "did you mean train? one of train,"),
+    ("train.learning_rate=1", "train.learning_rate", "did you mean stages.N.lr? one of global_batch_size,"),
 ]
 
 
 @pytest.mark.parametrize(("override", "key", "allowed"), UNKNOWN)
 def test_an_unknown_key_shows_the_fields_of_its_own_section(line, override, key, allowed):
     assert line(BASE, override).startswith(f"override {override}: {key}: found no such key, allowed: {allowed}")
+
+
+def test_names_of_other_programs_lead_to_keys_that_there_are():
+    assert set(ELSEWHERE.values()) <= set(_places(Config, ""))
+
+
+def test_a_list_that_an_override_replaced_is_not_looked_for_in_the_file(line):
+    text = BASE + "stages:\n  - {name: a, train: [heads], steps: 1}\n"
+    assert line(text, "stages.0.train=[head]").startswith(
+        "override stages.0.train=[head]: stages.0.train.0: found 'head'"
+    )
 
 
 WRONG = [
