@@ -62,14 +62,15 @@ def _stages(plan: Plan) -> Table:
     rows: dict[str, list[str]] = defaultdict(list)
     for stage in plan.stages:
         table.add_column(stage.stage, justify="right")
-        rows["seconds"].append(f"{stage.seconds:.4g}")
+        rows["steps"].append("?" if stage.steps is None else f"{stage.steps:,}")
+        rows["seconds of a step"].append(f"{stage.seconds:.4g}")
         for part, seconds in stage.time.items():
             rows[shown.get(part, part)].append(f"{seconds / stage.seconds:.0%}")
         rows["tokens/s"].append(f"{stage.tokens_per_s:,.0f}")
         rows["MFU"].append(f"{stage.mfu:.0%}")
         sent = f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "nothing"
         rows["a rank sends"].append(sent)
-        rows["hours"].append("?" if stage.hours is None else f"{stage.hours:.2f}")
+        rows["all steps"].append("?" if stage.hours is None else _duration(stage.hours))
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
@@ -79,7 +80,13 @@ def _total(plan: Plan) -> str:
     if plan.hours is None or plan.gpu_hours is None:
         return "hours: not known (a stage is given in epochs; give --sequences)"
     gpus = f", {plan.gpu_hours:.1f} GPU-hours" if plan.gpus_per_node else ""
-    return f"{plan.hours:.2f} hours{gpus} (evaluations and checkpoints not counted)"
+    return f"{_duration(plan.hours)}{gpus} (evaluations and checkpoints not counted)"
+
+
+def _duration(hours: float) -> str:
+    if hours >= 0.1:
+        return f"{hours:.2f} hours"
+    return f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "under a minute"
 
 
 def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,10 @@ def test_hours_follow_the_schedule():
     assert known.stages[0].steps == 200
     assert known.hours is not None
     assert known.gpu_hours == pytest.approx(8 * known.hours)
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(known))
+    assert re.search(r"│ steps +│ +200 │", out.getvalue())
+    assert f"{60 * known.hours:.0f} minutes, 0.3 GPU-hours" in out.getvalue()
 
 
 def test_calibration_scales_each_part(tmp_path):
