@@ -75,7 +75,7 @@ class NumberStreamer(BaseStreamer):
         ends: Sequence[int] = (),
     ) -> None:
         self.tokenizer, self.on_text, self.skip_prompt, self.digits = tokenizer, on_text, skip_prompt, digits
-        self.ends = ends or [tokenizer.eos_token_id]
+        self.ends: Sequence[int | None] = ends or [tokenizer.eos_token_id]
         self._sent = ""
         self._text = ""
 

@@ -79,15 +79,16 @@ def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
 
 def as_read(document: Document, tokenizer: NumericalAwareTokenizer) -> str:
     """The first tokens as the model reads them: a number as `<NUM 12.5>`, what is learnt between [[ and ]]."""
-    ids, text = document.ids[:SHOWN], ""
-    learnt = np.ones(len(ids), bool) if document.learnt is None else document.learnt
-    is_number = ids == tokenizer.num_token_id
-    for own, places in groupby(range(len(ids)), key=lambda i: bool(learnt[i])):
+    ids, values, text = document.ids[:SHOWN].tolist(), document.values[:SHOWN].tolist(), ""
+    learnt = [True] * len(ids) if document.learnt is None else document.learnt[:SHOWN].tolist()
+    for own, places in groupby(range(len(ids)), key=learnt.__getitem__):
         part = ""
-        for number, group in groupby(places, key=lambda i: bool(is_number[i])):
+        for number, group in groupby(places, key=lambda i: ids[i] == tokenizer.num_token_id):
             run = list(group)
-            numerals = (tokenizer.decode(ids[[i]], document.values[[i]]) for i in run)
-            part += "".join(f"<NUM {numeral}>" for numeral in numerals) if number else tokenizer.decode(ids[run])
+            if number:
+                part += "".join(f"<NUM {tokenizer.decode([ids[i]], [values[i]])}>" for i in run)
+            else:
+                part += tokenizer.decode([ids[i] for i in run])
         text += f"[[{part}]]" if own else part
     return text + (" ..." if len(document.ids) > SHOWN else "")
 
