@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "CallbackError", "Config", "Moment", "Stage", "Stopped", "TrainResult", "UserError"]
 __all__ += ["evaluate", "load", "predict", "train"]
 
-RECORD_FILES = (".parquet", ".json", ".jsonl")  # tables with types; all others are CSV
 DATA = "data"  # folder inside a run's, for rows that came from memory
 
 
@@ -159,16 +158,16 @@ def predict(
     `cqwen predict --help`. Raises `UserError`; for a wrong template before the model is loaded.
     """
     from cqwen_dist.checkpoint.export import load_trained
-    from cqwen_dist.data.from_memory import records
     from cqwen_dist.generate.table import predict_rows, prompts_of
 
     columns, table = _table_of(rows, decimal_comma)
     if within is None:
         within = 0 if template is None else 8
+    learnt = template is None
     if template is None:
         template, own = _learnt_template(model, columns)
         empty = own if empty is None else empty
-    prompts = prompts_of(template, columns, list(records(table, "rows")), empty)
+    prompts = prompts_of(template, columns, _cells_of(table, isinstance(rows, (str, Path)), learnt), empty)
     found, tokenizer = model if isinstance(model, tuple) else load_trained(_folder(model), device)
     return list(
         predict_rows(
@@ -188,7 +187,6 @@ def predict(
 def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
     """(columns, rows) of what `predict` takes. A field that a record of a file lacks is None. Raises `UserError`."""
     from cqwen_dist.data.from_memory import as_rows
-    from cqwen_dist.generate.table import read_table
     from cqwen_dist.tables.rows import columns_of, records_in
 
     if not isinstance(rows, (str, Path)):
@@ -198,21 +196,33 @@ def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
             if not isinstance(row, Mapping) or list(row) != columns:
                 raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
         return columns, table
-    if not str(rows).lower().removesuffix(".gz").endswith(RECORD_FILES):
-        return read_table(Path(rows), decimal_comma)
-    found = records_in(str(rows))
+    found = records_in(str(rows), **{"decimal_comma": True} if decimal_comma else {})
     columns = columns_of(found)
     return columns, [{name: record.get(name) for name in columns} for record in found]
+
+
+def _cells_of(table: list[Any], of_file: bool, learnt: bool) -> list[dict[str, str]]:
+    """The cells as text. learnt: without white space around them, as in training with data.target_field."""
+    from cqwen_dist.data.cells import any_text
+    from cqwen_dist.data.from_memory import records
+
+    plain = table if of_file else records(table, "rows")
+    rows = ({name: any_text(cell) for name, cell in row.items()} for row in plain)
+    return [{name: cell.strip() for name, cell in row.items()} if learnt else row for row in rows]
 
 
 def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:
     """The run's own prompt of a row, and its text for an empty cell. Raises `UserError`."""
     from cqwen_dist.checkpoint.export import is_exported, run_of
+    from cqwen_dist.config.data import template_fields, unescaped
     from cqwen_dist.generate.table import template_of
 
     if not isinstance(model, tuple) and not is_exported(_folder(model)):
         data = run_of(_folder(model))[0].data
         if (found := template_of(data, columns)) is not None:
+            if lacks := [name for name in template_fields(unescaped(found)) if name not in columns]:
+                allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
+                raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
             return found, data.empty_cell
     raise UserError("--template", "none", "the prompt of a row; only a run with data.target_field knows its own")
 

@@ -1,8 +1,11 @@
-"""CSV: the delimiter, numbers with a decimal comma, and how an empty cell is written."""
+"""CSV: the delimiter, numbers with a decimal comma, how an empty cell is written, and writing."""
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 # As pandas, R, spreadsheets and databases write it
 MISSING = frozenset({"", "NaN", "nan", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "NULL", "null"})
@@ -37,3 +40,20 @@ def _with_point(cell: str) -> str:
     if has_decimal_comma(cell) or _THOUSANDS_POINTS.fullmatch(cell.strip()):
         return cell.replace(".", "").replace(",", ".")
     return cell
+
+
+def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], out: TextIO) -> None:
+    """CSV with a header, in which no name looks like another delimiter; None is an empty cell."""
+    lines, odd = _Lines(out), {*_DELIMITERS[1:]} & {*"".join(columns)}
+    csv.writer(lines, lineterminator="\r\n", quoting=csv.QUOTE_ALL if odd else csv.QUOTE_MINIMAL).writerow(columns)
+    csv.DictWriter(lines, columns, lineterminator="\r\n").writerows(rows)
+
+
+class _Lines:
+    """`csv` quotes what its line end is made of: a lone carriage return, too, if that is \\r\\n; the file gets \\n."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+
+    def write(self, line: str) -> int:
+        return self.out.write(line[:-2] + "\n")

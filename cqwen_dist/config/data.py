@@ -35,9 +35,19 @@ def template_fields(template: str | None) -> list[str]:
     return [name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None]
 
 
+def unescaped(template: str) -> str:
+    """With line ends and tabs where a shell or YAML left two characters."""
+    return template.replace("\\n", "\n").replace("\\t", "\t")
+
+
 def can_be_named(column: str) -> bool:
-    """Whether a template can hold a column's name in braces."""
-    return not {*column} & {*"{}[].!:"}
+    """Whether a template can hold a column's name in braces: `*` means all others there."""
+    if column.strip() != column or column in ("", "*") or {*column} & {*"{}\\"}:
+        return False
+    try:
+        return list(string.Formatter().parse(f"{{{column}}}")) == [("", column, "", None)]
+    except ValueError:
+        return False
 
 
 def column_lines(columns: Iterable[str]) -> str:
@@ -262,7 +272,6 @@ def _names(key: str, template: str | None) -> list[str]:
         formats = any(how or kind for _, _, how, kind in string.Formatter().parse(template or ""))
     except ValueError as error:
         raise refused(key, template, f"a format with {{field}}s ({error})") from None
-    named = fields and all(name and not name[0].isdigit() and not {*name} & {*".["} for name in fields)
-    if template is not None and (formats or not named):
+    if template is not None and (formats or not fields or "" in fields):
         raise refused(key, template, "named JSON fields in braces, nothing else, such as {question}")
     return [name for name in fields if fields.count(name) == 1]

@@ -30,6 +30,7 @@ from cqwen_dist.delimited import delimiter_of, read_cells
 
 BLOCK = 1 << 20  # bytes of lines in a block, about
 _ROWS = 1000  # of a table in a block, at most
+_SHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 _BUNDLED: dict[str, Callable[[], list[str]]] = {
     "diabetes": lambda: diabetes_texts("train") + diabetes_texts("test"),
     "diabetes/train": lambda: diabetes_texts("train"),
@@ -48,7 +49,7 @@ def blocks(source: str, config: DataConfig, key: str) -> Iterator[Block]:
             if one.startswith("bundled:"):
                 yield _bundled(one, key)
             elif path.is_file() and not one.startswith("hf:"):
-                yield from _of_file(path, config)
+                yield from _of_file(path, config, key)
             else:
                 yield from _of_rows(of_datasets(one, config, key))
         except OSError as error:
@@ -63,9 +64,11 @@ def _bundled(source: str, key: str) -> Block:
     return partial(list, [(where, Text(text, where)) for where, text in places])
 
 
-def _of_file(path: Path, config: DataConfig) -> Iterator[Block]:
+def _of_file(path: Path, config: DataConfig, key: str) -> Iterator[Block]:
     name = path.name.lower()
     ending = Path(name.removesuffix(".gz")).suffix
+    if ending in _SHEETS:
+        raise UserError(key, str(path), "text, JSONL, CSV or Parquet: save the sheet as a .csv in UTF-8")
     if ending == ".parquet":
         yield from of_parquet(path, config, _ROWS)
         return
@@ -331,7 +334,7 @@ def _of_csv(lines: _Lines, tabs: bool) -> Iterator[Row]:
 def _columns(row: list[str], where: str) -> list[str]:
     names = [name.strip() for name in row]
     if len(set(names)) < len(names) or not all(names):
-        raise UserError("columns", names, "a first row that gives every column a name", where)
+        raise UserError("columns", names, "a first row with another name for every column", where)
     return names
 
 

@@ -33,6 +33,11 @@ def is_missing(value: object) -> bool:
     return is_empty(value) or (isinstance(value, str) and value.strip() in MISSING)
 
 
+def any_text(value: object) -> str:
+    """A cell of any type as text; nothing where it is empty."""
+    return "" if is_empty(value) else as_text(value) or str(value)
+
+
 def as_text(value: object) -> str | None:
     """The cell as text; None where it is neither text, number nor date.
 

@@ -40,7 +40,7 @@ from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 3  # raise it when the code reads numbers or writes rows differently
+FORMAT = 4  # raise it when the code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
 HELD_OUT = "held_out.npy"
 _DIGESTS = "digests.sqlite"  # of texts so far, to find equal ones; deleted at the end

@@ -37,13 +37,15 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
     return DataRecipe(name, keys | extra, _length([" ".join(map(str, record.values())) for record in records]))
 
 
-def records_of(source: str, count: int | None = None, key: str = "--data") -> tuple[list[Any], dict[str, Any]]:
+def records_of(
+    source: str, count: int | None = None, key: str = "--data", **keys: Any
+) -> tuple[list[Any], dict[str, Any]]:
     """A source's first records (None: all; of a text file: texts), and the keys of `data` that read them.
 
-    key: what names the source in errors. Raises `UserError`, at a broken line too.
+    key: what names the source in errors. keys: of `data`, to read with. Raises `UserError`, at a broken line too.
     """
     try:
-        return list(islice(_records(source, key), count)), {}
+        return list(islice(_records(source, key, **keys), count)), keys
     except UserError as error:
         if error.key != "decimal comma":
             raise

@@ -7,13 +7,14 @@ in front is not learnt. One field may be the regression's target.
 from __future__ import annotations
 
 import re
+import string
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, NumberPolicy
-from cqwen_dist.config.data import template_fields
+from cqwen_dist.config.data import template_fields, unescaped
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty, is_missing
 from cqwen_dist.data.chat import Chat, Spans
@@ -172,7 +173,8 @@ class Extractor:
         if _OTHERS in names:
             others = [name for name in record if name not in self._named]
             values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
-        return self._clean(template.format(**values))
+        parts = string.Formatter().parse(template)  # format() itself reads {a.b} and {2019} otherwise
+        return self._clean("".join(text + ("" if name is None else values[name]) for text, name, _, _ in parts))
 
     def _clean(self, text: str) -> str:
         return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text
@@ -187,7 +189,7 @@ class Extractor:
         found = as_text(value)
         if found is None:
             raise BadLine("wrong type", value, f"a string or a number in the field {name!r}")
-        return found
+        return found if self.config.target_field is None else found.strip()  # a table's cell
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
@@ -229,4 +231,4 @@ def too_long(size: int, config: DataConfig) -> BadLine:
 
 
 def _unescaped(template: str | None) -> str | None:
-    return None if template is None else template.replace("\\n", "\n").replace("\\t", "\t")
+    return None if template is None else unescaped(template)

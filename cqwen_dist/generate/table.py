@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from torch import Tensor
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.data import column_lines
+from cqwen_dist.config.data import column_lines, unescaped
 from cqwen_dist.config.errors import Said
-from cqwen_dist.delimited import MISSING, delimiter_of, read_cells
+from cqwen_dist.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
@@ -32,35 +30,6 @@ def number_columns(model: Any) -> list[str]:
     return [*NUMBER_COLUMNS, *(["type"] if model.config.number_types else []), *more]
 
 
-def read_table(path: Path, decimal_comma: bool = False) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a CSV file with a header; the delimiter is found in the header.
-
-    decimal_comma: as data.decimal_comma. Raises `UserError`, also for a decimal comma without it.
-    """
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            delimiter = delimiter_of(file.readline())
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-            columns = [name.strip() for name in reader.fieldnames or ()]  # as `data.blocks` reads them for training
-            reader.fieldnames = columns
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError("FILE", str(path), f"a CSV file with a header, UTF-8 ({reason})") from None
-    if not columns or len(set(columns)) < len(columns):
-        raise UserError("FILE", columns or "no header", "a header with different names", str(path))
-    for number, row in enumerate(rows, 2):
-        if None in row or None in row.values():
-            raise UserError("FILE", Said(f"row {number} of another length"), f"{len(columns)} cells", str(path))
-        row, wrong = read_cells(row, delimiter, decimal_comma)
-        if wrong is not None:
-            found = Said(f"{row[wrong]} in row {number}, column {wrong}")
-            raise UserError("FILE", found, "decimal points, or --decimal-comma", str(path))
-        rows[number - 2] = row
-    return columns, rows
-
-
 def prompts_of(
     template: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], empty: str | None = None
 ) -> list[str]:
@@ -69,18 +38,32 @@ def prompts_of(
     empty: the text for an empty cell or a word for it (`MISSING`), as data.empty_cell in training. Raises `UserError`
     for a name that is no column, a template without columns, and an empty cell without `empty`.
     """
+    parts = _parts_of(template, columns)
+    prompts = [
+        "".join(text + ("" if name is None else _cell(row, name, number, empty)) for text, name in parts)
+        for number, row in enumerate(rows, 1)
+    ]
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            wrong = prompt[error.start : error.end]
+            raise UserError("FILE", wrong, "Unicode text without lone surrogates", f"record {number}") from None
+    return prompts
+
+
+def _parts_of(template: str, columns: Sequence[str]) -> list[tuple[str, str | None]]:
+    """The pieces of text, each with the name of the column behind it. Raises `UserError`."""
     try:
-        parts = [(text, name) for text, name, _, _ in string.Formatter().parse(template)]
+        parts = list(string.Formatter().parse(unescaped(template)))
     except ValueError as error:
         raise UserError("--template", template, f"text with columns in braces ({error})") from None
-    names = [name for _, name in parts if name is not None]
+    names = [name for _, name, _, _ in parts if name is not None]
     odd = next((name for name in names if name not in columns), None)
-    if odd is not None or not names:
-        raise UserError("--template", odd or template, f"columns in braces, out of {', '.join(columns)}")
-    return [
-        "".join(text + ("" if name is None else _cell(row, name, number, empty)) for text, name in parts)
-        for number, row in enumerate(rows, 2)
-    ]
+    if odd is not None or not names or any(how or kind for _, _, how, kind in parts):
+        allowed = f"columns in braces, nothing else there, out of {', '.join(columns)}"
+        raise UserError("--template", odd or template, allowed)
+    return [(text, name) for text, name, _, _ in parts]
 
 
 def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
@@ -100,7 +83,7 @@ def _cell(row: Mapping[str, Any], name: str, number: int, empty: str | None) -> 
     if empty is not None and cell.strip() in MISSING:
         return empty
     if not cell:
-        found = Said(f"row {number} with an empty cell in the column {name}")
+        found = Said(f"record {number} with an empty cell in the column {name}")
         raise UserError("FILE", found, "something there, or --empty TEXT to put in its place")
     return cell
 
@@ -196,6 +179,4 @@ def predict_rows(
 def write_table(rows: Sequence[Mapping[str, Any]], out: TextIO) -> None:
     """Write CSV; None is an empty cell. Without rows nothing is written."""
     if rows:
-        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        write_rows(list(rows[0]), rows, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -14,10 +13,11 @@ import numpy as np
 from cqwen_dist.config import UserError
 from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.cells import as_number, as_text, is_missing
+from cqwen_dist.data.cells import any_text, as_number, is_missing
+from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.recipes import records_of
+from cqwen_dist.delimited import write_rows as write_csv
 from cqwen_dist.generate.table import NUMBER_COLUMNS
-from cqwen_dist.generate.table import read_table as read_csv
 
 LEAST_ROWS = 20
 ENOUGH_VALID, MOST_VALID = 200, 400
@@ -52,13 +52,13 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     unnamed = [name for name in names if not can_be_named(name)]
     columns = [name for name in wanted or names if name not in (target, *unnamed)]
     if not columns or target in unnamed:
-        allowed = f"{target} and a further column without {{}}[].!: in its name"
+        allowed = f"{target} and a further column, without {{}}:! in their names"
         raise UserError("FILE", ", ".join(names), allowed, source)
     if taken := {*NUMBER_COLUMNS} & {*columns, target}:
         raise UserError("FILE", f"a column {min(taken)}", "other names than predicted.csv's new columns", source)
     whole = [{name: _as_text(record.get(name)) for name in (*columns, target)} for record in records]
     _refuse_targets(whole, target, source)
-    rows = [row for row in whole if row[target]]
+    rows = [{**row, target: _as_read(row[target])} for row in whole if row[target]]
     return Table(columns, _of_numbers(columns, rows), rows, target, _notes(len(whole) - len(rows), target, unnamed))
 
 
@@ -67,11 +67,11 @@ def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record))
 
 
-def records_in(source: str) -> list[Mapping[str, Any]]:
-    """The records of a table. Raises `UserError`, also where there is none."""
-    records, _ = records_of(source, key="FILE")
+def records_in(source: str, **keys: Any) -> list[Mapping[str, Any]]:
+    """The records of a table. keys: of `data`, to read with. Raises `UserError`, also where there is none."""
+    records, _ = records_of(source, key="FILE", **keys)
     if not records or not isinstance(records[0], Mapping):
-        raise UserError("FILE", source, "a table: .csv, .parquet, or .jsonl with an object a line")
+        raise UserError("FILE", source, "a table with a row or more: .csv, .parquet, or .jsonl with an object a line")
     return records
 
 
@@ -98,9 +98,7 @@ def _refuse_targets(rows: Sequence[Row], target: str, source: str) -> None:
 def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """A CSV file with a header."""
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        write_csv(columns, rows, file)
 
 
 class Parts(NamedTuple):
@@ -122,10 +120,9 @@ def read_parts(folder: Path) -> tuple[Table, Parts]:
     rows: list[Row] = []
     ends = [0]
     for name in Parts._fields:
-        columns, part = read_csv(folder / f"{name}.csv")
-        rows += part
+        rows += map(dict, records_in(str(folder / f"{name}.csv")))
         ends.append(len(rows))
-    *names, target = columns
+    *names, target = rows[0]
     parts = Parts(*(np.arange(start, stop) for start, stop in pairwise(ends)))
     return Table(names, _of_numbers(names, rows), rows, target, []), parts
 
@@ -184,7 +181,13 @@ def _of_numbers(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 def _as_text(cell: Any) -> str:
     """As a template writes it; nothing where it is empty."""
-    return "" if is_missing(cell) else (as_text(cell) or str(cell)).strip()
+    return "" if is_missing(cell) else any_text(cell).strip()
+
+
+def _as_read(number: str) -> str:
+    """A numeral that training reads as the same number: 13812345678, as a telephone number, is 13812345678.0."""
+    value = float(number)
+    return number if [span.value for span in find_numbers(number)] == [value] else repr(value)
 
 
 def _known(key: str, wanted: Sequence[str], names: list[str]) -> None:

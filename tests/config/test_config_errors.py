@@ -133,8 +133,6 @@ VALUES = [
     ("data.text_template={a", "data.text_template: found '{a', allowed: a format with {field}s"),
     ("data.text_template=abc", "data.text_template: found 'abc', allowed: named JSON fields in braces"),
     ("data.text_template={} {0}", "data.text_template: found '{} {0}', allowed: named JSON fields in braces"),
-    ("data.text_template={q.x}", "data.text_template: found '{q.x}', allowed: named JSON fields in braces"),
-    ("data.text_template={q[0]}", "data.text_template: found '{q[0]}', allowed: named JSON fields in braces"),
     ("data.prompt_template={q:.2f}", "data.prompt_template: found '{q:.2f}', allowed: named JSON fields in braces"),
     (
         "data.watch={a: {source: b, text_template: '{q!r}'}}",

@@ -16,7 +16,8 @@ from cqwen_dist.api import predict
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.decisions import choose
-from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, prompts_of, read_table, write_table
+from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, prompts_of, write_table
+from cqwen_dist.tables.rows import records_in
 
 TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
 TEMPLATE = "{item} costs {amount} and bread costs"
@@ -35,9 +36,8 @@ def table(tmp_path: Path) -> Path:
 
 
 def test_rows_become_prompts(table: Path) -> None:
-    columns, rows = read_table(table)
-    assert columns == ["item", "amount", "note"]
-    assert prompts_of("{{{note}}} {item}: {item}", columns, rows, "") == [
+    rows = records_in(str(table))
+    assert prompts_of("{{{note}}} {item}: {item}", list(rows[0]), rows, "") == [
         "{a, b} tea: tea",
         "{} milk: milk",
         '{{z}} rice "x": rice "x"',
@@ -48,16 +48,24 @@ def test_a_table_is_cut_as_its_header_says(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     for sign in ";\t|":
         path.write_text(f"item{sign}price\nt,ea{sign}1.5\n", encoding="utf-8")
-        assert read_table(path) == (["item", "price"], [{"item": "t,ea", "price": "1.5"}])
-    path.write_text("item, price \ntea,1.5\n", encoding="utf-8")
-    assert read_table(path) == (["item", "price"], [{"item": "tea", "price": "1.5"}]), "names as training strips them"
+        assert records_in(str(path)) == [{"item": "t,ea", "price": "1.5"}]
+    path.write_text("\nitem, price \ntea,1.5\n", encoding="utf-8")
+    assert records_in(str(path)) == [{"item": "tea", "price": "1.5"}], "names as training strips them"
     path.write_text("item;price\ntea;1.234,5\n", encoding="utf-8")
-    with pytest.raises(
-        UserError,
-        match=r"t\.csv: FILE: found 1\.234,5 in row 2, column price, allowed: decimal points, or --decimal-comma",
-    ):
-        read_table(path)
-    assert read_table(path, decimal_comma=True)[1] == [{"item": "tea", "price": "1234.5"}]
+    assert records_in(str(path)) == [{"item": "tea", "price": "1234.5"}], "as `cqwen fit` reads it"
+    path.write_text('item,price\ntea,"1.234,5"\n', encoding="utf-8")
+    for asked, price in (({}, "1.234,5"), ({"decimal_comma": True}, "1234.5")):
+        assert records_in(str(path), **asked) == [{"item": "tea", "price": price}]
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    cells = ["a\rb", "a\r\nb", "a\nb", 'a "b"', "a,b", " a ", "\u2028", ""]
+    for name in ("note", "a;b;c;d", "a\tb\tc\td", "a\nb", 'x;;; "y"'):
+        rows = [{name: cell, "n": "1"} for cell in cells]
+        with (tmp_path / "t.csv").open("w", encoding="utf-8", newline="") as file:
+            write_table(rows, file)
+        assert records_in(str(tmp_path / "t.csv")) == rows
+    assert (tmp_path / "t.csv").read_bytes().endswith(b"\n,1\n")
 
 
 def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None:
@@ -67,7 +75,7 @@ def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None
     written = list(csv.DictReader(io.StringIO(out.getvalue())))
     assert list(written[0]) == ["item", "amount", "note", *NUMBER_COLUMNS]
     assert [row["note"] for row in written] == ["a, b", "", "{z}"]
-    prompts = prompts_of(TEMPLATE, *read_table(table))
+    prompts = prompts_of(TEMPLATE, ["item", "amount"], records_in(str(table)))
     for row, prompt in zip(written, prompts, strict=True):
         text = continue_text(model, tokenizer, [prompt], max_new_tokens=8)[0]
         if not text.numbers:
@@ -85,6 +93,12 @@ def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None
         assert str(alone["predicted"] or "")[:6] == row["predicted"][:6]
 
 
+def test_line_ends_and_tabs_of_a_template_are_those_of_training() -> None:
+    assert prompts_of(
+        r"{a}:\n\t{Sepal.Length}{2019}", ["a", "Sepal.Length", "2019"], [{"a": "x", "Sepal.Length": "1", "2019": "2"}]
+    ) == ["x:\n\t12"]
+
+
 def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair) -> None:
     model, tokenizer = copy.deepcopy(pair[0]), pair[1]
     with torch.no_grad():
@@ -100,7 +114,7 @@ def test_a_row_without_a_number_has_empty_cells_and_says_how_likely_one_was(pair
 
 def test_an_empty_cell_is_no_number_unless_something_stands_for_it() -> None:
     rows = [{"a": "1", "b": ""}, {"a": "", "b": "x"}]
-    said = r"FILE: found row 3 with an empty cell in the column a, allowed: .*--empty TEXT"
+    said = r"FILE: found record 2 with an empty cell in the column a, allowed: .*--empty TEXT"
     with pytest.raises(UserError, match=said):
         prompts_of("{a} is", ["a", "b"], rows)
     assert prompts_of("{a} is", ["a", "b"], rows, "unknown") == ["1 is", "unknown is"]
@@ -109,7 +123,7 @@ def test_an_empty_cell_is_no_number_unless_something_stands_for_it() -> None:
 def test_choices_and_rejection(pair, table: Path) -> None:
     model, tokenizer = pair
     options = [" and", " for"]
-    prompts = prompts_of(TEMPLATE, *read_table(table))
+    prompts = prompts_of(TEMPLATE, ["item", "amount"], records_in(str(table)))
     expected = choose(model, tokenizer, prompts, options)
     for limit in (0.0, 1.0):
         written = predict(pair, table, TEMPLATE, options=options, reject_below=limit)
@@ -120,11 +134,14 @@ def test_choices_and_rejection(pair, table: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "template", "match"),
     [
-        ("a,a\n1,2\n", "{a}", "a header with different names"),
-        ("", "{a}", "found no header, allowed: a header with different names"),
-        ("a,b\n1\n", "{a}", "row 2 of another length"),
-        ("a,b\n1,2,3\n", "{a}", "row 2 of another length"),
-        ("a,b\n1,2\n", "{c} is", "--template: found 'c', allowed: columns in braces, out of a, b"),
+        ("a,a\n1,2\n", "{a}", "a first row with another name for every column"),
+        ("", "{a}", "a table with a row or more"),
+        ("a,b\n", "{a}", "a table with a row or more"),
+        ("a,b\n1\n", "{a}", r"t\.csv:2: wrong number of cells: found 1, allowed: 2"),
+        ("a,b\n1,2,3\n", "{a}", r"t\.csv:2: wrong number of cells: found 3, allowed: 2"),
+        ("a,b\n1,2\n", "{c} is", "--template: found 'c', allowed: columns in braces, nothing else there, out of a, b"),
+        ("a,b\n1,2\n", "{a:.2f} is", "--template: found '{a:.2f} is', allowed: columns in braces, nothing else"),
+        ("a,b\n1,2\n", "{a!r} is", "--template: found '{a!r} is'"),
         ("a,b\n1,2\n", "none", "--template: found 'none'"),
         ("a,b\n1,2\n", "{a", "--template"),
         ("a,p_num\n1,2\n", "{a}", "a column p_num"),
@@ -145,9 +162,16 @@ def test_a_wrong_option_is_refused(pair, table: Path, wrong: dict[str, Any]) -> 
 
 def test_files_that_are_not_tables(pair, tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00")
-    for name in ("missing.csv", "bytes.csv"):
-        with pytest.raises(UserError, match="a CSV file with a header"):
-            read_table(tmp_path / name)
+    (tmp_path / "book.xlsx").write_bytes(b"PK")
+    (tmp_path / "half.jsonl").write_text('{"a": "\\ud800"}\n')
+    for name, said in (
+        ("missing.csv", "FILE: found no file"),
+        ("bytes.csv", "bytes.csv:1: not UTF-8"),
+        ("book.xlsx", "FILE: found '.*book.xlsx', allowed: .* save the sheet as a .csv"),
+        ("half.jsonl", r"record 1: FILE: found '\\ud800', allowed: Unicode text without lone surrogates"),
+    ):
+        with pytest.raises(UserError, match=said):
+            predict(pair, tmp_path / name, "{a}")
     for option, value in (("batch_size", 0), ("within", -1)):
         with pytest.raises(UserError, match=f"{value + 1} or more"):
             list(predict_numbers(*pair, ["x"], **{option: value}))

@@ -1,14 +1,20 @@
 """`cqwen fit` on a table of words and numbers, from the command to the prediction of further rows."""
 
 import csv
+import gzip
 import json
 import random
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from support.runs import cqwen_forked
 
-from cqwen_dist.config import load_config
+from cqwen_dist.api import predict
+from cqwen_dist.config import UserError, load_config
 
 
 def write_table(path: Path, rows: int = 60) -> Path:
@@ -96,6 +102,26 @@ def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tu
         before = list(csv.DictReader(file))
     for row, same in zip(csv.DictReader(done.stdout.splitlines()), before, strict=True):
         assert float(row["low_90"]) == pytest.approx(float(same["low_90"]), rel=1e-4)  # other rows share the batch
+
+
+def test_a_table_as_it_comes_is_predicted_as_the_rows_of_the_fit(
+    fitted: tuple[Path, list[object]], tmp_path: Path
+) -> None:
+    out, _ = fitted
+    with (out / "predicted.csv").open(encoding="utf-8") as file:
+        before = list(csv.DictReader(file))
+    lines = ["", "height; city ;age;more", *(f" {r['height']};{r['city']} ; {r['age']};x" for r in before)]
+    (tmp_path / "more.csv.gz").write_bytes(gzip.compress("\r\n".join(lines).encode("utf-8-sig")))
+    for row, same in zip(predict(out, tmp_path / "more.csv.gz", digits=7), before, strict=True):
+        assert row["predicted"] == pytest.approx(float(same["predicted"]), rel=1e-4)
+    typed = [{**r, "age": float(r["age"]), "height": Decimal(r["height"]) if r["height"] else None} for r in before]
+    typed = [{name: r[name] for name in ("city", "age", "height")} | {"waited": timedelta(1)} for r in typed]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(typed), tmp_path / "more.parquet")
+    for row, same in zip(predict(out, tmp_path / "more.parquet", digits=7), before, strict=True):
+        assert row["predicted"] == pytest.approx(float(same["predicted"]), rel=1e-4)
+    (tmp_path / "short.csv").write_text("city,age\nRome,3\n", encoding="utf-8")
+    with pytest.raises(UserError, match="FILE: found no column height, allowed: the columns that the run learnt from"):
+        predict(out, tmp_path / "short.csv")
 
 
 @pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--minutes", "0"], ["--base", "nowhere/none"]])

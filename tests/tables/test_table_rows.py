@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config.data import column_lines
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.records import Extractor
 from cqwen_dist.delimited import MISSING
@@ -45,13 +46,37 @@ def test_parquet_csv_and_jsonl_are_one_table(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_target_and_columns_no_template_can_name_are_left_out_and_told(tmp_path: Path) -> None:
-    records = [{**record, "a.b": 1} for record in cities(30)]
+    records = [{**record, "a:b": 1, "*": 2, "{}": 3, "": 4, r"\nu": 5} for record in cities(30)]
     records[0]["score"] = None
     table = read_table(written(tmp_path, records), "score")
     assert len(table.rows) == 29
     assert table.columns == ["city", "age", "height"]
     assert "1 rows without a score" in table.notes[0]
-    assert "a.b" in table.notes[1]
+    assert table.notes[1].endswith(r": a:b, *, {}, , \nu")
+
+
+def test_names_with_dots_brackets_and_digits_are_names_in_a_fit_and_in_training(tmp_path: Path) -> None:
+    names = ["Sepal.Length", "height [cm]", "2019", "0", "<NUM>", "年龄 (😀)", "a\nb", "a]"]
+    records = [{**dict.fromkeys(names, f"{i} x"), "score.kg": i} for i in range(20)]
+    table = read_table(written(tmp_path, records), "score.kg")
+    assert table.columns == names
+    prompt, text = column_lines(names) + "score.kg: ", "{score.kg}"
+    read = Extractor(DataConfig(train="t", prompt_template=prompt, text_template=text, target_field="score.kg"), Chat())
+    for row, filled in zip(table.rows, prompts_of(prompt, names, table.rows), strict=True):
+        assert read(row, "here").text == filled + row["score.kg"]
+
+
+def test_targets_that_training_would_leave_as_text_are_written_as_the_numbers_they_are(tmp_path: Path) -> None:
+    odd = ["13812345678", "1_000", "٣", "007", "+5", " 6 ", "1e3", "2024.10", "-0.0", "9007199254740993"]
+    records = cities(20)
+    for record, score in zip(records, odd, strict=False):
+        record["score"] = score
+    table = read_table(written(tmp_path, records), "score")
+    assert list(table.values()[: len(odd)]) == [float(score) for score in odd]
+    config = DataConfig(train="t", text_template="score: {score}", target_field="score")
+    for row in table.rows:
+        Extractor(config, Chat())(row, "here")
+    assert [row["score"] for row in table.rows[:7]] == ["13812345678.0", "1000.0", "3.0", "7.0", "+5", "6", "1e3"]
 
 
 def test_a_word_for_an_empty_cell_is_one_in_a_fit_in_training_and_in_a_prediction(tmp_path: Path) -> None:
