@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from support.runs import cqwen, cqwen_forked, metrics, train_run
 
-from cqwen_dist.config import UserError, load_config
+from cqwen_dist.config import DataConfig, UserError, load_config
 from cqwen_dist.data.recipes import recognise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
@@ -74,6 +74,8 @@ def test_a_table_with_empty_cells_trains_as_it_was_written(one_rank: Path, tmp_p
         ("", (), "--data: found"),
         ('{"a": [1]}\n', (), "--data: found 'a', allowed: chats, instruction and output"),
         ('{"a": "x", "b": 1}\n', ("--target", "c"), "--target: found 'c', allowed: a column of"),
+        ('{"b": 1}\n', ("--target", "b"), "--data: found 'b', allowed: b and a further column"),
+        ('{"a": 1, "b:c": 1}\n', ("--target", "b:c"), "allowed: b:c and a further column, without {}:! in their names"),
         ('{"a": "x", "b": 1}\n', ("--target", "a"), "--target: found 'x', allowed: numbers in the column a"),
         ('{"text": "x 1"}\n', ("--base", "."), "--base: found '.', allowed: a folder with a config.json"),
     ],
@@ -86,6 +88,25 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert done.returncode == 2
     assert said in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
+
+
+def test_some_empty_records_do_not_hide_what_the_others_are(tmp_path: Path) -> None:
+    cases = [
+        ([{"messages": CHAT}, {"messages": []}], {"messages_field": "messages"}),
+        ([{"text": "x 1"}, {"text": None}], {}),
+        ([{"body": None}, {"body": "x 1"}], {"text_field": "body"}),
+        ([{"a": "x", "b": "NA"}, {"a": "N/A", "b": "2"}], None),
+    ]
+    for records, keys in cases:
+        path = tmp_path / "t.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        found = recognise(str(path)).keys
+        if keys is not None:
+            assert found == keys
+    assert found["target_field"] == "b"
+    assert (found["empty_cell"], found["on_bad_line"]) == ("unknown", "skip")
+    config = DataConfig(train=str(path), **found)
+    assert [text.text for text in read_texts(str(path), config, ReadReport())] == ["a: unknown\nb: 2\n"]
 
 
 def test_what_stands_for_an_empty_cell(tmp_path: Path) -> None:

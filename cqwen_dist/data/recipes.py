@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.data import QUESTION_AND_ANSWER, RECIPES, can_be_named, column_lines
 from cqwen_dist.data.blocks import blocks
-from cqwen_dist.data.cells import BadLine, as_number, is_empty
+from cqwen_dist.data.cells import BadLine, as_number, is_missing
 from cqwen_dist.data.records import Text
 
 RECORDS = 200  # to look at
@@ -66,7 +66,9 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
     shared = [name for name in records[0] if all(name in record for record in records)]
 
     def all_are(kind: Callable[[Any], bool]) -> list[str]:
-        return [name for name in shared if all(kind(record[name]) for record in records)]
+        """Empty ones left aside: which record lacks what, reading says."""
+        held = {name: [record[name] for record in records if record[name] not in (None, "", [])] for name in shared}
+        return [name for name, cells in held.items() if cells and all(map(kind, cells))]
 
     if chats := all_are(_is_chat):
         return "chats", {"messages_field": chats[0]}
@@ -78,7 +80,7 @@ def _of_fields(records: list[Any], source: str) -> tuple[str, dict[str, Any]]:
     if numbers := [name for name in shared if _is_numeric(record[name] for record in records)]:
         return _of_target(records, numbers[-1], source)
     if texts:
-        longest = max(texts, key=lambda name: sum(len(record[name]) for record in records))
+        longest = max(texts, key=lambda name: sum(len(record[name] or "") for record in records))
         return f"texts in the field {longest}", {"text_field": longest}
     found = ", ".join(records[0])
     raise UserError("--data", found, "chats, instruction and output, question and answer, text, or a column of numbers")
@@ -94,24 +96,30 @@ def _of_prompts(shared: set[str], with_input: bool) -> tuple[str, dict[str, Any]
 
 def _of_target(records: list[Any], target: str, source: str) -> tuple[str, dict[str, Any]]:
     """The recipe of a table: rows become `column: cell` lines, the target last."""
-    columns = list(records[0])
-    if target not in columns:
-        raise UserError("--target", target, f"a column of {source}: {', '.join(columns)}")
-    wrong = next((r[target] for r in records if not is_empty(r.get(target)) and as_number(r[target]) is None), None)
-    if wrong is not None:
-        raise UserError("--target", wrong, f"numbers in the column {target}")
-    usable = [name for name in columns if name != target and can_be_named(name)]
+    usable = [name for name in records[0] if name != target and can_be_named(name)]
+    _refuse_target(records, target, usable, source)
     keys = {
         "prompt_template": column_lines(usable),
         "text_template": f"{target}: {{{target}}}\n",
         "target_field": target,
     }
-    empty = {name for record in records for name in (*usable, target) if is_empty(record.get(name))}
+    empty = {name for record in records for name in (*usable, target) if is_missing(record.get(name))}
     if empty - {target}:
         keys["empty_cell"] = "unknown"
     if target in empty:
         keys["on_bad_line"] = "skip"
     return f"a table whose column {target} is written", keys
+
+
+def _refuse_target(records: list[Any], target: str, usable: list[str], source: str) -> None:
+    columns = ", ".join(records[0])
+    if target not in records[0]:
+        raise UserError("--target", target, f"a column of {source}: {columns}")
+    if not usable or not can_be_named(target):
+        raise UserError("--data", columns, f"{target} and a further column, without {{}}:! in their names", source)
+    wrong = next((r[target] for r in records if not is_missing(r.get(target)) and as_number(r[target]) is None), None)
+    if wrong is not None:
+        raise UserError("--target", wrong, f"numbers in the column {target}")
 
 
 def _is_chat(value: Any) -> bool:
@@ -122,7 +130,7 @@ def _is_chat(value: Any) -> bool:
 
 def _is_numeric(cells: Iterable[Any]) -> bool:
     """Whether all cells are numbers or empty, and one at least is a number."""
-    held = [as_number(cell) for cell in cells if not is_empty(cell)]
+    held = [as_number(cell) for cell in cells if not is_missing(cell)]
     return bool(held) and None not in held
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
@@ -15,13 +16,14 @@ from cqwen_dist.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
-from cqwen_dist.generate.streaming import Tokenizer
+from cqwen_dist.generate.streaming import Tokenizer, reader
 from cqwen_dist.intervals import LEVELS
 
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"
 SORTED = 8  # batches
 LEAST_DIGITS = 6  # of an interval's ends
+OF_WIDTH = 4  # digits of an interval's width, at least, where its ends begin alike: 1,700,000,123 to 1,700,000,456
 
 
 def number_columns(model: Any) -> list[str]:
@@ -119,7 +121,13 @@ def predict_numbers(
         found: dict[int, dict[str, float | str | None]] = {}
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            written = generate_batch(model, tokenizer, [some[row] for row in rows], mode="standard", **options)
+            try:
+                written = generate_batch(model, tokenizer, [some[row] for row in rows], mode="standard", **options)
+            except UserError as error:
+                if error.key != "prompt":
+                    raise
+                odd = max(rows, key=lambda row: len(reader(tokenizer).encode(some[row])[0]))  # the longest
+                raise UserError("FILE", error.found, error.allowed, f"record {first + odd + 1}") from None
             found |= zip(rows, _cells_of(columns, *written, digits), strict=True)
         yield from (found[row] for row in range(len(some)))
 
@@ -144,7 +152,17 @@ def _cells_of(
 
 
 def _ends(intervals: dict[str, tuple[float, float]], digits: int) -> list[float]:
-    return [float(f"{end:.{digits}g}") for level in LEVELS for end in intervals[f"{level:g}"]]
+    found = []
+    for low, high in (intervals[f"{level:g}"] for level in LEVELS):
+        alike = shared_digits(max(abs(low), abs(high)), high - low)
+        found += [float(f"{end:.{max(digits, alike + OF_WIDTH)}g}") for end in (low, high)]
+    return found
+
+
+def shared_digits(size: float, spread: float) -> int:
+    """The first digits that numbers of a size share when they differ by `spread` only, at most 13; 0 for no spread."""
+    known = size > 0 and 0 < spread < math.inf
+    return min(max(math.floor(math.log10(size / spread)), 0), 13) if known else 0
 
 
 def predict_rows(

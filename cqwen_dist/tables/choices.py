@@ -83,6 +83,16 @@ class Pace(NamedTuple):
     hidden: int
 
 
+def context_of(base: str) -> int:
+    """The most tokens that the base reads. Raises `UserError` for a base that is none."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(base).max_position_embeddings)
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError("--base", base, f"a model's folder or hub name ({reason_of(error)})") from None
+
+
 def measure_pace(base: str, tokens: int) -> Pace:
     """Time the base on a few rows of so many tokens, in fp32 and bf16. Raises `UserError` for a base that is none."""
     import torch
@@ -123,13 +133,16 @@ class Chosen:
     lora_minutes: float
 
 
-def choose(values: np.ndarray, tokens: np.ndarray, valid: int, test: int, pace: Pace, minutes: float) -> Chosen:
+def choose(
+    values: np.ndarray, tokens: np.ndarray, valid: int, test: int, pace: Pace, minutes: float, longest: int = LONGEST
+) -> Chosen:
     """values [n]: the training rows' targets; tokens [n]: their lengths; valid, test: numbers of rows to watch and to
-    judge by; minutes: for the whole command, about."""
+    judge by; minutes: for the whole command, about; longest: tokens of a row, at most."""
     n = len(values)
     length = 64
-    while length < tokens.max() + 8 and length < LONGEST:
+    while length < tokens.max() + 8 and length < longest:
         length *= 2
+    length = min(length, longest)
     batch = 16 if n >= 400 else 8
     heads = min(max(2 * n // batch, 100), 500)
     features = (n + 3 * valid + test) * pace.forward  # once each; evaluations also without values, and they score words

@@ -25,17 +25,18 @@ from cqwen_dist.config.data import column_lines
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.plot import scatter_plot
-from cqwen_dist.generate.table import predict_rows, prompts_of, template_of, write_table
-from cqwen_dist.run.files import BEST, appearing, write_atomically, written_whole
+from cqwen_dist.generate.table import predict_rows, prompts_of, shared_digits, template_of, write_table
+from cqwen_dist.run.files import BEST, appearing, file_record, write_atomically, written_whole
 from cqwen_dist.tables.baselines import baselines
-from cqwen_dist.tables.choices import LONGEST, choose, config_text, measure_pace
+from cqwen_dist.tables.choices import LONGEST, choose, config_text, context_of, measure_pace
 from cqwen_dist.tables.rows import Parts, Table, by_length, held_out_rows, read_parts, read_table, split
 
 EMPTY = "unknown"  # what stands for an empty cell
 OURS = "CausalQwen"
 TOLD = 256  # rows between two lines of progress
-DIGITS = 7  # of a prediction: as many as fp32 has
+DIGITS = 7  # of a prediction, behind those that all targets share: as many as fp32 has
 REQUEST, CONFIG = "request.json", "fit.yaml"
+OF_FILE = "file"  # in request.json: size and SHA-256 of the table
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,24 @@ class Prepared(NamedTuple):
 
 def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Prepared:
     """Read and split the table and write fit.yaml, unless the folder holds both already. Raises `UserError`."""
-    asked = folder / REQUEST
+    asked, file = folder / REQUEST, Path(request.table).expanduser()
+    now = file_record(file) if file.is_file() else None
     if not asked.is_file():
         if folder.exists():
             raise UserError("--out", str(folder), "a folder that does not exist yet")
         with appearing(folder, "--out") as draft:
             _begin(request, draft, folder, say)
-            (draft / REQUEST).write_text(json.dumps(asdict(request), indent=1, ensure_ascii=False), encoding="utf-8")
-    elif FitRequest(**json.loads(asked.read_text(encoding="utf-8"))) != request:
-        allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
-        raise UserError("--out", str(folder), allowed)
+            held = {**asdict(request), OF_FILE: now}
+            (draft / REQUEST).write_text(json.dumps(held, indent=1, ensure_ascii=False), encoding="utf-8")
+    else:
+        held = json.loads(asked.read_text(encoding="utf-8"))
+        before = held.pop(OF_FILE, None)
+        if FitRequest(**held) != request:
+            allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
+            raise UserError("--out", str(folder), allowed)
+        if None not in (before, now) and before != now:
+            found = Said(f"{folder}, of {request.table} as it was before")
+            raise UserError("--out", found, "a folder that does not exist yet, or the same table, which then goes on")
     table, parts = read_parts(folder / "table")
     template = template_of(load_config(folder / CONFIG).data, table.columns) or ""
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
@@ -85,6 +94,9 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
 def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Choose by table, base and machine; write the parts and the config into `draft`, which becomes `folder`."""
     table = read_table(request.table, request.target, request.text_columns)
+    if request.split is not None and table.lost:
+        found = Said(f"{table.lost:,} rows without a {table.target}, which would shift the others' numbers")
+        raise UserError("--split", found, "a target in every row", request.table)
     given = None if request.split is None else held_out_rows(request.split, len(table.rows))
     parts = split(len(table.rows), request.seed, request.test_fraction, given, request.test_rows)
     for note in table.notes:
@@ -96,19 +108,24 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     template = request.template or column_lines(table.columns) + f"{table.target}: "
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
     tokenizer = NumericalAwareTokenizer.from_pretrained(request.base, key="--base")
-    lengths, read = np.zeros(len(prompts), np.int64), np.concatenate([parts.train, parts.valid])
+    lengths, read = np.zeros(len(prompts), np.int64), np.concatenate(parts)
     lengths[read] = [len(ids) for ids, *_ in tokenizer.encode_batch([prompts[row] for row in read], strict=True)]
-    parts = parts._replace(train=by_length(parts.train, lengths), valid=by_length(parts.valid, lengths))
-    tokens = lengths[parts.train]
+    context = context_of(request.base)
+    judged = parts.test[lengths[parts.test] <= context]
+    if unread := len(parts.test) - len(judged):
+        say(f"note: {unread:,} rows of more than {context:,} tokens, the base's context, are not judged")
+    parts = Parts(by_length(parts.train, lengths), by_length(parts.valid, lengths), judged)
+    tokens, longest = lengths[parts.train], min(LONGEST, context)
     say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")
-    if longer := int((tokens + 2 > LONGEST).sum()):
-        if longer == len(tokens):
-            found = Said(f"only rows of more than {LONGEST:,} tokens")
+    if longer := int((tokens + 2 > longest).sum()):
+        if longer == len(tokens) or not len(judged):
+            found = Said(f"only rows of more than {longest:,} tokens")
             raise UserError("FILE", found, "shorter ones (fewer --text-columns)", request.table)
-        say(f"note: {longer:,} rows of more than {LONGEST:,} tokens are not trained on (fewer --text-columns shorten)")
+        say(f"note: {longer:,} rows of more than {longest:,} tokens are not trained on (fewer --text-columns shorten)")
     say("timing the base on this machine")
-    pace = measure_pace(request.base, min(int(np.median(tokens)), LONGEST))
-    choice = choose(table.values()[parts.train], tokens, len(parts.valid), len(parts.test), pace, request.minutes)
+    pace = measure_pace(request.base, min(int(np.median(tokens)), longest))
+    counts = len(parts.valid), len(parts.test)
+    choice = choose(table.values()[parts.train], tokens, *counts, pace, request.minutes, longest)
     if choice.epochs:
         say(f"{choice.epochs:g} epochs of adapters, about {choice.lora_minutes:.0f} minutes; {pace.precision}")
     else:
@@ -176,8 +193,10 @@ def _predict(folder: Path, checkpoint: Path, made: Prepared, say: Callable[[str]
     model, tokenizer = load_trained(checkpoint, "auto")
     say(f"predicting {len(made.parts.test):,} rows with {checkpoint}, the best on the rows for evaluation")
     rows, prompts = ([of[row] for row in made.parts.test] for of in (made.table.rows, made.prompts))
+    low, middle, high = np.quantile(made.table.values(), [0.25, 0.5, 0.75])
+    digits = DIGITS + shared_digits(abs(middle), high - low)
     found, began = [], time.monotonic()
-    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=DIGITS, within=0):
+    for row in predict_rows(model, tokenizer, rows, prompts, batch_size=32, digits=min(digits, 17), within=0):
         found.append(row)
         if len(found) % TOLD == 0 and (more := len(rows) - len(found)):
             left = (time.monotonic() - began) / len(found) * more

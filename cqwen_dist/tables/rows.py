@@ -33,6 +33,7 @@ class Table(NamedTuple):
     rows: list[Row]
     target: str
     notes: list[str]  # what was left out, for people
+    lost: int = 0  # rows without a target, left out
 
     def values(self) -> np.ndarray:
         """The target's numbers [n], float64."""
@@ -59,7 +60,8 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     whole = [{name: _as_text(record.get(name)) for name in (*columns, target)} for record in records]
     _refuse_targets(whole, target, source)
     rows = [{**row, target: _as_read(row[target])} for row in whole if row[target]]
-    return Table(columns, _of_numbers(columns, rows), rows, target, _notes(len(whole) - len(rows), target, unnamed))
+    lost = len(whole) - len(rows)
+    return Table(columns, _of_numbers(columns, rows), rows, target, _notes(lost, target, unnamed), lost)
 
 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -90,6 +90,15 @@ def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, lis
     assert other.returncode == 2
     assert "--out: found" in other.stderr
     assert "very same command" in other.stderr
+    table = Path(str(command[1]))
+    text = table.read_text(encoding="utf-8")
+    try:
+        table.write_text(text.replace("Rome", "Roma"), encoding="utf-8")
+        changed = cqwen_forked(*command)
+    finally:
+        table.write_text(text, encoding="utf-8")
+    assert changed.returncode == 2
+    assert f"of {table} as it was before" in changed.stderr
 
 
 def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tuple[Path, list[object]]) -> None:
@@ -124,6 +133,15 @@ def test_a_table_as_it_comes_is_predicted_as_the_rows_of_the_fit(
         predict(out, tmp_path / "short.csv")
 
 
+def test_a_split_by_number_wants_every_row_in_its_place(one_rank: Path, tmp_path: Path) -> None:
+    table = write_table(tmp_path / "people.csv")
+    table.write_text(table.read_text(encoding="utf-8") + "Rome,3,1.5,\n", encoding="utf-8")
+    (tmp_path / "rows.json").write_text("[1, 2, 3]")
+    done = cqwen_forked("fit", table, "--target", "score", "--split", tmp_path / "rows.json", "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert "--split: found 1 rows without a score, which would shift" in done.stderr
+
+
 @pytest.mark.parametrize("wrong", [["--test-fraction", "1"], ["--minutes", "0"], ["--base", "nowhere/none"]])
 def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: list[str]) -> None:
     table = write_table(tmp_path / "people.csv")
@@ -134,6 +152,32 @@ def test_a_wrong_option_is_one_line_and_leaves_nothing(tmp_path: Path, wrong: li
     assert list(tmp_path.iterdir()) == [table]
 
 
+def test_rows_are_no_longer_than_the_base_reads_and_targets_far_from_zero_keep_their_digits(
+    one_rank: Path, tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    with (tmp_path / "seen.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["note", "age", "seconds"])
+        for i in range(60):
+            age = draw.randint(10, 50)
+            writer.writerow(
+                ["long " * 30 if i % 10 == 0 else "short", age, 1_700_000_000 + 5 * age + draw.randint(0, 3)]
+            )
+    command = ["fit", tmp_path / "seen.csv", "--target", "seconds", "--base", one_rank / "base", "--minutes", "1"]
+    done = cqwen_forked(*command, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "rows of more than 64 tokens are not trained on" in done.stdout, "the base's context"
+    found = json.loads((tmp_path / "out" / "fit.json").read_text(encoding="utf-8"))["results"]["CausalQwen"]
+    assert found["mae"] < 60
+    assert found["coverage_90"] > 0.5
+    rows = predict(tmp_path / "out", tmp_path / "out" / "table" / "test.csv")
+    assert sum(row["low_90"] <= float(row["seconds"]) <= row["high_90"] for row in rows) > 6
+    (tmp_path / "more.jsonl").write_text('{"note": "a", "age": 1}\n' + json.dumps({"note": "b " * 90, "age": 2}))
+    with pytest.raises(UserError, match=r"record 2: FILE: found '\d+ tokens', allowed: at most 64"):
+        predict(tmp_path / "out", tmp_path / "more.jsonl")
+
+
 def test_a_table_of_rows_that_are_all_too_long_is_one_line(one_rank: Path, tmp_path: Path) -> None:
     table = write_table(tmp_path / "people.csv")
     done = cqwen_forked(
@@ -141,5 +185,5 @@ def test_a_table_of_rows_that_are_all_too_long_is_one_line(one_rank: Path, tmp_p
         *("--base", one_rank / "base", "--template", "{city} " * 1100),
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "only rows of more than 1,024 tokens" in done.stderr
+    assert "only rows of more than 64 tokens" in done.stderr
     assert list(tmp_path.iterdir()) == [table]
