@@ -51,7 +51,7 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     _known("--target", [target], names)
     _known("--text-columns", wanted, names)
     unnamed = [name for name in names if not can_be_named(name)]
-    columns = [name for name in wanted or names if name not in (target, *unnamed)]
+    columns = [name for name in dict.fromkeys(wanted or names) if name not in (target, *unnamed)]
     if not columns or target in unnamed:
         allowed = f"{target} and a further column, without {{}}:! in their names"
         raise UserError("FILE", ", ".join(names), allowed, source)

@@ -52,6 +52,7 @@ def test_rows_without_a_target_and_columns_no_template_can_name_are_left_out_and
     assert len(table.rows) == 29
     assert table.columns == ["city", "age", "height"]
     assert "1 rows without a score" in table.notes[0]
+    assert read_table(written(tmp_path, records), "score", ["age", "age"]).columns == ["age"]
     assert table.notes[1].endswith(r": a:b, *, {}, , \nu")
 
 
