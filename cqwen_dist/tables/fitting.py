@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic_core import to_json
 
 from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder, evaluated
 from cqwen_dist.config import UserError, load_config
@@ -155,7 +156,7 @@ def judge(folder: Path, made: Prepared, say: Callable[[str], None]) -> dict[str,
     ]
     document = {"target": table.target, "rows": len(truth), "checkpoint": str(checkpoint)}
     document |= {"results": results, "examples": examples}
-    write_atomically(folder / "fit.json", json.dumps(document, indent=1, ensure_ascii=False))
+    write_atomically(folder / "fit.json", to_json(document, indent=1, inf_nan_mode="null").decode())
     marks = [*zip(truth, found, *ends.T, strict=True)]
     title = f"{table.target}: {len(truth):,} rows it never saw"
     (folder / "fit.svg").write_text(scatter_plot(title, marks, "true", "predicted, with 90 % interval"), "utf-8")

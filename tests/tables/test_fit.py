@@ -68,15 +68,17 @@ def test_a_target_of_many_sizes_is_learnt_as_logarithms(one_rank: Path, tmp_path
     with (tmp_path / "lots.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["city", "price"])
-        for _ in range(60):
+        for i in range(60):
             city = draw.choice(["Rome", "Oslo"])
-            writer.writerow([city, f"{10 ** draw.gauss(3 + (city == 'Rome'), 0.7):.6g}"])
+            writer.writerow([city, "1000" if i < 3 else f"{10 ** draw.gauss(3 + (city == 'Rome'), 0.7):.6g}"])
+    (tmp_path / "equal.json").write_text("[0, 1, 2]")
     command = ["fit", tmp_path / "lots.csv", "--target", "price", "--base", one_rank / "base", "--minutes", "1"]
-    done = cqwen_forked(*command, "--out", tmp_path / "out")
+    done = cqwen_forked(*command, "--out", tmp_path / "out", "--split", tmp_path / "equal.json")
     assert done.returncode == 0, done.stderr
     assert load_config(tmp_path / "out" / "fit.yaml").loss.target_transform == "standardise_log"
     found = json.loads((tmp_path / "out" / "fit.json").read_text(encoding="utf-8"))["results"]
     assert found["CausalQwen"]["mae"] > 0
+    assert found["CausalQwen"]["r2"] is None, "of equal targets there is none, and NaN is no JSON"
 
 
 def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, list[object]]) -> None:
