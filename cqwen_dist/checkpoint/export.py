@@ -34,7 +34,7 @@ from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.chat import Chat
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import end_ids
 from cqwen_dist.intervals import FILE as CALIBRATION
 from cqwen_dist.intervals import read_intervals
@@ -73,6 +73,9 @@ def load_trained(
         model = _load_exported(path, device_map=device_map, max_memory=max_memory)
         model.config.calibration = _intervals(path) or model.config.calibration
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
+        if tokenizer.num_token_id != model.config.num_token_id:
+            allowed = f"{model.config.num_token_id}, as in config.json"
+            raise UserError("num_token_id", tokenizer.num_token_id, allowed, str(path / POLICY_FILE))
         return model.eval(), tokenizer
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), [])
@@ -126,7 +129,7 @@ def _place(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # meta has no values
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(" device type at start")[0]
         allowed = "auto, cpu, or a CUDA device that is there" + (f" ({reason})" if len(reason) <= 80 else "")
@@ -277,7 +280,8 @@ def _compare_plain(model: CausalQwenForCausalLM, bias: Tensor, folder: Path) -> 
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = sixteen_tokens(model)[0].clamp(max=len(bias) - 1)
     found = again(input_ids=ids).logits.float() + bias
-    wanted = model(ids, logits_to_keep=ids.shape[1]).logits[..., : len(bias)]
+    unread = torch.zeros(ids.shape, dtype=torch.float64)  # <NUM> has no value there
+    wanted = model(ids, unread, logits_to_keep=ids.shape[1]).logits[..., : len(bias)]
     error = changes({"logits": wanted}, {"logits": found})["logits"]
     if error > (ROUNDING if again.dtype == torch.float32 else 0.05):
         raise RuntimeError(f"the plain model's logits differ by {error:.1e} of their size: not exported")

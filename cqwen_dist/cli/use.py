@@ -56,8 +56,7 @@ def generate(
     kind, drawn = _drawn(individuals, noises, plot, prompt)
     if decision_threshold is not None and above is None:
         raise UserError("--decision-threshold", decision_threshold, "with --above")
-    if stream and (as_json or drawn is not None):
-        raise UserError("--stream", True, "without --json, --individuals and --noises")
+    _check_together(mode, kind, drawn is not None, above, alone=stream, several=len(prompt) > 1 or as_json)
     quiet_libraries()
     from cqwen_dist.checkpoint.export import load_trained
     from cqwen_dist.data.chat import Chat
@@ -82,6 +81,16 @@ def generate(
         _print_counterfactuals(
             counterfactuals(model, tokenizer, prompt[0], drawn, kind, **options), kind, plot, as_json
         )
+
+
+def _check_together(mode: str, kind: str, drawn: bool, above: float | None, alone: bool, several: bool) -> None:
+    """Refuse options that would have no effect beside others. alone: --stream; several: prompts, or --json."""
+    if above is not None and (alone or drawn or mode != "standard"):
+        raise UserError("--above", above, "in mode standard, without --stream, --individuals and --noises")
+    if alone and (drawn or several):
+        raise UserError("--stream", True, "with one prompt, without --json, --individuals and --noises")
+    if drawn and mode not in ("standard", kind):
+        raise UserError("--mode", mode, f"{kind}, as with --individuals or --noises, or none")
 
 
 def _drawn(
@@ -251,6 +260,6 @@ def export(
 
 
 def _digits(text: str) -> Any:
-    if text != "auto" and not text.isdecimal():
+    if text != "auto" and not (text.isdecimal() and len(text) <= 2):
         raise UserError("--digits", text, "auto, or 1 to 17")
     return text if text == "auto" else int(text)

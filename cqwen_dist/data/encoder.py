@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.normalizers import NFC
 
-from cqwen_dist.config import NumberPolicy
+from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.data.ascii_words import AsciiWords
 from cqwen_dist.data.numbers import find_numbers
 
@@ -28,6 +28,7 @@ from cqwen_dist.data.numbers import find_numbers
 _MARK = "\U0010fffe"
 _FIELDS = ("ids", "tokens", "words", "offsets")
 _LITTLE = 1 << 14  # fewer characters are not worth the preparation (a second, with a real vocabulary)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NUMERAL = re.compile(r"\d(?:[\w.,:/-]*\d)?")
 
 
@@ -122,8 +123,13 @@ class NumberEncoder:
         return found, values, overflows
 
     def _split(self, text: str) -> tuple[list[str], list[float], list[str], list[str]]:
-        """The n + 1 texts around n numbers (some may be empty), the numbers, literals that overflow, and numerals."""
+        """The n + 1 texts around n numbers (some may be empty), the numbers, literals that overflow, and numerals.
+
+        Raises `UserError` for a lone surrogate, as Python makes of an argument's bytes that are not UTF-8.
+        """
         if not text.isascii():
+            if (odd := _SURROGATE.search(text)) is not None:
+                raise UserError("text", odd[0], "Unicode text, such as UTF-8 holds: no lone surrogates")
             # Qwen's tokenizer does this too, but later: a composed letter must bind a numeral as its parts do.
             text = unicodedata.normalize("NFC", text)
         pieces: list[str] = []

@@ -223,7 +223,7 @@ def read_policy(path: str | Path) -> tuple[int, NumberPolicy]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return int(data["num_token_id"]), NumberPolicy(**data["policy"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(POLICY_FILE, reason_of(error), "the file as save_pretrained wrote it", str(path)) from None
 
 

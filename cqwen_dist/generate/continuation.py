@@ -76,6 +76,7 @@ def generate_batch(
         batch.ids,
         batch.values,
         return_numbers=True,
+        return_dict_in_generate=False,  # whatever the model's own generation config says
         attention_mask=batch.mask,
         eos_token_id=end_ids(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,

@@ -100,6 +100,8 @@ def choose(
         raise UserError("reject_below", reject_below, "0 to 1")
     if len(set(options)) < max(1, len(options)):
         raise UserError("options", list(options), "different texts, one at least")
+    if len({tuple(reader(tokenizer).encode(option)[0]) for option in options}) < len(options):
+        raise UserError("options", list(options), "texts of different words (P of a number is not that of its value)")
     result = []
     for prompt in prompts:
         p = {s.text: math.exp(s.log_p) for s in score(model, tokenizer, prompt, options)}

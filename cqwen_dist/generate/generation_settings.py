@@ -65,6 +65,8 @@ class Settings:
             raise UserError("used_rows", self.used_rows, "1 or more")
         if self.seed is not None and self.generator is not None:
             raise UserError("seed", self.seed, "a seed or a generator, not both")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise UserError("seed", self.seed, "a number of 64 bits")
 
     def _check_cache(self) -> None:
         if self.cache_implementation not in (None, "dynamic", "static"):
@@ -89,9 +91,15 @@ class Settings:
         return [ids] if isinstance(ids, int) else list(ids)
 
     def padding(self, base: Any) -> int:
-        """The id that fills a row after its end. base: the base model's config."""
+        """The id that fills a row after its end. base: the base model's config; old ones say -1 for none.
+
+        Raises `UserError` for an id that is no row's.
+        """
         candidates = (self.pad_token_id, base.pad_token_id, *self.ends(base))
-        return next((int(token) for token in candidates if token is not None), 0)
+        found = next((int(token) for token in candidates if token is not None and token >= 0), 0)
+        if found >= base.vocab_size:
+            raise UserError("pad_token_id", found, f"an id below {base.vocab_size}")
+        return found
 
 
 def check_temperature(temperature: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.utils import ModelOutput
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generation_settings import check_temperature
 from cqwen_dist.generate.generator import Watch
+from cqwen_dist.generate.modes import find_mode
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
 from cqwen_dist.intervals import LEVELS
@@ -39,6 +41,8 @@ NEUTRAL = {
     "output_hidden_states": False,
 }
 COMPATIBLE_ALONE = "nothing but in mode compatible"
+WHOLE = ("max_new_tokens", "max_length", "num_return_sequences", "top_k", "seed", "used_rows")
+REAL = ("temperature", "top_p", "eps_truncation", "max_time")
 
 
 @dataclass
@@ -104,21 +108,22 @@ def translate(
     mode = mode or asked.get("mode") or own.get("mode") or "standard"
     if isinstance(streamer, NumberStreamer):
         asked.setdefault("digits", streamer.digits)
-    merged = _merged(own, asked, mode == "compatible")
+    merged = _merged(own, asked, mode)
     options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if name in merged}
     options |= {"mode": mode, "attention_mask": mask, "max_new_tokens": 64}
-    if "max_new_tokens" in merged:
+    if merged.get("max_new_tokens") is not None:
         options["max_new_tokens"] = int(merged["max_new_tokens"])
-    elif "max_length" in merged:
+    elif merged.get("max_length") is not None:
         options["max_new_tokens"] = max(0, int(merged["max_length"]) - ids.shape[1])
     if mode == "compatible":
-        options |= _sampling(model, ids, mask, merged, logits_processor or ())
+        longest = min(ids.shape[1] + options["max_new_tokens"], model.config.base_config.max_position_embeddings)
+        options |= _sampling(model, ids, mask, {**merged, "max_length": longest}, logits_processor or ())
     elif logits_processor:
         raise UserError("logits_processor", "", COMPATIBLE_ALONE)
     else:
         options["temperature"] = merged.get("temperature")
     options["watch"] = _watch(ids, merged, stopping_criteria, streamer, tokenizer)
-    return options, int(merged.get("num_return_sequences", 1)), bool(merged.get("return_dict_in_generate"))
+    return options, int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
 
 
 def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -130,18 +135,34 @@ def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None
     return {k: v for k, v in found.items() if known is None or known.get(k) != v}
 
 
-def _merged(own: dict[str, Any], asked: dict[str, Any], compatible: bool) -> dict[str, Any]:
+def _merged(own: dict[str, Any], asked: dict[str, Any], mode: str) -> dict[str, Any]:
     """The options that the call gives, and the model's own options that the mode uses. Raises `UserError`."""
     asked = {name: value for name, value in asked.items() if name not in NEUTRAL or value != NEUTRAL[name]}
     asked.pop("mode", None)
+    compatible = mode == "compatible"
     known = (*PASSED_ON, *PLAIN, *SAMPLING, *LENGTH, *OF_LOGITS)
     for name, value in asked.items():
         if name not in known:
             raise UserError(name, value, f"options out of {', '.join(sorted(known))}")
         if not compatible and name in (*OF_LOGITS, "top_k", "top_p"):
             raise UserError(name, value, COMPATIBLE_ALONE)
+        if value is not None:
+            _check_kind(name, value)
+    draws = find_mode(mode).draws
+    if draws is not None and asked.get("do_sample") not in (None, draws):
+        raise UserError("do_sample", asked["do_sample"], f"{draws}, as mode {mode} draws {'' if draws else 'nothing'}")
     kept = (*PLAIN, *LENGTH, *SAMPLING, *OF_LOGITS) if compatible else (*PLAIN, *LENGTH)
     return {**{name: value for name, value in own.items() if name in kept}, **asked}
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Raises `UserError` for what is no number where one belongs, and for no sequence at all."""
+    if name in WHOLE and not isinstance(value, Integral):
+        raise UserError(name, value, "a whole number")
+    if name in REAL and not isinstance(value, Real):
+        raise UserError(name, value, "a number")
+    if name == "num_return_sequences" and value < 1:
+        raise UserError(name, value, "1 or more")
 
 
 def _sampling(
@@ -161,7 +182,7 @@ def _sampling(
     implied = any(merged.get(name) is not None for name in ("temperature", "top_k", "top_p", "seed", "generator"))
     sampling = bool(merged.get("do_sample", implied)) and temperature != 0.0
     ends = merged.get("eos_token_id", model.config.base_config.eos_token_id)
-    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id") if n in merged}
+    settings = {n: merged[n] for n in (*OF_LOGITS, *SAMPLING, "pad_token_id", "max_length") if n in merged}
     settings |= {"do_sample": sampling, "eos_token_id": None if ends == [] else ends}  # []: there is no end
     if not sampling:
         settings.pop("temperature", None)

@@ -143,6 +143,11 @@ class Mode:
         """Whether a temperature changes the result: of the logits, or of the law that is drawn from."""
         return self.choose is softmax_sample or self.drawn is not None
 
+    @property
+    def draws(self) -> bool | None:
+        """Whether it draws; None: as do_sample says."""
+        return None if self.choose is softmax_sample else self.drawn is not None or self.choose is ovr_sample
+
     def random(self, action: Any, options: Options) -> tuple[Callable[..., Tensor], int] | None:
         """What a step draws for a row: the law, as `Draws.fill` takes it, and how many numbers; None: nothing."""
         if self.drawn is not None:

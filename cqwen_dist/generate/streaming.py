@@ -45,11 +45,14 @@ def ends_at(
 ) -> Callable[[Tensor, GeneratedNumbers], Tensor]:
     """A function that finds the rows [B] of ids [B,t] with one of the strings after the prompt of width `prompt`.
 
-    Raises `UserError` for an empty string.
+    Raises `UserError` for an empty string, and for what is no string.
     """
-    if not all(strings):
-        raise UserError("stop", "an empty string", "some text")
-    tail = 2 + max(len(s.encode()) for s in strings)  # a token is a byte at least; a number is one token
+    odd = [s for s in strings if not isinstance(s, str) or not s]
+    if odd:
+        raise UserError("stop", odd[0] or "an empty string", "some text")
+    tail = 2 + max(
+        len(s.encode(errors="replace")) for s in strings
+    )  # a token is a byte at least; a number is one token
 
     def ended(ids: Tensor, numbers: GeneratedNumbers) -> Tensor:
         start, end = max(prompt, ids.shape[1] - tail), ids.shape[1]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from numbers import Real
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from cqwen_dist.config import UserError
 from cqwen_dist.targets import TargetTransform
 
 BESIDE_Z = 3  # the wide part's columns behind z: g rounded to z's dtype, the rest of it, and h
@@ -29,6 +32,8 @@ class CausalQwenConfig(PretrainedConfig):
     4.7.1); or None.
     lora: adapters present in the backbone (`LoraConfig` as a dict), or None. calibration: of the intervals, on held-out
     numbers (`Intervals.to_dict`), or None.
+
+    Raises `UserError` for a value that no model has, as an edited config.json may hold.
     """
 
     model_type = "causal_qwen"
@@ -78,8 +83,27 @@ class CausalQwenConfig(PretrainedConfig):
         self.wide, self.random_features = wide, random_features
         self.value_periods = list(value_periods)
         self.copies = copies
+        self._check(base_config.vocab_size)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
+
+    def _check(self, rows: int) -> None:
+        """Refuse values with which a model would be built, and fail later or write nonsense. rows: the vocabulary's."""
+        both = f"{self.number_types} and {self.more_values}"
+        for name, found, fits, allowed in (
+            ("num_token_id", self.num_token_id, self.num_token_id in range(rows), f"a row below {rows}"),
+            ("used_rows", self.used_rows, self.used_rows in range(1, rows + 1), f"1 to {rows}"),
+            ("scale_activation", self.scale_activation, self.scale_activation in ("softplus", "exp"), "softplus, exp"),
+            ("scale_floor", self.scale_floor, _above_0(self.scale_floor), "a number above 0"),
+            ("value_periods", self.value_periods, all(map(_above_0, self.value_periods)), "numbers above 0"),
+            ("number_types and more_values", both, not (self.number_types and self.more_values), "one of the two"),
+        ):
+            if not fits:
+                raise UserError(f"config.json: {name}", found, allowed)
+        try:
+            TargetTransform(**self.target)
+        except (TypeError, ValueError) as error:
+            raise UserError("config.json: target", self.target, f"a target's unit ({error})") from None
 
     @property
     def custom_pipelines(self) -> dict[str, Any]:
@@ -108,3 +132,7 @@ class CausalQwenConfig(PretrainedConfig):
     def causal_hidden_size(self) -> int:
         """C: word part plus number dimensions."""
         return int(self.causal_size + self.number_dims)
+
+
+def _above_0(value: Any) -> bool:
+    return isinstance(value, Real) and 0 < float(value) < math.inf

@@ -199,6 +199,12 @@ def test_too_large_numbers_are_refused_in_one_line(small: NumericalAwareTokenize
     assert small.decode(encoded.ids, encoded.values) == "about 1e999 or 5"
 
 
+def test_a_lone_surrogate_is_refused_in_one_line(small: NumericalAwareTokenizer) -> None:
+    """Python makes one of a byte on the command line that is not UTF-8."""
+    with pytest.raises(UserError, match=r"text: found '\\udcff', allowed: Unicode text"):
+        small.encode("tea \udcff 5")
+
+
 def test_a_missing_broken_or_slow_tokenizer_is_refused(small: NumericalAwareTokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.tokenizer: found no folder .*nowhere, allowed: a folder or hub name"):
         NumericalAwareTokenizer.from_pretrained(tmp_path / "nowhere")

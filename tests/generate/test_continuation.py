@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -91,8 +92,10 @@ def test_a_stop_string_ends_the_text_across_tokens(model: CausalQwenForCausalLM)
         assert ended[1].text == plain[1].text
     alone = continue_text(model, Words(), ["w3 w8 w41 " + string], max_new_tokens=2, stop=[string])[0]
     assert len(alone.tokens) == 2, "the prompt does not count"
-    with pytest.raises(UserError, match="stop: found 'an empty string'"):
-        continue_text(model, Words(), prompts, stop=[""])
+    for odd, said in (("", "'an empty string'"), (3, "3")):
+        with pytest.raises(UserError, match=f"stop: found {said}"):
+            continue_text(model, Words(), prompts, stop=[odd])  # type: ignore[list-item]
+    assert continue_text(model, Words(), prompts, max_new_tokens=12, stop=["\udcff"])[0].end == "length"
 
 
 def test_the_text_comes_as_it_is_written(model: CausalQwenForCausalLM) -> None:
@@ -103,6 +106,12 @@ def test_the_text_comes_as_it_is_written(model: CausalQwenForCausalLM) -> None:
     assert all(pieces)
     with pytest.raises(UserError, match="stream: found '2 prompts', allowed: one"):
         continue_text(model, Words(), ["w3", "w4"], on_text=pieces.append)
+
+
+def test_a_folders_own_generation_config_may_ask_for_a_dict(model: CausalQwenForCausalLM) -> None:
+    model = copy.deepcopy(model)
+    model.generation_config.return_dict_in_generate = True
+    assert continue_text(model, Words(), ["w3"], max_new_tokens=2)[0].tokens
 
 
 def test_eos_ends_the_text(model: CausalQwenForCausalLM) -> None:

@@ -102,6 +102,6 @@ def test_choosing_takes_the_best_option_or_none_of_them(model: CausalQwenForCaus
     best = max(chosen[0].p.values())
     assert choose(model, Words(), PROMPTS[:1], options, best * 0.999)[0].option is not None
     assert choose(model, Words(), PROMPTS[:1], options, min(1.0, best * 1.001))[0].option is None
-    for bad, limit in ((["w1", "w1"], 0.0), ([], 0.0), (["w1"], 1.5)):
+    for bad, limit in ((["w1", "w1"], 0.0), ([], 0.0), (["w1"], 1.5), (["w1 5", "w1 6"], 0.0)):
         with pytest.raises(UserError):
             choose(model, Words(), PROMPTS, bad, limit)

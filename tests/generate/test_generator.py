@@ -151,6 +151,14 @@ def test_a_row_ends_at_eos_and_is_padded(model, prompts) -> None:
     assert alone.shape[1] == 8 + free[0, 8:].tolist().index(eos) + 1  # stops when every row has ended
 
 
+def test_a_padding_of_minus_1_is_none() -> None:
+    """Old configs say so; a row that has ended would be read on with it."""
+    model = tiny_causal_lm(base={"eos_token_id": 17}).model
+    model.config.base["pad_token_id"] = -1
+    ids, watch = random_ids(2, 4), [lambda ids, numbers: torch.tensor([True, False])]
+    assert generate(model, ids, watch=watch, max_new_tokens=3)[0][0, 5:].eq(17).all()
+
+
 def test_the_base_s_own_eos_is_the_default() -> None:
     base = tiny_base(eos_token_id=list(range(VOCAB)), pad_token_id=4)
     model = CausalQwenModel.from_base_model(base, start="seed", num_token_id=NUM).eval()
@@ -292,6 +300,8 @@ def test_user_errors(model) -> None:
         ({"mode": "ovr", "temperature": 0.0}, "temperature: found 0.0, allowed: none in mode ovr"),
         ({"decode_rule": "best"}, "decode_rule"),
         ({"seed": 1, "generator": torch.Generator()}, "seed"),
+        ({"seed": 2**64}, "seed: found 18446744073709551616, allowed: a number of 64 bits"),
+        ({"pad_token_id": VOCAB}, "pad_token_id: found 101, allowed: an id below 101"),
         ({"used_rows": 0}, "used_rows"),
         ({"eps_truncation": 0.5}, "eps_truncation"),
     ]

@@ -53,6 +53,7 @@ def prompts() -> tuple[Tensor, Tensor]:
         {"do_sample": True, "top_k": 0, "typical_p": 0.8, "num_return_sequences": 3},
         {"do_sample": False, "max_length": 15},
         {"do_sample": False, "max_new_tokens": 5, "suppress_tokens": [7, 40]},
+        {"do_sample": False, "max_new_tokens": 4, "forced_eos_token_id": 17},
     ],
     ids=lambda o: "+".join(list(o)[1:]),
 )
@@ -142,6 +143,13 @@ def test_what_has_no_meaning_here_is_refused() -> None:
         ({"mode": "compatible", "top_k": -1}, "top_k: found -1"),
         ({"mode": "compatible", "temperature": -1.0}, "temperature: found -1.0"),
         ({"stop_strings": "w3"}, "tokenizer"),
+        ({"do_sample": True}, "do_sample: found True, allowed: False, as mode standard draws nothing"),
+        ({"mode": "ovr", "do_sample": False}, "do_sample: found False, allowed: True, as mode ovr draws"),
+        ({"num_return_sequences": 0}, "num_return_sequences: found 0, allowed: 1 or more"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens: found 2\.5, allowed: a whole number"),
+        ({"mode": "causal", "seed": "one"}, "seed: found 'one', allowed: a whole number"),
+        ({"mode": "causal", "temperature": "hot"}, "temperature: found 'hot', allowed: a number"),
+        ({"max_time": "soon"}, "max_time: found 'soon', allowed: a number"),
     ):
         with pytest.raises(UserError, match=match):
             model.generate(ids, **options)

@@ -116,7 +116,8 @@ def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> No
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
     said = cqwen("export", tmp_path / "b", "--as-base", code=2).stderr
     assert "--as-base: found a bias of up to" in said
-    cqwen("export", tmp_path / "b", "--as-base", "--drop-bias")
+    said = cqwen("export", tmp_path / "b", "--as-base", "--drop-bias").stderr
+    assert "numeric_values" not in said, "a warning about the check's own input"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
 
 
@@ -127,14 +128,22 @@ def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> No
         ("generate", ["--prompt", "x", "--individuals", 2, "--noises", 2], "not together with --noises"),
         ("generate", ["--prompt", "x", "--plot", "a.svg"], "--plot"),
         ("generate", ["--prompt", "x", "--stream", "--json"], "--stream"),
+        ("generate", ["--prompt", "x", "--prompt", "y", "--stream"], "--stream"),
+        ("generate", ["--prompt", "x", "--above", 0.5, "--individuals", 2], "--above: found 0.5"),
+        ("generate", ["--prompt", "x", "--above", 0.5, "--mode", "causal"], "--above: found 0.5"),
+        ("generate", ["--prompt", "x", "--individuals", 2, "--mode", "causal"], "--mode: found 'causal'"),
+        ("generate", ["--prompt", "x \udcff"], r"text: found '\udcff', allowed: Unicode text"),
+        ("generate", ["--prompt", "x", "--seed", 2**70], "seed: found 11"),
         ("generate", ["--prompt", "x", "--prompt", "y", "--individuals", 2, "--plot", "a.svg"], "and one prompt"),
         ("generate", ["--prompt", "x", "--above", 2], "prob_threshold: found 2.0, allowed: above 0, below 1"),
         ("generate", ["--prompt", "x", "--decision-threshold", 2], "--decision-threshold: found 2.0, allowed: with"),
         ("generate", ["--prompt", "x", "--digits", "many"], "--digits: found 'many'"),
         ("generate", ["--prompt", "x", "--digits", "99"], "digits: found 99"),
+        ("generate", ["--prompt", "x", "--digits", "9" * 5000], "--digits: found '999"),
         ("generate", ["--prompt", "x", "--top-p", 0.5], "top_p: found 0.5, allowed: nothing but in mode compatible"),
         ("generate", ["--prompt", "x", "--decode-rule", "best"], "decode_rule: found 'best', allowed: ovr, loc"),
         ("generate", ["--prompt", "x", "--device", "moon"], "--device: found 'moon'"),
+        ("generate", ["--prompt", "x", "--device", "meta"], "--device: found 'meta'"),
         ("generate", ["--prompt", "x", "--temperature", "-1"], "temperature: found -1.0"),
         ("predict", ["none.csv", "--template", "{a}"], "FILE: found 'none.csv'"),
         ("export", ["out", "--drop-bias"], "--drop-bias"),

@@ -147,6 +147,38 @@ def test_an_exported_folder_leaves_nothing_random(tmp_path: Path, change: Change
         load_trained(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_token_id", "x"),
+        ("used_rows", 0),
+        ("scale_activation", "relu"),
+        ("scale_floor", -1),
+        ("value_periods", [10, "a"]),
+        ("target", {"name": "standardise", "scale": 0}),
+    ],
+)
+def test_a_config_with_a_value_that_no_model_has_is_one_line(tmp_path: Path, name: str, value: object) -> None:
+    folder = write_folder(tmp_path, *tiny_pair())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(UserError, match=f"{name}: found "):
+        load_trained(folder)
+
+
+def test_a_tokenizer_with_another_row_of_num_is_refused(tmp_path: Path) -> None:
+    """The model would read every number as a word that it has never seen."""
+    folder = write_folder(tmp_path, *tiny_pair())
+    policy = json.loads((folder / "number_policy.json").read_text())
+    policy["num_token_id"] += 1
+    (folder / "number_policy.json").write_text(json.dumps(policy))
+    with pytest.raises(UserError, match=r"num_token_id: found \d+, allowed: \d+, as in config.json"):
+        load_trained(folder)
+    (folder / "number_policy.json").write_text('{"num_token_id": 1e999, "policy": {}}')
+    with pytest.raises(UserError, match=r"number_policy\.json: found"):
+        load_trained(folder)
+
+
 @pytest.mark.parametrize("damage", ["cut", "list", "number", "words"])
 def test_an_exported_folder_that_is_damaged_is_one_line(tmp_path: Path, damage: str) -> None:
     folder = write_folder(tmp_path, *tiny_pair())
