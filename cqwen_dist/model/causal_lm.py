@@ -190,7 +190,14 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         return output if as_dict else output.to_tuple()
 
     def _check(self, ids: Tensor | None, values: Tensor | None, embeds: Tensor | None = None) -> None:
-        """Refuse inputs that do not fit together; warn once where <NUM> in the ids has no value. Raises `UserError`."""
+        """Refuse inputs that do not fit together, and heads or a backbone in a dtype that they do not compute in; warn
+        once where <NUM> in the ids has no value. Raises `UserError`."""
+        heads = next((p.dtype for p in self.model.abduction.parameters()), torch.float32)
+        if heads != torch.float32 or self.dtype == torch.float64:
+            allowed = (
+                "float32, bfloat16, float16 by from_pretrained(folder, dtype=...), which leaves the heads in float32"
+            )
+            raise UserError("dtype", str(heads if heads != torch.float32 else self.dtype), allowed)
         if (ids is None) == (embeds is None):
             raise UserError("input_ids", "none" if ids is None else "inputs_embeds too", "one of the two")
         given: Any = embeds if ids is None else ids

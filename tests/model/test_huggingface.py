@@ -125,6 +125,14 @@ def test_heads_stay_fp32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
     assert all(bool(t.isfinite().all()) for t in outputs(again))
 
 
+def test_a_cast_of_the_whole_model_is_refused_by_the_way_that_keeps_the_heads(tmp_path: Path) -> None:
+    worn().save_pretrained(tmp_path)
+    for model in (worn().to(torch.bfloat16), worn().half(), CausalQwenForCausalLM.from_pretrained(tmp_path).double()):
+        for call in (model, model.generate):
+            with pytest.raises(UserError, match=r"dtype: found 'torch\..*from_pretrained\(folder, dtype="):
+                call(random_ids(1, 3))
+
+
 def test_a_bf16_backbone_with_fp32_heads_comes_back_as_it_was(tmp_path: Path) -> None:
     """b_scale near -9 has steps of 6 % in bf16: heads cast on the way would change the model."""
     model = worn()

@@ -78,7 +78,9 @@ def test_the_pipeline_reads_and_writes_numbers(folder: Path, pair) -> None:
         "content": continue_text(model, tokenizer, [prompt], max_new_tokens=20)[0].text.replace("<|endoftext|>", ""),
     }
     with pytest.raises(UserError, match=r"temperature: found 0\.7, allowed: none in mode standard"):
-        pipe(PROMPTS[0], do_sample=True, temperature=0.7)
+        pipe(PROMPTS[0], temperature=0.7)
+    with pytest.raises(UserError, match="do_sample: found True, allowed: False, as mode standard draws nothing"):
+        pipe(PROMPTS[0], do_sample=True)
 
 
 def test_the_readmes_snippet_prints_numbers_and_an_interval_of_each(
@@ -125,6 +127,18 @@ def test_peft_adapts_it_and_writes_with_it(folder: Path, pair, tmp_path: Path) -
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path).eval()
     assert torch.equal(again(**batch, logits_to_keep=0).logits, logits)
     assert_close(adapted.merge_and_unload()(**batch, logits_to_keep=0).logits, logits, 1e-4, "W + BA is rounded once")
+
+
+def test_peft_after_merging_begins_with_the_trained_adapters() -> None:
+    """PEFT would put its own, untrained ones in their place."""
+    lora = {"r": 2, "alpha": 4, "dropout": 0.0, "target_modules": ["q_proj"]}
+    model, tokenizer = tiny_pair(lora=lora)
+    ids = torch.tensor([tokenizer.encode("tea costs")[0]])
+    wanted = model(ids).logits
+    model.merge_adapters()
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])).eval()
+    assert_close(adapted(ids).logits, wanted, 1e-5)
+    assert {name.split(".")[-3] for name, p in adapted.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
 
 
 def test_trainer_takes_two_steps(pair, tmp_path: Path) -> None:
