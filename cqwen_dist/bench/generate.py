@@ -130,9 +130,8 @@ def _causal(base: Any, vocab: int) -> CausalQwenForCausalLM:
 def _generate(model: CausalQwenForCausalLM, mode: str, b_noise: Tensor, options: dict[str, Any], ids: Tensor) -> None:
     """Generate with this b_noise [C]."""
     model.model.action.b_noise.copy_(b_noise)
-    greedy: dict[str, Any] = (
-        {"do_sample": False} if mode == "compatible" else {}
-    )  # the others draw, or do not, by themselves
+    # the others draw, or do not, by themselves
+    greedy: dict[str, Any] = {"do_sample": False} if mode == "compatible" else {}
     model.generate(ids, mode=mode, seed=0, eos_token_id=[], **greedy, **options)
 
 

@@ -73,9 +73,8 @@ def load_trained(
         model = _load_exported(path, device_map=device_map, max_memory=max_memory)
         model.config.calibration = _intervals(path) or model.config.calibration
         tokenizer = NumericalAwareTokenizer.from_pretrained(path, vocab_size=model.config.vocab_size)
-        if tokenizer.num_token_id != model.config.num_token_id:
-            allowed = f"{model.config.num_token_id}, as in config.json"
-            raise UserError("num_token_id", tokenizer.num_token_id, allowed, str(path / POLICY_FILE))
+        if tokenizer.num_token_id != (row := model.config.num_token_id):
+            raise UserError(f"{POLICY_FILE}: num_token_id", tokenizer.num_token_id, f"{row}, as in config.json")
         return model.eval(), tokenizer
     config, folder = run_of(path)
     state = load_checkpoint(folder, (0, 2**62), [])

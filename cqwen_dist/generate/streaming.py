@@ -50,9 +50,8 @@ def ends_at(
     odd = [s for s in strings if not isinstance(s, str) or not s]
     if odd:
         raise UserError("stop", odd[0] or "an empty string", "some text")
-    tail = 2 + max(
-        len(s.encode(errors="replace")) for s in strings
-    )  # a token is a byte at least; a number is one token
+    # a token is a byte at least; a number is one token
+    tail = 2 + max(len(s.encode(errors="replace")) for s in strings)
 
     def ended(ids: Tensor, numbers: GeneratedNumbers) -> Tensor:
         start, end = max(prompt, ids.shape[1] - tail), ids.shape[1]
