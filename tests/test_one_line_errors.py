@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 from support.exported import tiny_pair, write_folder
+from support.runs import cqwen_forked
 
 from cqwen_dist import cli
 from cqwen_dist.checkpoint.export import export
@@ -79,6 +80,13 @@ def test_a_disk_that_safetensors_met_is_the_users_to_mend(
     ):
         raise full
     assert "No space left" in read_status(tmp_path)["reason"]
+
+
+def test_a_kernel_on_a_cpu_is_refused_before_the_data_is_read(tmp_path: Path, one_rank: Path) -> None:
+    done = cqwen_forked("train", one_rank.parent / "config.yaml", "loss.impl=fused", f"run.dir={tmp_path}/run")
+    assert done.returncode == 2
+    assert "error: loss.impl: found 'fused', allowed: auto, chunked or reference" in " ".join(done.stderr.split())
+    assert "texts" not in done.stdout
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:

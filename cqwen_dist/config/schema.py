@@ -34,7 +34,7 @@ class FeatureCacheConfig(Section):
     """Stages in which nothing before z trains: z is computed once and stored; the epochs train the heads from it."""
 
     mode: Literal["auto", "never", "require"] = "auto"
-    """auto: where it is valid and saves time; require: refuse the run where it is not."""
+    """auto: where it is valid and saves time, or is there already; require: refuse the run where it is not."""
     dir: str | None = Field(None, min_length=1)
     """Folder that keeps it for other runs; default: in the run's, for its stage."""
     max_gib: Above0 | None = None
@@ -176,6 +176,8 @@ class Config(Section):
         for key in ("random_features", "wide_from_eval"):
             if getattr(self.model, key) and not self.model.wide:
                 raise refused(f"model.{key}", getattr(self.model, key), "its default, or model.wide above 0")
+        if self.model.wide_from_eval and not (self.data.eval or self.data.eval_fraction):
+            raise refused("model.wide_from_eval", Said("it without held-out data"), "data.eval or data.eval_fraction")
         if self.loss.value_weights is not None and len(self.loss.value_weights) != 1 + len(self.data.more_values):
             allowed = f"{1 + len(self.data.more_values)} weights, of the number and of each of data.more_values"
             raise refused("loss.value_weights", self.loss.value_weights, allowed)

@@ -30,7 +30,7 @@ from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
 from cqwen_dist.model.losses import LossOptions, gate_named
-from cqwen_dist.ops.ovr.loss import OvrOptions
+from cqwen_dist.ops.ovr.loss import OvrOptions, runs_on
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first
 from cqwen_dist.parallel.groups import Groups, build_groups
@@ -229,6 +229,8 @@ def build_run(config: Config, runtime: Runtime) -> Run:
     """Read the data, load the model, assemble everything. Collective over the world. Raises `UserError`."""
     abduction_named(config.model.abduction, config.run.dir)  # an unknown class is refused at once
     gate_named(config.loss.gate, config.run.dir)
+    if not runs_on(config.loss.impl, runtime.device):
+        raise UserError("loss.impl", config.loss.impl, "auto, chunked or reference on a CPU: kernels need a GPU")
     seed_everything(config.train.seed)
     groups = build_groups(config.parallel.vocab_group_size, runtime.timeout_s)
     rank, world, folder = runtime.rank, groups.world_size, Path(config.run.dir)

@@ -53,6 +53,18 @@ def test_what_is_written_is_what_there_is(tmp_path: Path) -> None:
         (["loss.class_weights=rare"], "loss.class_weights", "frequency"),
         (["loss.negatives_share=0.5"], "loss.negatives_share", "none with negatives: full"),
         (["loss.negatives=used", "loss.negatives_share=0.5"], "loss.negatives_share", "none with negatives: used"),
+        (["model.random_features=16"], "model.random_features", "model.wide above 0"),
+        (
+            [
+                "model.wide=64",
+                "model.wide_from_eval=true",
+                "data.eval_fraction=0.0",
+                "stages.0.until=null",
+                "stages.0.steps=3",
+            ],
+            "model.wide_from_eval",
+            "data.eval or data.eval_fraction",
+        ),
         (["loss.negatives=some"], "loss.negatives", "'full', 'used' or 'sampled'"),
         *(
             (["loss.negatives=sampled", f"loss.negatives_share={share}"], "loss.negatives_share", says)

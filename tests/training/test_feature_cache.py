@@ -161,6 +161,27 @@ def test_the_key_knows_the_data_and_the_dtype_is_the_run_s(uncached: Path, kept:
     assert bool(z.float().std() > 0.1)
 
 
+def test_the_key_knows_the_periods_of_values(uncached: Path, tmp_path: Path) -> None:
+    """They are no weights: w_num, of the same shape, starts the same."""
+    config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
+    own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached)]
+    for run, periods in (("one", "[10,100]"), ("other", "[7,50]")):
+        train_run(config, f"run.dir={tmp_path}/{run}", f"model.value_periods={periods}", *own)
+    assert len(caches(tmp_path / "cache")) == 2
+
+
+def test_a_run_that_goes_on_in_a_stages_last_epoch_reads_the_cache_that_is_there(
+    uncached: Path, tmp_path: Path
+) -> None:
+    """It would not make one any more; with it, it goes on to the bit."""
+    config = config_in(tmp_path, [EPOCHS_OF_HEADS[0]])
+    own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached)]
+    train_run(config, *own)
+    set_back(tmp_path / "run", tmp_path / "copy", 6)
+    train_run(config, f"run.dir={tmp_path}/copy", *own)
+    assert losses(tmp_path / "copy") == losses(tmp_path / "run")
+
+
 def test_required_where_it_cannot_be_is_refused_with_the_reason(uncached: Path, tmp_path: Path) -> None:
     config = config_in(tmp_path)
     for options, reason in [

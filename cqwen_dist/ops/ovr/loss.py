@@ -23,7 +23,8 @@ from cqwen_dist.ops.ovr.reference import ovr_reference
 from cqwen_dist.ops.ovr.sampled import Drawn, ovr_sampled
 from cqwen_dist.ops.ovr.tile import TileMaths, TorchTile
 
-IMPLEMENTATIONS = ("auto", "chunked", "reference", "triton", "fused")
+KERNELS = ("triton", "fused")
+IMPLEMENTATIONS = ("auto", "chunked", "reference", *KERNELS)
 HAS_TRITON = find_spec("triton") is not None  # it comes with torch's CUDA builds only
 
 
@@ -75,6 +76,11 @@ def ovr_loss(
     return OvrOutput(loss, torch.where(valid, per_token * factor, 0.0), prob_sum)
 
 
+def runs_on(impl: str, device: torch.device) -> bool:
+    """Whether an implementation runs on a device: a kernel on CUDA alone, or in Triton's interpreter if asked for."""
+    return impl not in KERNELS or device.type == "cuda" or bool(os.environ.get("TRITON_INTERPRET"))
+
+
 def _check(u: Cauchy, head: WordHead, labels: Tensor, token_weights: Tensor | None, options: OvrOptions) -> None:
     n, v = len(u.loc), len(head.weight)
     if labels.shape != (n,) or labels.dtype != torch.int64:
@@ -105,11 +111,10 @@ def _maths(impl: str, head: WordHead, gemm: torch.dtype, fp8: bool) -> TileMaths
     """The tile's maths of an implementation. The kernels are fp32 only: fp64 takes the torch operations.
 
     "auto": on an H200 the kernel takes a quarter to a half of the torch operations' time; "fused" is not timed yet.
-    "fused" is for products in bf16: those of fp32 are cuBLAS's. Raises ValueError for a kernel off CUDA, unless
-    Triton's interpreter was asked for (TRITON_INTERPRET=1).
+    "fused" is for products in bf16: those of fp32 are cuBLAS's. Raises ValueError where `runs_on` says no.
     """
-    cuda, kernel = head.weight.is_cuda, impl in ("triton", "fused")
-    if kernel and not cuda and not os.environ.get("TRITON_INTERPRET"):
+    cuda, kernel = head.weight.is_cuda, impl in KERNELS
+    if not runs_on(impl, head.weight.device):
         raise ValueError(f"impl {impl!r} needs CUDA tensors, found {head.weight.device}")
     fastest = impl == "auto" and cuda and HAS_TRITON
     if head.real == torch.float64 or not (kernel or fastest):

@@ -4,7 +4,8 @@ A stage without `embedding` and `lora` runs the features without a graph and in 
 in every epoch, whatever dropout is set. A cache's key holds all that z depends on (`FeatureCache._key`).
 
 A cache costs one pass over the data. Mode `auto` makes one only where the stage has more than that left and the disk
-has room. Losses equal those of the run without it, up to the rounding of other batch shapes. The wide part's columns
+has room; one that is there is read, so a run that goes on in a stage's last epoch takes the steps that it would have
+taken. Losses equal those of the run without it, up to the rounding of other batch shapes. The wide part's columns
 are not in it: the start is fitted to z from the cache, before they are known.
 """
 
@@ -100,9 +101,9 @@ class FeatureCache:
             if trained := sorted(plan.stage.groups & {"embedding", "lora"}):
                 verb = "trains" if len(trained) == 1 else "train"
                 raise CacheRefused(f"{' and '.join(trained)} {verb} in this stage, so z is another at every step")
-            if self.settings.mode == "auto" and left <= 1.0:
-                raise CacheRefused(f"the stage has {left:.2g} of an epoch left: nothing would be read twice")
-            return self._open_or_build(loader)
+            pays = self.settings.mode == "require" or left > 1.0
+            too_short = f"the stage has {left:.2g} of an epoch left: nothing would be read twice"
+            return self._open_or_build(loader, "" if pays else too_short)
         except CacheRefused as refusal:
             if self.settings.mode == "require":
                 key = f"stages.{plan.index}"
@@ -135,7 +136,8 @@ class FeatureCache:
             with suppress(OSError):  # not empty
                 self.folder.rmdir()
 
-    def _open_or_build(self, loader: Loader) -> FeatureShards:
+    def _open_or_build(self, loader: Loader, not_worth: str) -> FeatureShards:
+        """not_worth: why none is made, or empty; one that is there is read all the same."""
         dataset, rank, world = loader.dataset, self.runtime.rank, self.runtime.world_size
         assert isinstance(dataset, TextDataset)
         hidden = self.engine.model.config.hidden_size
@@ -145,6 +147,8 @@ class FeatureCache:
         if found is not None:
             self.progress.say(f"  feature cache: {folder}")
             return found
+        if not_worth:
+            raise CacheRefused(not_worth)
         self._refuse_size(dataset.report.tokens * hidden * self.dtype.itemsize)
         batches = EvalLoader(dataset, rank=rank, world=world, micro_batch_size=loader.micro_batch_size)
         mine = share(len(dataset), rank, world)
@@ -183,5 +187,6 @@ class FeatureCache:
             "dtype": str(self.dtype),
             "device": self.runtime.device.type,
             "quantize": self.config.model.quantize,
+            "value_periods": self.config.model.value_periods,
             "versions": {name: packages[name] for name in ("torch", "transformers", "peft")},
         }
