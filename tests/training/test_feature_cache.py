@@ -178,7 +178,9 @@ def test_a_run_that_goes_on_in_a_stages_last_epoch_reads_the_cache_that_is_there
     own = [f"train.feature_cache.dir={tmp_path}/cache", *same_data(uncached)]
     train_run(config, *own)
     set_back(tmp_path / "run", tmp_path / "copy", 6)
-    train_run(config, f"run.dir={tmp_path}/copy", *own)
+    done = cqwen_forked("train", config, f"run.dir={tmp_path}/copy", *own)
+    assert done.returncode == 0, done.stderr
+    assert "no feature cache" not in done.stdout
     assert losses(tmp_path / "copy") == losses(tmp_path / "run")
 
 
