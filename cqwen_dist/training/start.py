@@ -43,6 +43,7 @@ _SHAPE = {
     "wide": "model.wide",
     "copies": "model.copies",
     "random_features": "model.random_features",
+    "value_periods": "model.value_periods",
     "abduction": "model.abduction",
     "scale_activation": "model.scale_activation",
     "scalar_threshold": "train.thresholds",
@@ -242,9 +243,10 @@ def _load_warm_start(run: Run, given: str) -> tuple[Path, bool]:
 
 def _refuse_shape(config: Config, ours: Any, saved: dict[str, Any], source: Path) -> None:
     """Raises `UserError` by key where a model of another shape was saved."""
+    theirs = type(ours).from_dict(saved)  # what an older version did not save has its default
     for name, key in _SHAPE.items():
-        if getattr(ours, name) != saved.get(name):
-            raise UserError(key, getattr(ours, name), f"{saved.get(name)!r}, as in {source}")
+        if getattr(ours, name) != getattr(theirs, name):
+            raise UserError(key, getattr(ours, name), f"{getattr(theirs, name)!r}, as in {source}")
     unit = TargetTransform(**saved["target"]).name
     if unit != config.target_transform:
         raise UserError("loss.target_transform", config.target_transform, f"{unit!r}, as in {source}")

@@ -129,6 +129,24 @@ def test_a_warm_start_takes_all_or_nothing(one_rank: Path, tmp_path: Path, case:
     assert f"model.warm_start: found {said}" in done.stderr
 
 
+def test_a_warm_start_compares_what_no_tensor_shows_and_takes_an_older_versions_state(
+    one_rank: Path, tmp_path: Path
+) -> None:
+    """w_num has the same shape for other periods. A state from before a key existed has the key's default."""
+    folder = shutil.copytree(checkpoint_folder(one_rank, 3), tmp_path / "run" / "checkpoints" / "step-00000003")
+    shutil.copy(one_rank / "config.yaml", tmp_path / "run")
+    manifest, state = (json.loads((folder / name).read_text()) for name in ("manifest.json", "state.json"))
+    for change, code in (({"value_periods": [10.0]}, 2), ({}, 0)):
+        shape = {name: value for name, value in state["model"].items() if name not in ("copies", "value_periods")}
+        (folder / "state.json").write_text(json.dumps({**state, "model": {**shape, **change}}))
+        manifest["files"]["state.json"] = file_record(folder / "state.json")
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        warm = [f"run.dir={tmp_path / 'new'}", f"model.warm_start={folder}"]
+        done = cqwen_forked("train", one_rank.parent / "config.yaml", *warm)
+        assert done.returncode == code, done.stderr[-2000:]
+        assert ("model.value_periods: found [], allowed: [10.0], as in" in done.stderr) == bool(change)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
