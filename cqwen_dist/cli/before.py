@@ -236,7 +236,11 @@ def accept(
         ranks = sum(read_hostfile(hostfile).values())
     quiet_libraries()
     from cqwen_dist.cluster.accept import Site, table
+    from cqwen_dist.parallel.collectives import Stopped
 
-    found = Site(ranks, hostfile, folder.absolute(), lambda line: typer.echo(line, err=True)).accept()
+    try:
+        found = Site(ranks, hostfile, folder.absolute(), lambda line: typer.echo(line, err=True)).accept()
+    except Stopped:
+        raise typer.Exit(75) from None
     print_document(found, as_json, table)
     raise typer.Exit(0 if found["passed"] else 1)

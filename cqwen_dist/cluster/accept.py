@@ -25,8 +25,9 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from cqwen_dist.cluster.launch import launch, run_words
+from cqwen_dist.cluster.launch import STOPPED, launch, run_words
 from cqwen_dist.config import UserError
+from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.measure import said_bandwidths
 from cqwen_dist.run.files import LATEST, METRICS, write_atomically
 from cqwen_dist.run.status import read_status
@@ -77,7 +78,7 @@ class Site:
     say: Callable[[str], None]
 
     def accept(self) -> dict[str, Any]:
-        """{"ranks", "rows", "passed"}, also written as accept.json. Raises `UserError`."""
+        """{"ranks", "rows", "passed"}, also written as accept.json. Raises `UserError`, and `Stopped` by a signal."""
         if self.folder.exists() and any(self.folder.iterdir()):
             raise UserError("--folder", str(self.folder), "a folder that is empty or does not exist yet")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ class Site:
         out = self.folder / f"ranks-{ranks}.json"
         self.say(f"steps on {ranks} ranks")
         words = ["bench", "ranks", "--out", str(out)]
-        code = run_words(words, ranks, self.hostfile if ranks > 1 else None, self.folder, quiet=True)
+        code = _not_stopped(run_words(words, ranks, self.hostfile if ranks > 1 else None, self.folder, quiet=True))
         if code or not out.is_file():
             raise UserError(f"cqwen {' '.join(words)}", f"exit {code} on {ranks} ranks", "0; its error is above")
         return dict(json.loads(out.read_text(encoding="utf-8")))
@@ -105,7 +106,7 @@ class Site:
         run = self.folder / name
         hosts = self.hostfile if ranks > 1 else None
         options = [f"run.dir={run}", *overrides]
-        return launch(self.folder / "config.yaml", options, ranks, True, hosts, look_first=False), run
+        return _not_stopped(launch(self.folder / "config.yaml", options, ranks, True, hosts, look_first=False)), run
 
     def equality(self, layouts: list[dict[str, Any]]) -> list[Row]:
         """Losses and gradient norms of the same run by one rank and by all, a row a layout."""
@@ -153,6 +154,13 @@ class Site:
         same = code == 0 and figures(run) == figures(whole)
         found = f"killed at step {before}, then exit {code}, " + ("equal" if same else "not equal")
         return Row(what, found, allowed, same and before < STEPS)
+
+
+def _not_stopped(code: int) -> int:
+    """The exit code of ranks. Raises `Stopped` where a signal stopped them: what comes next is not begun."""
+    if code == STOPPED:
+        raise Stopped("the ranks were")
+    return code
 
 
 def of_steps(alone: dict[str, Any], together: dict[str, Any]) -> list[Row]:

@@ -116,10 +116,14 @@ def _exit_code(code: int, stopped: bool, before: Status, after: Status) -> int:
 
 
 def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path, quiet: bool = False) -> int:
-    """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts. quiet: as `launch`."""
+    """The exit code of `cqwen` with these words on several ranks, here or on a hostfile's hosts; 75 if asked to stop.
+
+    quiet: as `launch`.
+    """
     hosts = None if hostfile is None else read_hostfile(hostfile)
     environment = {} if hosts is None else read_environment(None)
-    return _run_words(words, ranks, hosts, environment, shared.absolute(), quiet)[0]
+    code, stopped = _run_words(words, ranks, hosts, environment, shared.absolute(), quiet)
+    return STOPPED if stopped else code
 
 
 def _run_words(

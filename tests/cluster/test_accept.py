@@ -11,7 +11,9 @@ from support.ranks import run_ranks
 from support.runs import cqwen
 
 from cqwen_dist.bench.ranks import layouts
-from cqwen_dist.cluster.accept import Row, _differences, figures, of_steps
+from cqwen_dist.cluster import accept as module
+from cqwen_dist.cluster.accept import Row, Site, _differences, figures, of_steps
+from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.measure import OPERATIONS, bus_bandwidth, collective_seconds
 
 ALONE = {"ranks": 1, "layouts": [{"tokens_per_s": 100.0}]}
@@ -84,6 +86,28 @@ def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--folder" in done.stderr
     assert "empty" in done.stderr
+
+
+@pytest.mark.parametrize("stopped", ["run_words", "launch"])
+def test_a_signal_to_what_runs_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped: str) -> None:
+    began = []
+
+    def ranks(name: str) -> object:
+        def run(*_: object, **__: object) -> int:
+            began.append(name)
+            return 75 if name == stopped else 0
+
+        return run
+
+    for name in ("run_words", "launch"):
+        monkeypatch.setattr(module, name, ranks(name))
+    monkeypatch.setattr(module.Path, "is_file", lambda _: True)
+    monkeypatch.setattr(module.Path, "read_text", lambda *_, **__: '{"device": "cpu", "layouts": []}')
+    monkeypatch.setattr(module, "of_steps", lambda *_: [])
+    with pytest.raises(Stopped):
+        Site(2, None, tmp_path / "site", began.append).accept()
+    assert began[-1] == stopped
+    assert began.count(stopped) == 1
 
 
 @pytest.mark.slow

@@ -72,6 +72,14 @@ open(sys.argv[1] + "/pid", "w").write(str(child.pid))
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_command_on_ranks_that_was_asked_to_stop_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also one that hears nothing and ends by itself: `cqwen accept` goes no further."""
+    script = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(1)"
+    quiet = f"import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); {script}"
+    monkeypatch.setattr(module, "launch_command", lambda *_: [sys.executable, "-c", quiet])
+    assert module.run_words(["bench", "ranks"], 2, None, tmp_path) == module.STOPPED
+
+
 def test_nothing_of_the_users_is_read_by_a_shell() -> None:
     hostile = ["run.dir=a'; echo foo", "data.text_template={question} $(touch x)\n{answer}"]
     command = module.launch_command(["train", "my config.yaml", *hostile], 3, 29500)
