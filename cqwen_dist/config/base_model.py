@@ -42,7 +42,8 @@ class ModelConfig(Section):
     num_token_id: Count | None = None
     """Row used for <NUM>; default: len(tokenizer), the first reserved row."""
     causal_size: Positive | None = None
-    """C, the size of U's word part; default: the hidden size H (seed S0)."""
+    """C, the size of U's word part; default: the hidden size H (seed S0). Below H the words' head is the nearest of
+    that rank, and base metrics of the run are those of that head (`cqwen eval` measures the base itself)."""
     number_dims: Count | None = None
     """Dimensions added to U for numbers alone; default: 8 when start is calibrated, else 0."""
     wide: Count = Field(0, multiple_of=4)
