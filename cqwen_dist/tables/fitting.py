@@ -85,8 +85,8 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
             allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
             raise UserError("--out", str(folder), allowed)
         if None not in (before, now) and before != now:
-            found = Said(f"{folder}, of {request.table} as it was before")
-            raise UserError("--out", found, "a folder that does not exist yet, or the same table, which then goes on")
+            found = Said(f"a fit of {file.name} as it was before")
+            raise UserError("--out", found, f"the same table, or a folder that does not exist yet, not {folder}")
     table, parts = read_parts(folder / "table")
     template = template_of(load_config(folder / CONFIG).data, table.columns) or ""
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))

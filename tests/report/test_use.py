@@ -145,7 +145,7 @@ def test_exports_in_other_forms(cqwen: Callable[..., Ran], tmp_path: Path) -> No
         ("generate", ["--prompt", "x", "--device", "moon"], "--device: found 'moon'"),
         ("generate", ["--prompt", "x", "--device", "meta"], "--device: found 'meta'"),
         ("generate", ["--prompt", "x", "--temperature", "-1"], "temperature: found -1.0"),
-        ("predict", ["none.csv", "--template", "{a}"], "FILE: found 'none.csv'"),
+        ("predict", ["none.csv", "--template", "{a}"], "FILE: found no file none.csv"),
         ("export", ["out", "--drop-bias"], "--drop-bias"),
     ],
 )

@@ -100,7 +100,7 @@ def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, lis
     finally:
         table.write_text(text, encoding="utf-8")
     assert changed.returncode == 2
-    assert f"of {table} as it was before" in changed.stderr
+    assert f"a fit of {table.name} as it was before" in changed.stderr
 
 
 def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tuple[Path, list[object]]) -> None:
