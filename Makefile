@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup base quickstart demo experiments test test-all test-rounding test-matrix soak test-gpu gpu-table test-cluster conformance \
+.PHONY: help setup base quickstart demo experiments test test-all test-rounding test-matrix soak test-stand-in test-gpu gpu-table test-cluster conformance \
   docs lint format clean
 
 help: ## what there is
@@ -52,6 +52,12 @@ test-matrix: setup ## ranks x vocabulary groups x ZeRO x precision, whole
 
 soak: setup ## runs struck at drawn moments and gone on with (SOAK=200 SOAK_SEED=...)
 	$(BIN)/pytest tests/crash -m slow -s
+
+# Tests that need a GPU and neither its speed, its memory nor several programs: on its stand-in (tests/support/stand_in_gpu.py)
+STOOD_IN := tests/checkpoint tests/generate tests/matrix tests/model tests/ops/test_ovr_best.py tests/training \
+  tests/parallel/test_staged.py --deselect tests/parallel/test_staged.py::test_a_run_of_two_ranks_on_one_gpu_is_the_run_of_one
+test-stand-in: setup ## tests that need a CUDA device, on a stand-in for one
+	$(BIN)/pytest --stand-in-gpu -m gpu $(STOOD_IN)
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -25,6 +25,7 @@ if not os.path.exists("/dev/nvidia0"):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounding", action="store_true", help="products round by their shape (support/rounding.py)")
+    parser.addoption("--stand-in-gpu", action="store_true", help="a GPU's stand-in (support/stand_in_gpu.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         os.environ[ASKED] = "1"  # for the ranks
         install_if_asked()
+    if config.getoption("--stand-in-gpu"):
+        from support.stand_in_gpu import ask
+
+        ask()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from support.rounding import install_if_asked
+from support import rounding, stand_in_gpu
 
 # Two thirds of a tiny run are imports: DeepSpeed decorates an optimizer with torch.compile, which imports inductor.
 PRELOADED = [
@@ -98,7 +98,8 @@ def _rank(
 ) -> None:
     os.environ.clear()  # the server's is of when it was started
     os.environ.update(environment)
-    install_if_asked()
+    rounding.install_if_asked()
+    stand_in_gpu.install_if_asked()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames collectives that 2.6 has
     faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)

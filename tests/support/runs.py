@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from support import rounding, stand_in_gpu
 from support.ranks import fork_server, run_ranks
-from support.rounding import install_if_asked
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import load_config
@@ -158,7 +158,8 @@ def _command(argv: list[str], folder: str, environment: dict[str, str]) -> None:
 
     os.environ.clear()
     os.environ.update(environment)
-    install_if_asked()
+    rounding.install_if_asked()
+    stand_in_gpu.install_if_asked()
     torch.set_num_threads(1)
     for number in (1, 2):
         os.dup2(os.open(os.path.join(folder, str(number)), os.O_CREAT | os.O_WRONLY), number)

@@ -1,0 +1,98 @@
+"""Runs on a GPU's stand-in (support/stand_in_gpu.py): the branches of a GPU, with the CPU's losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import metrics, train_run, write_config
+from support.stand_in_gpu import ASKED, SETTINGS
+
+TESTS = Path(__file__).parents[1]
+RUNS: dict[str, dict[str, Any]] = {
+    "numbers": {
+        "data__pack": True,
+        "model__attention": "varlen",
+        "model__copies": 3,
+        "model__random_features": 32,
+        "model__value_periods": [10, 100],
+        "model__wide": 64,
+        "model__wide_from_eval": True,
+        "train__checkpoint_start": True,
+    },
+    "sampled": {"loss__negatives": "sampled", "loss__negatives_share": 0.5, "parallel__offload": "optimizer"},
+    "constraint": {"loss__constraint": {"mode": "hinge", "eps": 0.05}, "parallel__zero_stage": 2},
+    "zero 3": {"parallel__zero_stage": 3},
+}
+
+
+def stand_in(*words: object) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in an environment that asks for the stand-in."""
+    path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
+    environment = {**os.environ, **SETTINGS, ASKED: "1", "PYTHONPATH": path}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+def test_it_refuses_what_a_gpu_refuses() -> None:
+    program = """
+from support.stand_in_gpu import install_if_asked
+install_if_asked()
+import torch
+on_cpu = torch.ones(3, requires_grad=True)
+moved = on_cpu.to("cuda")
+assert (moved.device, on_cpu.device) == (torch.device("cuda", 0), torch.device("cpu"))
+(moved * torch.arange(3, device=moved.device)).sum().backward()
+assert on_cpu.grad.device.type == "cpu" and on_cpu.grad.tolist() == [0, 1, 2]
+layer = torch.nn.Linear(3, 2).to(device="cuda", dtype=torch.bfloat16)
+layer(moved.bfloat16()).sum().backward()
+assert layer.weight.grad.is_cuda and torch.zeros_like(layer.weight).is_cuda and (moved + 1.5).is_cuda
+moved[torch.tensor([True, False, True])]
+for mixture in (lambda: moved + on_cpu, lambda: layer(on_cpu.bfloat16()), lambda: moved.detach().numpy()):
+    try:
+        mixture()
+    except (RuntimeError, TypeError) as error:
+        assert "device" in str(error)
+    else:
+        raise AssertionError("two devices in one operation")
+print("refused")
+"""
+    done = stand_in("-c", program)
+    assert done.stdout == "refused\n", done.stderr
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "numbers")) for name in RUNS])
+def test_a_run_has_the_losses_of_the_cpu(tmp_path: Path, name: str) -> None:
+    """bf16, as the GPU's kernels need it; they round otherwise, by at most 2^-8 of a term."""
+    config = write_config(tmp_path, train__precision="bf16", train__eval_every=3, **RUNS[name])
+    train_run(config)
+    done = stand_in("-m", "support.stand_in_gpu", "train", config, f"run.dir={tmp_path}/gpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = ([record["train/total_loss"] for record in metrics(tmp_path / run)] for run in ("gpu", "run"))
+    assert json.loads((tmp_path / "gpu" / "environment.json").read_text())["gpus"] == ["stand-in"]
+    assert len(ours) == 6
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_table_is_fitted_on_it(one_rank: Path, tmp_path: Path) -> None:
+    lines = [f"{city},{age},{age + 40 * (city == 'Rome')}" for age in range(10, 50) for city in ("Rome", "Oslo")]
+    (tmp_path / "people.csv").write_text("\n".join(["city,age,score", *lines]))
+    words = [
+        "fit",
+        tmp_path / "people.csv",
+        "--target",
+        "score",
+        "--base",
+        one_rank / "base",
+        "--out",
+        tmp_path / "out",
+    ]
+    done = stand_in("-m", "support.stand_in_gpu", *words, "--minutes", "1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "always the median" in done.stdout
