@@ -62,7 +62,7 @@ test-stand-in: setup ## tests that need a CUDA device, on a stand-in for one
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
-gpu-table: setup ## what is measured on one GPU, as one table beside what was asked for (`--packed CONFIG` by hand)
+gpu-table: setup ## what is measured on one GPU, as one table beside what was asked for
 	$(BIN)/python launch/gpu_table.py
 
 test-cluster: setup ## on a real SLURM of namespaces on this machine: root, and SLURM's packages (CONTRIBUTING.md)

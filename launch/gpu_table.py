@@ -1,9 +1,9 @@
 """`make gpu-table`: what this project measures on one GPU, in one go, as one table beside what was asked for.
 
-    python launch/gpu_table.py [--out runs/gpu-table] [--packed CONFIG KEY=VALUE ...]
+    python launch/gpu_table.py [--out runs/gpu-table] [--only NAME ...]
 
 OUT/NAME.json holds what each command printed, OUT/table.md the table. The same command goes on where it stopped, and
-measures again what failed. --packed: a config with real texts, to measure packing on.
+measures again what failed. Nothing is downloaded: packing is measured on this project's own pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rows = Iterator[tuple[str, str, str]]  # what, measured, asked for
 
 
 class Measure(NamedTuple):
-    """A command of `cqwen` that prints JSON, and the rows that it fills."""
+    """A command of `cqwen` that prints JSON, and the rows that it fills. OUT in it is the folder of the results."""
 
     command: list[str]
     rows: Callable[[dict[str, Any]], Rows]
@@ -75,6 +75,50 @@ def packed(found: dict[str, Any]) -> Rows:
         yield f"packing, {row['name']}", measured, "at least 0.95" if "varlen" in row["name"] else ""
 
 
+def pages(out: Path) -> Path:
+    """OUT/pages.jsonl: the paragraphs of the README, LOG.md and docs/, real texts of very different lengths."""
+    root = Path(__file__).parents[1]
+    found = [root / "README.md", root / "LOG.md", *sorted((root / "docs").glob("*.md"))]
+    texts = [text for page in found for text in page.read_text(encoding="utf-8").split("\n\n") if text.strip()]
+    path = out / "pages.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def curves(out: Path) -> Rows:
+    """Rows of 500 steps of the quickstart in bf16: as it is, with another kernel's rounding, with fp8 scores.
+
+    Means of the words' loss over a hundred steps each. A training that was done before is not run again.
+    """
+    kinds = {"fused": [], "triton, other rounding": ["loss.impl=triton"], "fused fp8": ["loss.scale_dtype=fp8"]}
+    for name, changes in kinds.items():
+        run = out / f"curve-{name.replace(', ', '-').replace(' ', '-')}"
+        shared = ["loss.impl=fused", "train.precision=bf16", "stages.1.steps=350", "train.eval_every=500"]
+        command = ["train", "configs/quickstart.yaml", f"run.dir={run}", *shared, *changes]
+        code = subprocess.run([sys.executable, "-m", "cqwen_dist", *command], stdout=subprocess.DEVNULL).returncode
+        if code:
+            yield f"500 steps, {name}", f"failed with exit code {code}; its error is above", ""
+            continue
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses = [json.loads(line)["train/cls_loss_mean"] for line in lines]
+        means = [f"{sum(losses[i : i + 100]) / 100:.4f}" for i in range(0, 500, 100)]
+        yield f"500 steps, {name}", ", ".join(means), "fp8 no further from fused than triton is"
+
+
+def tests(out: Path) -> Rows:
+    """The row of `pytest -m gpu`."""
+    start, kept = time.monotonic(), out / "tests.txt"
+    if not kept.is_file():
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu"], stdout=subprocess.PIPE, text=True)
+        print(done.stdout, f"tests: exit {done.returncode} after {time.monotonic() - start:.0f} s", flush=True)
+        last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+        if done.returncode:
+            yield "tests that need a GPU", last, "all pass"
+            return
+        kept.write_text(last, encoding="utf-8")
+    yield "tests that need a GPU", kept.read_text(encoding="utf-8"), "all pass"
+
+
 def decoding(found: dict[str, Any]) -> Rows:
     """Rows of `cqwen bench generate`."""
     for row in found["results"]:
@@ -83,6 +127,14 @@ def decoding(found: dict[str, Any]) -> Rows:
         yield what, f"{row['tokens_per_s']:,.0f} tokens/s, {row['ratio']:.2f} of Hugging Face's", asked
 
 
+# The backbone of 0.5B on texts that this folder has
+PACKED = [
+    *("configs/gsm8k.yaml", "data.train=OUT/pages.jsonl", "data.text_template=null", "data.text_field=text"),
+    *("data.calculator_marks=keep", "data.on_nonfinite=skip", "data.sequence_length=1024", "model.tokenizer=train"),
+    *(f"model.architecture.{key}" for key in ("hidden_size=896", "intermediate_size=4864", "num_hidden_layers=24")),
+    *("model.architecture.num_attention_heads=14", "train.precision=bf16"),
+    *("train.global_batch_size=8", "train.micro_batch_size=8"),
+]
 PEER = {"hf+peft": "ours at least 1.0", "hf+peft, compiled": "ours at least 1.0", "hf+peft+liger": "ours at least 1.3"}
 MEASURES = {
     "loss-896": Measure(f"{LOSS} --hidden 896".split(), loss(22, 17.5)),
@@ -94,7 +146,9 @@ MEASURES = {
     "memory": Measure(["bench", "memory"], memory),
     "memory-64": Measure(["bench", "memory", "--world", "64"], memory),
     "decoding": Measure(["bench", "generate"], decoding),
+    "packing": Measure(["bench", "packed", *PACKED], packed),
 }
+OTHERS: dict[str, Callable[[Path], Rows]] = {"tests": tests, "curves": curves}
 
 
 def measured(name: str, command: list[str], out: Path) -> dict[str, Any] | str:
@@ -104,7 +158,9 @@ def measured(name: str, command: list[str], out: Path) -> dict[str, Any] | str:
         print(f"{name}: cqwen {' '.join(command)}", flush=True)
         start = time.monotonic()
         ended = subprocess.run(
-            [sys.executable, "-m", "cqwen_dist", *command, "--json"], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "cqwen_dist", *(word.replace("OUT", str(out)) for word in command), "--json"],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         print(f"{name}: exit {ended.returncode} after {time.monotonic() - start:.0f} s", flush=True)
         if ended.returncode:
@@ -117,21 +173,21 @@ def measured(name: str, command: list[str], out: Path) -> dict[str, Any] | str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-table"))
-    parser.add_argument("--packed", nargs="+", metavar="CONFIG", help="a config with real texts, and its overrides")
-    parser.add_argument("--only", nargs="+", choices=[*MEASURES, "packing"], help="these measures alone")
+    parser.add_argument("--only", nargs="+", choices=[*OTHERS, *MEASURES], help="these measures alone")
     ask = parser.parse_args()
-    measures = dict(MEASURES)
-    if ask.packed:
-        measures["packing"] = Measure(["bench", "packed", *ask.packed], packed)
     ask.out.mkdir(parents=True, exist_ok=True)
+    pages(ask.out)
     lines = [f"Measured {date.today().isoformat()}.", "", "| | measured | asked for |", "|---|---|---|"]
-    for name, measure in measures.items():
-        if ask.only and name not in ask.only:
-            continue
-        found = measured(name, measure.command, ask.out)
-        rows = [(name, found, "")] if isinstance(found, str) else measure.rows(found)
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        (ask.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name in ask.only or ("tests", *MEASURES, "curves"):
+        if name in OTHERS:
+            rows = OTHERS[name](ask.out)
+        else:
+            measure = MEASURES[name]
+            found = measured(name, measure.command, ask.out)
+            rows = iter([(name, found, "")]) if isinstance(found, str) else measure.rows(found)
+        for row in rows:
+            lines.append(f"| {' | '.join(row)} |")
+            (ask.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 

@@ -8,6 +8,9 @@ from types import ModuleType
 import pytest
 
 from cqwen_dist.bench import loss
+from cqwen_dist.config import Config, load_config
+from cqwen_dist.data.load import load_datasets
+from cqwen_dist.report.prepared import tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,23 @@ def test_what_is_asked_for_is_asked_of_contenders_that_exist(gpu_table: ModuleTy
     table = {what: asked for what, _, asked in gpu_table.loss(22, 17.5)({"hidden": 896, "rows": rows})}
     assert table["loss, H=896, fused"] == "at most 22 ms, 400 MiB"
     assert table["loss, H=896, fused fp8"] == "at most 17.5 ms"
+
+
+def test_packing_is_measured_on_texts_that_are_there(gpu_table: ModuleType, tmp_path: Path) -> None:
+    lines = gpu_table.pages(tmp_path).read_text(encoding="utf-8").splitlines()
+    lengths = sorted(len(json.loads(line)["text"]) for line in lines)
+    assert len(lengths) > 300
+    assert lengths[-len(lengths) // 10] > 10 * lengths[len(lengths) // 10], "of very different lengths"
+    config, *overrides = (word.replace("OUT", str(tmp_path)) for word in gpu_table.PACKED)
+    checked = load_config(Path(__file__).parents[2] / config, overrides)
+    assert checked.data.train == str(tmp_path / "pages.jsonl")
+    assert sum(map(len, tokens_of(checked))) > 2 * 8 * 1024, "tokens for packed rows and for padded ones"
+
+
+def tokens_of(config: Config) -> list[list[int]]:
+    """The texts, by a tokenizer that is trained on them."""
+    datasets = load_datasets(config.data, tokenizer_of(config))
+    return [document.ids.tolist() for i in range(len(datasets.train)) for document in datasets.train[i]]
 
 
 def test_a_command_that_fails_is_a_line_and_is_tried_again(gpu_table: ModuleType, tmp_path: Path) -> None:
