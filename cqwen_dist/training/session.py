@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.config.errors import DiskError, Said
+from cqwen_dist.config.errors import DiskError, Said, reason_of
 from cqwen_dist.parallel.collectives import Stopped, is_communication, main_rank_first
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
@@ -21,6 +21,8 @@ from cqwen_dist.run.status import RunStatus, end_status
 from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import NonFiniteStep
+
+REASON = 400  # characters of a failure's message in status.json; torch's own may be pages long
 
 
 @contextmanager
@@ -65,7 +67,7 @@ def _end(folder: Path, runtime: Runtime, error: Exception) -> None:
     rank = "" if runtime.is_main else f"rank {runtime.rank}: "
     with suppress(OSError):  # the disk may be what failed; the error itself is on the console
         status = "running" if cause.passing else "fatal"
-        end_status(folder, status, f"{cause.name}: {rank}{type(error).__name__}: {error}")
+        end_status(folder, status, f"{cause.name}: {rank}{type(error).__name__}: {reason_of(error, REASON)}")
 
 
 class Cause(NamedTuple):

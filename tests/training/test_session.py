@@ -97,6 +97,7 @@ ENDS = [  # the error, its cause, whether another try may go on
     (RanksDiffer("x is not equal", 3, again=False), "ranks that differ", True),
     (RanksDiffer("x is not equal", 3, again=True), "ranks that differ again", False),
     (ZeroDivisionError("division by zero"), "the program", False),
+    (NotImplementedError("Could not run it\n" + "CUDA: registered at a.cpp\n" * 100), "the program", False),
     (FileNotFoundError(errno.ENOENT, "No such file", "/a"), "the program", False),
 ]
 
@@ -114,6 +115,9 @@ def test_a_failure_is_fatal_only_where_another_try_would_meet_it_again(
     assert (cause_of(met.value).name, cause_of(met.value).passing) == (name, passing)
     status = read_status(folder)
     assert status["status"] == ("running" if passing else "fatal")
-    assert str(status["reason"]).startswith(f"{name}: {type(met.value).__name__}: ")
+    reason = str(status["reason"])
+    assert reason.startswith(f"{name}: {type(met.value).__name__}: ")
+    assert "\n" not in reason
+    assert len(reason) < 500
     if isinstance(error, OSError) and "disk" in name:
         assert isinstance(met.value, DiskError), "one line, not a traceback"
