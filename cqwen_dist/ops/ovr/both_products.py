@@ -90,7 +90,7 @@ def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         grid = (-(-rows // words), -(-n // tokens))
         shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
         own = loc.contiguous(), scale.contiguous(), weight, found, weight.stride(0), rows
-        _kernel()[grid](*own, **shape, num_warps=warps)
+        _kernel()[grid](*own, **shape, num_warps=warps, enable_fp_fusion=True)  # triton 3.10 leaves it off
     return found
 
 

@@ -304,6 +304,7 @@ class FusedTile(TileMaths):
             GROUP=GROUP,
             num_warps=shape.warps,
             num_stages=shape.stages,
+            enable_fp_fusion=True,  # triton 3.10 leaves it off
         )
         tile.per_token.add_(loss.sum(0, dtype=torch.float64))
         for total, parts in ((tile.prob_sum, prob), (tile.gap_sum, gap)):

@@ -223,6 +223,7 @@ class TritonTile(TileMaths):
                 SKIP_LABELS=tile.skip_labels,
                 BM=BLOCK_TOKENS,
                 BN=BLOCK_WORDS,
+                enable_fp_fusion=True,  # triton 3.10 leaves it off
             )
         tile.add_to_gap(d_loc)
         return d_loc, d_scale
