@@ -77,22 +77,3 @@ def test_a_run_has_the_losses_of_the_cpu(tmp_path: Path, name: str) -> None:
     assert json.loads((tmp_path / "gpu" / "environment.json").read_text())["gpus"] == ["stand-in"]
     assert len(ours) == 6
     assert ours == pytest.approx(theirs, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_table_is_fitted_on_it(one_rank: Path, tmp_path: Path) -> None:
-    lines = [f"{city},{age},{age + 40 * (city == 'Rome')}" for age in range(10, 50) for city in ("Rome", "Oslo")]
-    (tmp_path / "people.csv").write_text("\n".join(["city,age,score", *lines]))
-    words = [
-        "fit",
-        tmp_path / "people.csv",
-        "--target",
-        "score",
-        "--base",
-        one_rank / "base",
-        "--out",
-        tmp_path / "out",
-    ]
-    done = stand_in("-m", "support.stand_in_gpu", *words, "--minutes", "1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "always the median" in done.stdout

@@ -95,7 +95,7 @@ def as_rank() -> Any:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))  # for DeepSpeed
-    return Runtime(rank, world, torch.device("cpu"))
+    return Runtime(rank, world, stand_in_gpu.device())
 
 
 def _train(config: str, overrides: list[str]) -> dict[str, Any]:
@@ -143,7 +143,8 @@ def cqwen_forked(*args: object, timeout: float = 100.0) -> subprocess.CompletedP
     """The command in a fork of the server that `run_ranks` uses: a process of its own without the imports' seconds."""
     with tempfile.TemporaryDirectory() as folder:
         argv = ["cqwen", *map(str, args)]
-        process = fork_server().Process(target=_command, args=(argv, folder, command_environment()), daemon=True)
+        environment = command_environment(DS_ACCELERATOR=stand_in_gpu.device().type)
+        process = fork_server().Process(target=_command, args=(argv, folder, environment), daemon=True)
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -15,6 +15,7 @@ asked for; `_Ops` sees every operation below that, refuses mixtures, and labels 
 from __future__ import annotations
 
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -55,6 +56,22 @@ def install_if_asked() -> None:
     _kept.extend((library, _Api(), _Ops()))
     for mode in _kept[1:]:
         mode.__enter__()
+    threading.Thread.run = _within_modes(threading.Thread.run)  # type: ignore[method-assign]
+
+
+def device() -> torch.device:
+    """Where a rank of a test trains: on the stand-in, if it is asked for."""
+    return GPU if os.environ.get(ASKED) else CPU
+
+
+def _within_modes(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """A thread's work, seen as this one's is: torch's modes are of one thread."""
+
+    def within(thread: threading.Thread) -> None:
+        with _Api(), _Ops():
+            run(thread)
+
+    return within
 
 
 def label_of(tensor: Tensor) -> torch.device:
@@ -131,7 +148,11 @@ def _to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     return _moved(tensor, label_of(tensor) if device is None else _named(device), dtype, copy)
 
 
-_around = CPU  # the device of what an operation makes out of no tensor: of the call that it is part of
+class _Here(threading.local):
+    around = CPU  # the device of what an operation makes out of no tensor: of the call that it is part of
+
+
+_here = _Here()
 
 
 class _Api(TorchFunctionMode):
@@ -156,11 +177,12 @@ class _Api(TorchFunctionMode):
             raise TypeError(f"can't convert cuda:0 device type tensor to numpy ({_place()})")
         if func is torch._C._nn._parse_to:  # type: ignore[attr-defined]  # of a module
             return func(*args, **options)
+        if func is torch.device and args and isinstance(args[0], int):
+            return GPU
         return self._called(func, args, options)
 
     def _called(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Any other function, on the device that it names or on that of its tensors."""
-        global _around
         options.pop("pin_memory", None)
         asked = options.get("device")
         device = None if asked is None else _named(asked)
@@ -170,12 +192,12 @@ class _Api(TorchFunctionMode):
             return _moved(args[0], device or label_of(args[0]), options.get("dtype"))
         if func is Tensor.new_tensor and device is None:
             device = label_of(args[0])
-        before = _around
-        _around = GPU if device is None and any(label_of(t) == GPU for t in _tensors((args, options))) else CPU
+        before = _here.around
+        _here.around = GPU if device is None and any(label_of(t) == GPU for t in _tensors((args, options))) else CPU
         try:
             found = func(*args, **options)
         finally:
-            _around = before
+            _here.around = before
         if device in (CPU, GPU):
             for tensor in _tensors(found):
                 _label(tensor, device)
@@ -200,7 +222,7 @@ class _Ops(TorchDispatchMode):
         if func.is_view or (name in _BETWEEN and name != "_to_copy"):
             return found
         moved = asked is not None and "device" in options and torch.device(asked).type == "cuda"
-        device = GPU if on_gpu or moved else CPU if given else _around
+        device = GPU if on_gpu or moved else CPU if given else _here.around
         for tensor in _tensors(found):
             if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in known:
                 _label(tensor, device)
@@ -273,7 +295,7 @@ def _stand_in_for_torch_cuda() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args, **options: 0)
     torch.Generator = _AnyGenerator("Generator", (), {"real": torch.Generator})  # type: ignore[misc]
-    Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign,assignment]  # also in threads
+    Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign,assignment]
     Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
     Tensor.backward = _backward  # type: ignore[method-assign,assignment]
     for name in ("init_process_group", "new_group"):
@@ -288,12 +310,11 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     """`Tensor.backward`, seen by `_Ops` alone: what is made out of no tensor is on the GPU."""
-    global _around
-    before, _around = _around, label_of(tensor)
+    before, _here.around = _here.around, label_of(tensor)
     try:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
     finally:
-        _around = before
+        _here.around = before
 
 
 def _over_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
