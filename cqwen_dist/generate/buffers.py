@@ -125,14 +125,16 @@ class Kept:
     def random(self, rows: int, width: int, device: torch.device) -> Tensor:
         """Memory [rows,width] fp32 for a step's random numbers."""
         if width not in self.ahead:
-            self.ahead[width] = torch.empty(rows, width, device=device)
+            with torch.inference_mode(False):  # else no later call outside of it could write here
+                self.ahead[width] = torch.empty(rows, width, device=device)
             stay(self.ahead[width])
         return self.ahead[width]
 
     def copied(self, weight: Tensor) -> Tensor:
         """weight in bf16: copied at every call, as it may have been trained since the last one."""
         if self.near is None or (self.near.shape, self.near.device) != (weight.shape, weight.device):
-            self.near = torch.empty_like(weight, dtype=torch.bfloat16)
+            with torch.inference_mode(False):
+                self.near = torch.empty_like(weight, dtype=torch.bfloat16)
             stay(self.near)
         return self.near.copy_(weight)
 

@@ -79,6 +79,7 @@ class _Continuation:
     ) -> None:
         config, base, prompt = model.config, model.config.base_config, input_ids.shape[1]
         self.model, self.action, self.target = model, model.action, model.target
+        self.dtype = model.features.embedding.token_embedding.weight.dtype  # the backbone's; w_num stays fp32
         self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
         self.ends, self.digits, self.number_first = settings.ends(base), settings.digits, settings.number_first
         self.prompt = self.end = prompt
@@ -90,8 +91,7 @@ class _Continuation:
         self.now = Buffers.of(model, input_ids, numeric_values, attention_mask, room, self.pad_token_id)
         self.kept = Kept.of(model) if self.static else None
         if self.kept is not None:
-            dtype = next(model.parameters()).dtype  # the token table's
-            self.now = self.kept.take(self.now, base.num_hidden_layers, dtype)
+            self.now = self.kept.take(self.now, base.num_hidden_layers, self.dtype)
         elif self.use_cache:
             self.now = replace(self.now, cache=DynamicCache(config=base))
         self.mode = find_mode(settings.mode)
@@ -122,8 +122,8 @@ class _Continuation:
     def near(self) -> Tensor | None:
         """W_cls in bf16 for a shortlist; None where it would save nothing, where the model is in fp32 throughout, and
         where every scale is 0."""
-        weight, backbone = self.action.cls_weight, next(self.model.parameters()).dtype
-        if weight.dtype != torch.float32 or backbone.itemsize != 2:
+        weight = self.action.cls_weight
+        if weight.dtype != torch.float32 or self.dtype.itemsize != 2:
             return None
         if self.mode.drawn == "individual" and not (
             self.mode.noise and bool(self.action.b_noise[: weight.shape[1]].any())
