@@ -123,6 +123,9 @@ def predict_numbers(
             rows = order[start : start + batch_size]
             try:
                 written = generate_batch(model, tokenizer, [some[row] for row in rows], mode="standard", **options)
+                if len(written[0][0]) == (width := written[2]):
+                    allowed = f"at most {width - 1}: the number has a place in the model's context too"
+                    raise UserError("prompt", f"{width} tokens", allowed)
             except UserError as error:
                 if error.key != "prompt":
                     raise

@@ -112,7 +112,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     lengths, read = np.zeros(len(prompts), np.int64), np.concatenate(parts)
     lengths[read] = [len(ids) for ids, *_ in tokenizer.encode_batch([prompts[row] for row in read], strict=True)]
     context = context_of(request.base)
-    judged = parts.test[lengths[parts.test] <= context]
+    judged = parts.test[lengths[parts.test] < context]  # the number has a place there too
     if unread := len(parts.test) - len(judged):
         say(f"note: {unread:,} rows of more than {context:,} tokens, the base's context, are not judged")
     parts = Parts(by_length(parts.train, lengths), by_length(parts.valid, lengths), judged)

@@ -93,6 +93,15 @@ def test_numbers_are_the_first_that_generating_writes(pair, table: Path) -> None
         assert str(alone["predicted"] or "")[:6] == row["predicted"][:6]
 
 
+def test_a_number_has_a_place_in_the_models_context(pair) -> None:
+    room = pair[0].config.base_config.max_position_embeddings
+    texts = {len(pair[1].encode("a" * n)[0]): "a" * n for n in range(1, 9 * room)}
+    (found,) = predict_numbers(*pair, [texts[room - 1]], within=0)
+    assert found["predicted"] is not None
+    with pytest.raises(UserError, match=f"record 2: FILE: found '{room} tokens', allowed: at most {room - 1}"):
+        list(predict_numbers(*pair, ["tea", texts[room]], within=0))
+
+
 def test_line_ends_and_tabs_of_a_template_are_those_of_training() -> None:
     assert prompts_of(
         r"{a}:\n\t{Sepal.Length}{2019}", ["a", "Sepal.Length", "2019"], [{"a": "x", "Sepal.Length": "1", "2019": "2"}]
