@@ -79,7 +79,6 @@ class _Continuation:
     ) -> None:
         config, base, prompt = model.config, model.config.base_config, input_ids.shape[1]
         self.model, self.action, self.target = model, model.action, model.target
-        self.dtype = model.features.embedding.token_embedding.weight.dtype  # the backbone's; w_num stays fp32
         self.num_token_id, self.pad_token_id = int(config.num_token_id), settings.padding(base)
         self.ends, self.digits, self.number_first = settings.ends(base), settings.digits, settings.number_first
         self.prompt = self.end = prompt
@@ -118,6 +117,12 @@ class _Continuation:
             sizes=row_sizes(weight) if several and not fixed and len(self.now.ids) <= A_FEW else None,
             near=self.near() if several and fixed else None,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The backbone's: that of its token table, as w_num beside it stays fp32."""
+        found: torch.dtype = self.model.features.embedding.token_embedding.weight.dtype
+        return found
 
     def near(self) -> Tensor | None:
         """W_cls in bf16 for a shortlist; None where it would save nothing, where the model is in fp32 throughout, and
