@@ -15,6 +15,8 @@ from support.runs import cqwen_forked
 
 from cqwen_dist.api import predict
 from cqwen_dist.config import UserError, load_config
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.tables.fitting import FitRequest, prepare
 
 
 def write_table(path: Path, rows: int = 60) -> Path:
@@ -178,6 +180,17 @@ def test_rows_are_no_longer_than_the_base_reads_and_targets_far_from_zero_keep_t
     (tmp_path / "more.jsonl").write_text('{"note": "a", "age": 1}\n' + json.dumps({"note": "b " * 90, "age": 2}))
     with pytest.raises(UserError, match=r"record 2: FILE: found '\d+ tokens', allowed: at most 64"):
         predict(tmp_path / "out", tmp_path / "more.jsonl")
+
+
+def test_a_row_is_judged_where_its_number_has_a_place_behind_it(one_rank: Path, tmp_path: Path) -> None:
+    rows = "".join(f"{'a' * (i % 60)},{i}\n" for i in range(120))  # prompts of all lengths around the context
+    (tmp_path / "t.csv").write_text(f"note,score\n{rows}", encoding="utf-8")
+    base, said = str(one_rank / "base"), []
+    asked = FitRequest(str(tmp_path / "t.csv"), "score", base, [], None, 0.5, None, 0, 1.0)
+    _, parts, prompts = prepare(asked, tmp_path / "out", said.append)
+    tokenizer = NumericalAwareTokenizer.from_pretrained(base)
+    assert max(len(tokenizer.encode(prompts[row])[0]) for row in parts.test) == 63
+    assert any("rows of more than 64 tokens, the base's context, are not judged" in line for line in said)
 
 
 def test_a_table_of_rows_that_are_all_too_long_is_one_line(one_rank: Path, tmp_path: Path) -> None:
