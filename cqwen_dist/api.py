@@ -196,7 +196,7 @@ def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
             if not isinstance(row, Mapping) or list(row) != columns:
                 raise UserError("rows", row, f"a row with the columns of the first: {columns}", f"row {number}")
         return columns, table
-    found = records_in(str(rows), **{"decimal_comma": True} if decimal_comma else {})
+    found = records_in(str(rows), decimal_comma)
     columns = columns_of(found)
     return columns, [{name: record.get(name) for name in columns} for record in found]
 

@@ -38,12 +38,14 @@ def recognise(source: str, target: str | None = None) -> DataRecipe:
 
 
 def records_of(
-    source: str, count: int | None = None, key: str = "--data", **keys: Any
+    source: str, count: int | None = None, key: str = "--data", decimal_comma: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
     """A source's first records (None: all; of a text file: texts), and the keys of `data` that read them.
 
-    key: what names the source in errors. keys: of `data`, to read with. Raises `UserError`, at a broken line too.
+    key: what names the source in errors. decimal_comma: as data.decimal_comma; where a CSV with semicolons needs it, it
+    is set anyway. Raises `UserError`, at a broken line too.
     """
+    keys = {"decimal_comma": True} if decimal_comma else {}
     try:
         return list(islice(_records(source, key, **keys), count)), keys
     except UserError as error:

@@ -69,9 +69,9 @@ def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record))
 
 
-def records_in(source: str, **keys: Any) -> list[Mapping[str, Any]]:
-    """The records of a table. keys: of `data`, to read with. Raises `UserError`, also where there is none."""
-    records, _ = records_of(source, key="FILE", **keys)
+def records_in(source: str, decimal_comma: bool = False) -> list[Mapping[str, Any]]:
+    """The records of a table. decimal_comma: as in `records_of`. Raises `UserError`, also where there is none."""
+    records, _ = records_of(source, key="FILE", decimal_comma=decimal_comma)
     if not records or not isinstance(records[0], Mapping):
         raise UserError("FILE", source, "a table with a row or more: .csv, .parquet, or .jsonl with an object a line")
     return records
