@@ -75,13 +75,20 @@ class Chat:
         )
 
     def question(self, text: str) -> str:
-        """The prompt of a chat whose only message is this one of the user's."""
-        return self._fill([{"role": "user", "content": text}], add_generation_prompt=True)
+        """The prompt of a chat whose only message is this one of the user's. Raises `UserError`."""
+        try:
+            return self._fill([{"role": "user", "content": text}], add_generation_prompt=True)
+        except BadLine as bad:
+            raise UserError("--chat", bad.found, bad.allowed) from None
 
     @property
     def turn_end(self) -> str:
-        """The token that ends the assistant's turns; a character that no text holds where there is none."""
-        return self._turn_end(None)
+        """The token that ends the assistant's turns; a character that no text holds where there is none, and where the
+        template takes no chat without a system message, which alone would show it."""
+        try:
+            return self._turn_end(None)
+        except BadLine:
+            return "\0"
 
     def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
         """The span of a turn with tool calls. at: where the name of its last call ends."""

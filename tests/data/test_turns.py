@@ -123,3 +123,10 @@ def test_what_is_wrong_with_a_chat_of_tools_is_one_line(tmp_path: Path, kind: st
     with pytest.raises(UserError, match=told) as error:  # Qwen's plain form, without tools
         _learnt(tmp_path / "a.jsonl", Chat(), messages_field="messages")
     assert "\n" not in str(error.value)
+
+
+def test_a_template_that_takes_no_bare_question_says_so_and_has_no_known_end() -> None:
+    chat = _chat("{{ raise_exception('a system message first') if messages[0]['role'] != 'system' }}")
+    with pytest.raises(UserError, match="--chat: found 'a system message first', allowed: a chat that"):
+        chat.question("2 and 3?")
+    assert chat.turn_end == "\0", "a run whose chats all have one still loads"
