@@ -114,7 +114,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     context = context_of(request.base)
     judged = parts.test[lengths[parts.test] < context]  # the number has a place there too
     if unread := len(parts.test) - len(judged):
-        say(f"note: {unread:,} rows of more than {context:,} tokens, the base's context, are not judged")
+        say(f"note: {unread:,} rows of {context:,} tokens or more, all that the base reads, are not judged")
     parts = Parts(by_length(parts.train, lengths), by_length(parts.valid, lengths), judged)
     tokens, longest = lengths[parts.train], min(LONGEST, context)
     say(f"a row is {int(np.median(tokens))} tokens in the median, {tokens.max()} at most")

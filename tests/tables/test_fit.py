@@ -190,7 +190,7 @@ def test_a_row_is_judged_where_its_number_has_a_place_behind_it(one_rank: Path, 
     _, parts, prompts = prepare(asked, tmp_path / "out", said.append)
     tokenizer = NumericalAwareTokenizer.from_pretrained(base)
     assert max(len(tokenizer.encode(prompts[row])[0]) for row in parts.test) == 63
-    assert any("rows of more than 64 tokens, the base's context, are not judged" in line for line in said)
+    assert any("rows of 64 tokens or more, all that the base reads, are not judged" in line for line in said)
 
 
 def test_a_table_of_rows_that_are_all_too_long_is_one_line(one_rank: Path, tmp_path: Path) -> None:
