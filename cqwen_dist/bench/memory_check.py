@@ -2,17 +2,18 @@
 
 Each case builds the model and its engine, enters every stage and takes steps; the last step of a stage also measures
 the accuracy and the constraint. Measured is the most that torch's allocator gave out at once: on CUDA from its
-statistics, on a CPU from the allocations that the profiler records. Planned are the tensors of `cqwen plan`, without
-context and fragmentation.
+statistics, on a CPU from its total at each allocation that the profiler records. Planned are the tensors of
+`cqwen plan`, without context and fragmentation.
 
 With a world, this process is rank 0 of so many, of which the others do not exist (`parallel.fake_world`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from math import gcd
 from pathlib import Path
@@ -294,20 +295,37 @@ def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> in
         work()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    _count_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         work = build()
         gc.collect()
         with record_function("the work"):
             work()
     assert traced.profiler is not None
-    events = list(traced.profiler.kineto_results.events())
-    began = min(event.start_ns() for event in events if event.name() == "the work")
-    held = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        if event.start_ns() >= began:
-            peak = max(peak, held)
-    return peak
+    events = list(_with_children(traced.profiler.kineto_results.experimental_event_tree()))
+    began = min(event.start_time_ns for event in events if event.name == "the work")
+    memory = sorted((e for e in events if e.name == "[memory]"), key=lambda e: e.start_time_ns)
+    before = memory[0].extra_fields.total_allocated - memory[0].extra_fields.alloc_size
+    return max(e.extra_fields.total_allocated for e in memory if e.start_time_ns >= began) - before
+
+
+def _count_all_threads() -> None:
+    """Let the total that torch keeps on a CPU follow every thread, from now on.
+
+    The profiler records this thread alone. Gloo's threads free tensors of collectives too, more of them on a busy
+    machine. The switch is a variable of torch's C++ library.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def _with_children(events: list[Any]) -> Iterator[Any]:
+    """The profiler's events and all below them."""
+    left = list(events)
+    while left:
+        event = left.pop()
+        yield event
+        left += event.children
 
 
 def table(rows: list[dict[str, Any]], device: str) -> Table:
