@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 from support.runs import losses, metrics, write_config
 from support.slurm_cluster import Cluster, wait_for
 
-from cqwen_dist.run.status import read_status
+from cqwen_dist.cluster.batch import read_history
+from cqwen_dist.run.status import HistoryEntry, read_status
 
 STEPS = 60  # of each of the two stages
 EVERY = 10  # steps between checkpoints
@@ -53,13 +53,14 @@ class SlurmRun:
 
         wait_for(f"a checkpoint of step {step} in {self.run}", there, timeout, every=0.02)
 
-    def history(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / "slurm" / "history.jsonl").read_text().splitlines()]
+    def history(self) -> list[HistoryEntry]:
+        """Empty until the first start: the batch script begins some time after `submit` returns."""
+        return read_history(self.run)
 
     def endings(self) -> list[str]:
         return [entry["how"] for entry in self.history() if entry["event"] == "end"]
 
-    def starts(self) -> list[dict[str, Any]]:
+    def starts(self) -> list[HistoryEntry]:
         return [entry for entry in self.history() if entry["event"] == "start"]
 
     def output(self, job: str) -> str:
