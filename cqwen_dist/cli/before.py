@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load, print_
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
 from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+from cqwen_dist.run.files import write_atomically
 
 _PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
 _HIDDEN = 896  # of the default base; the rate of W_loc, a dense map, goes by it
@@ -191,6 +193,7 @@ def doctor(
     hostfile: Annotated[Path | None, typer.Option(help="Examine all hosts of this file, over ssh.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="As a preflight does: no operators, two sizes.")] = False,
     as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """What this machine has and lacks; under srun, --ranks or --hostfile all machines and their network."""
     folder = folder.absolute()
@@ -199,15 +202,25 @@ def doctor(
     if hostfile is not None or ranks > 1:
         from cqwen_dist.cluster.launch import run_words
 
-        words = ["doctor", "--folder", str(folder), *["--quick"] * quick, *["--json"] * as_json]
-        raise typer.Exit(run_words(words, ranks, hostfile, folder))
+        words = ["doctor", "--folder", str(folder), *["--quick"] * quick]
+        if not as_json or hostfile is None:
+            raise typer.Exit(run_words([*words, *["--json"] * as_json], ranks, hostfile, folder))
+        written = folder / f".doctor-{os.getpid()}.json"  # pdsh puts the host's name before each line of a rank
+        code = run_words([*words, "--out", str(written)], ranks, hostfile, folder, quiet=True)
+        if written.is_file():
+            typer.echo(written.read_text(encoding="utf-8"))
+            written.unlink()
+        raise typer.Exit(code)
     quiet_libraries()
     from cqwen_dist.cluster.doctor import examine, page
 
     document = examine(folder, quick)
     if document is None:
         return
-    if as_json:
+    if out is not None:
+        with writing("--folder", folder, "a folder that every node may write"):
+            write_atomically(out, json.dumps(document, indent=2))
+    elif as_json:
         print_json(document)
     else:
         plain_console(width=None if sys.stdout.isatty() else 160).print(page(document))

@@ -197,6 +197,17 @@ def test_launch_over_ssh_to_the_end_and_stopped_in_order(cluster: Cluster, tmp_p
     assert hosts.left() == []
 
 
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
+def test_the_doctor_over_ssh_prints_one_document(cluster: Cluster, tmp_path: Path) -> None:
+    """pdsh puts the host's name before each line, and the launcher has lines of its own."""
+    (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    words = ["doctor", "--quick", "--hostfile", tmp_path / "hosts", "--folder", tmp_path / "runs", "--json"]
+    done = cluster.run_on("node1", sys.executable, "-m", "cqwen_dist", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [node["host"] for node in json.loads(done.stdout)["nodes"]] == ["node1", "node2"]
+    assert not list((tmp_path / "runs").iterdir()), "nothing stays behind"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed")
 def test_launch_over_ssh_tells_of_a_rank_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
