@@ -31,7 +31,7 @@ from cqwen_dist.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.baselines import natural_boosting
-from cqwen_dist.tables.fitting import CONFIG, OURS, REQUEST, FitRequest, Prepared, prepare
+from cqwen_dist.tables.fitting import CONFIG, OURS, Prepared, prepare, request_of
 from cqwen_dist.tables.predicted_laws import QUANTILES, Predicted, laws
 from cqwen_dist.tables.rows import write_rows
 
@@ -222,7 +222,7 @@ class Benchmark:
 
     def prepared(self, folder: Path) -> Prepared:
         """What `cqwen fit` read into its folder."""
-        return prepare(FitRequest(**json.loads((folder / REQUEST).read_text(encoding="utf-8"))), folder, self.say)
+        return prepare(request_of(folder)[0], folder, self.say)
 
 
 def _predicted(file: Path) -> np.ndarray:

@@ -79,9 +79,8 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
             held = {**asdict(request), OF_FILE: now}
             (draft / REQUEST).write_text(json.dumps(held, indent=1, ensure_ascii=False), encoding="utf-8")
     else:
-        held = json.loads(asked.read_text(encoding="utf-8"))
-        before = held.pop(OF_FILE, None)
-        if FitRequest(**held) != request:
+        held, before = request_of(folder)
+        if held != request:
             allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
             raise UserError("--out", str(folder), allowed)
         if None not in (before, now) and before != now:
@@ -90,6 +89,13 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
     table, parts = read_parts(folder / "table")
     template = template_of(load_config(folder / CONFIG).data, table.columns) or ""
     return Prepared(table, parts, prompts_of(template, table.columns, table.rows, EMPTY))
+
+
+def request_of(folder: Path) -> tuple[FitRequest, dict[str, Any] | None]:
+    """The request of a fit's folder, and its table's size and digest, if it was there."""
+    held = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    of_file = held.pop(OF_FILE, None)
+    return FitRequest(**held), of_file
 
 
 def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], None]) -> None:

@@ -45,7 +45,6 @@ def test_a_page_says_first_who_errs_least() -> None:
     assert "| always the median | 9 (9 to 9) |" in text
 
 
-@pytest.mark.slow
 def test_a_set_is_measured_once_and_its_page_names_every_model(one_rank: Path, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(60, 2))
     (tmp_path / "tables").mkdir()
