@@ -79,8 +79,8 @@ def prepare(request: FitRequest, folder: Path, say: Callable[[str], None]) -> Pr
             held = {**asdict(request), OF_FILE: now}
             (draft / REQUEST).write_text(json.dumps(held, indent=1, ensure_ascii=False), encoding="utf-8")
     else:
-        held, before = request_of(folder)
-        if held != request:
+        earlier, before = request_of(folder)
+        if earlier != request:
             allowed = "a folder that does not exist yet, or one of the very same command, which then goes on"
             raise UserError("--out", str(folder), allowed)
         if None not in (before, now) and before != now:
