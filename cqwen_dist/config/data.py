@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +33,12 @@ RECIPES: dict[str, dict[str, str]] = {
 def template_fields(template: str | None) -> list[str]:
     """The names in braces of a template, in order."""
     return [name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None]
+
+
+def filled(template: str, cell: Callable[[str], str]) -> str:
+    """The template with the cell of each field; `str.format` itself reads {a.b} and {2019} otherwise."""
+    parts = string.Formatter().parse(template)
+    return "".join(text + ("" if name is None else cell(name)) for text, name, _, _ in parts)
 
 
 def unescaped(template: str) -> str:

@@ -161,9 +161,8 @@ def _instead(path: Path) -> str:
     """The keys allowed in place of an unknown one, with the likely one first."""
     section = section_of(annotation_at(path[:-1]))
     names = list(section.model_fields) if section else []
-    places = list(_places(Config, ""))
     meant = [ELSEWHERE[path[-1]]] if path[-1] in ELSEWHERE else difflib.get_close_matches(path[-1], names, n=1)
-    meant = meant or [place for place in places if place.rsplit(".", 1)[-1] == path[-1]]
+    meant = meant or [place for place in _places(Config, "") if place.rsplit(".", 1)[-1] == path[-1]]
     hint = f"did you mean {' or '.join(meant)}? " if meant else ""
     return f"{hint}one of {', '.join(names)}"
 

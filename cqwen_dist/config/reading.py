@@ -77,11 +77,11 @@ def _validated(tree: dict[str, Any], lines: Mapping[Any, int], path: str, overri
         replaced = next((overridden[prefix] for prefix in prefixes if prefix in overridden), None)
         if replaced is not None:  # whatever the file has below it
             raise UserError(".".join(key), found, allowed, _where(replaced)) from None
-        for end in range(len(key), 0, -1):
-            if key[:end] in lines:
-                where = f"{path}, line {lines[key[:end]]}"
+        for prefix in prefixes:
+            if prefix in lines:
+                where = f"{path}, line {lines[prefix]}"
                 break
-            below = [text for changed, text in overridden.items() if changed[:end] == key[:end]]
+            below = [text for changed, text in overridden.items() if changed[: len(prefix)] == prefix]
             if below:
                 where = _where(below[-1])
                 break

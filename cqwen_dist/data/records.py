@@ -7,14 +7,13 @@ in front is not learnt. One field may be the regression's target.
 from __future__ import annotations
 
 import re
-import string
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, NumberPolicy
-from cqwen_dist.config.data import template_fields, unescaped
+from cqwen_dist.config.data import filled, template_fields, unescaped
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty, is_missing
 from cqwen_dist.data.chat import Chat, Spans
@@ -173,8 +172,7 @@ class Extractor:
         if _OTHERS in names:
             others = [name for name in record if name not in self._named]
             values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
-        parts = string.Formatter().parse(template)  # format() itself reads {a.b} and {2019} otherwise
-        return self._clean("".join(text + ("" if name is None else values[name]) for text, name, _, _ in parts))
+        return self._clean(filled(template, values.__getitem__))
 
     def _clean(self, text: str) -> str:
         return _MARKS.sub("", text) if self.config.calculator_marks == "strip" else text

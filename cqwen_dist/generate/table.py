@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TextIO
 
 from torch import Tensor
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.config.data import column_lines, unescaped
+from cqwen_dist.config.data import column_lines, filled, unescaped
 from cqwen_dist.config.errors import Said
 from cqwen_dist.delimited import MISSING, write_rows
 from cqwen_dist.generate.continuation import generate_batch
@@ -40,11 +41,9 @@ def prompts_of(
     empty: the text for an empty cell or a word for it (`MISSING`), as data.empty_cell in training. Raises `UserError`
     for a name that is no column, a template without columns, and an empty cell without `empty`.
     """
-    parts = _parts_of(template, columns)
-    prompts = [
-        "".join(text + ("" if name is None else _cell(row, name, number, empty)) for text, name in parts)
-        for number, row in enumerate(rows, 1)
-    ]
+    template = unescaped(template)
+    _check_template(template, columns)
+    prompts = [filled(template, partial(_cell, row, number, empty)) for number, row in enumerate(rows, 1)]
     for number, prompt in enumerate(prompts, 1):
         try:
             prompt.encode()
@@ -54,10 +53,10 @@ def prompts_of(
     return prompts
 
 
-def _parts_of(template: str, columns: Sequence[str]) -> list[tuple[str, str | None]]:
-    """The pieces of text, each with the name of the column behind it. Raises `UserError`."""
+def _check_template(template: str, columns: Sequence[str]) -> None:
+    """Raises `UserError` where it is no text with columns in braces."""
     try:
-        parts = list(string.Formatter().parse(unescaped(template)))
+        parts = list(string.Formatter().parse(template))
     except ValueError as error:
         raise UserError("--template", template, f"text with columns in braces ({error})") from None
     names = [name for _, name, _, _ in parts if name is not None]
@@ -65,7 +64,6 @@ def _parts_of(template: str, columns: Sequence[str]) -> list[tuple[str, str | No
     if odd is not None or not names or any(how or kind for _, _, how, kind in parts):
         allowed = f"columns in braces, nothing else there, out of {', '.join(columns)}"
         raise UserError("--template", odd or template, allowed)
-    return [(text, name) for text, name, _, _ in parts]
 
 
 def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
@@ -80,7 +78,7 @@ def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
     return template.replace("{*}", column_lines(others))
 
 
-def _cell(row: Mapping[str, Any], name: str, number: int, empty: str | None) -> str:
+def _cell(row: Mapping[str, Any], number: int, empty: str | None, name: str) -> str:
     cell = "" if row[name] is None else str(row[name])
     if empty is not None and cell.strip() in MISSING:
         return empty
