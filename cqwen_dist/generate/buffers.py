@@ -107,9 +107,7 @@ class Kept:
         Layers with a sliding window keep all positions too, and the mask hides those outside: transformers' own layer
         for them counts positions on the host, so every step would be compiled anew.
         """
-        # what torch.inference_mode has made can be written in it alone
-        barred = self.buffers is not None and self.buffers.at.is_inference() and not torch.is_inference_mode_enabled()
-        if self.buffers is None or barred or (self.buffers.shape, self.dtype) != (new.shape, dtype):
+        if self.buffers is None or (self.buffers.shape, self.dtype) != (new.shape, dtype):
             self.dtype = dtype
             self.steps.clear()
             self.ahead.clear()
@@ -125,16 +123,14 @@ class Kept:
     def random(self, rows: int, width: int, device: torch.device) -> Tensor:
         """Memory [rows,width] fp32 for a step's random numbers."""
         if width not in self.ahead:
-            with torch.inference_mode(False):  # else no later call outside of it could write here
-                self.ahead[width] = torch.empty(rows, width, device=device)
+            self.ahead[width] = torch.empty(rows, width, device=device)
             stay(self.ahead[width])
         return self.ahead[width]
 
     def copied(self, weight: Tensor) -> Tensor:
         """weight in bf16: copied at every call, as it may have been trained since the last one."""
         if self.near is None or (self.near.shape, self.near.device) != (weight.shape, weight.device):
-            with torch.inference_mode(False):
-                self.near = torch.empty_like(weight, dtype=torch.bfloat16)
+            self.near = torch.empty_like(weight, dtype=torch.bfloat16)
             stay(self.near)
         return self.near.copy_(weight)
 

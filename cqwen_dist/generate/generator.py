@@ -30,7 +30,6 @@ from cqwen_dist.ops.ovr.scores import prob_of
 Watch = Callable[[Tensor, GeneratedNumbers], Tensor | None]
 
 
-@torch.no_grad()
 def generate(
     model: Any,
     input_ids: Tensor,
@@ -54,7 +53,8 @@ def generate(
     """
     chosen = Settings(**settings)
     check_prompt(model, input_ids, numeric_values, attention_mask)
-    with at_hand(model.action):
+    # what torch.inference_mode makes can be written in it alone, and a static cache's memory stays
+    with torch.inference_mode(False), torch.no_grad(), at_hand(model.action):
         text = _Continuation(model, chosen, input_ids, numeric_values, attention_mask)
         now, over = text.now, Ending(text.now.done, at_once=bool(watch))
         while text.end < text.total and not over():
