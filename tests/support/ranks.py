@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -66,7 +67,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     try:
         while len(found) < world:
             if not results.empty():
-                rank, value, error = results.get()
+                rank, value, error = pickle.loads(results.get())
                 if error is not None:
                     raise AssertionError(f"rank {rank} of {world}:\n{error}")
                 found[rank] = value
@@ -106,11 +107,13 @@ def _rank(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(_backend(staged), store=store, rank=rank, world_size=world)
-        results.put((rank, fn(*args), None))
+        value = fn(*args)
+        # As bytes: the queue would send a tensor as a handle, which is void when the rank ends before it is read
+        results.put(pickle.dumps((rank, value, None)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # whatever it is, the parent tells it
-        results.put((rank, None, traceback.format_exc()))
+        results.put(pickle.dumps((rank, None, traceback.format_exc())))
 
 
 def _backend(staged: str) -> str:
