@@ -135,8 +135,12 @@ def main_rank_first(action: Callable[[], T]) -> T | None:
         except BaseException as error:
             failure, same = error, isinstance(error, (UserError, Stopped))
             on_the_others = [error if same else RuntimeError(f"rank 0 failed: {error!r}")]
-    with naming("broadcast of rank 0's outcome"):
-        dist.broadcast_object_list(on_the_others)
+    try:
+        with naming("broadcast of rank 0's outcome"):
+            dist.broadcast_object_list(on_the_others)
+    except CollectiveError:
+        if failure is None:  # else the others have gone for the reason that rank 0 has: all were told to stop
+            raise
     if raised := failure or on_the_others[0]:
         raise raised
     return result

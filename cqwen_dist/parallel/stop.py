@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 import torch
 
-from cqwen_dist.parallel.collectives import Stopped, sum_over
+from cqwen_dist.parallel.collectives import Stopped, is_communication, sum_over
 from cqwen_dist.parallel.launcher import SIGNALS, taken
+
+APART_S = 5.0  # seconds between the signals that ranks on several machines get for one request
 
 
 class StopFlag:
@@ -69,9 +72,26 @@ class StopFlag:
             raise Stopped(self.reason)
         self._interrupt = True
         try:
-            yield
+            with self.excusing_lost_ranks():
+                yield
         finally:
             self._interrupt = False
+
+    @contextmanager
+    def excusing_lost_ranks(self) -> Iterator[None]:
+        """Inside, a lost rank was told to stop a little earlier, if this rank is told to as well: `Stopped`.
+
+        It was interrupted, so it did not wait for the others.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            deadline = time.monotonic() + APART_S
+            while is_communication(error) and time.monotonic() < deadline:
+                if self.reason is not None:
+                    raise Stopped(self.reason) from None
+                time.sleep(0.05)
+            raise
 
     def agreed(self, device: torch.device) -> None:
         """Raise `Stopped` on all ranks if any of them was told to stop. Collective over the world."""

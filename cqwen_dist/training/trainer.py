@@ -80,7 +80,8 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Start or resume, train to the end; returns the last evaluation's metrics."""
         run, stop = self.run, self.run.runtime.stop
-        stop.agreed(run.runtime.device)
+        with stop.excusing_lost_ranks():
+            stop.agreed(run.runtime.device)
         alone = run.groups.world_size == 1  # a signal may end the start at once, as no other rank waits for this one
         with stop.interruptible() if alone else nullcontext():
             self.place = begin(run)

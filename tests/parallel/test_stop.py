@@ -89,6 +89,39 @@ def test_all_ranks_hear_what_one_was_told() -> None:
     ]
 
 
+def told_apart(where: str) -> str:
+    """What rank 0 says when rank 1 has left on a signal that rank 0 has too, or gets a little later."""
+    flag = StopFlag()
+
+    def busy() -> None:
+        time.sleep(0.5)  # rank 1 has gone
+        if where == "in rank 0's own work":
+            tell(signal.SIGUSR1)
+
+    with flag.installed():
+        if dist.get_rank() == 1:
+            dist.barrier = lambda: None  # of the harness
+            return "left"
+        if where != "in rank 0's own work":
+            threading.Timer(1.5, lambda: tell(signal.SIGUSR1)).start()
+        try:
+            if where == "where ranks agree":
+                with flag.excusing_lost_ranks():
+                    busy()
+                    flag.agreed(torch.device("cpu"))
+            with flag.interruptible():
+                main_rank_first(busy)
+        except BaseException as error:
+            dist.barrier = lambda: None
+            return type(error).__name__
+        return "nothing"
+
+
+@pytest.mark.parametrize("where", ["in rank 0's own work", "after the loss was seen", "where ranks agree"])
+def test_ranks_that_are_told_a_little_apart_all_stop(where: str) -> None:
+    assert run_ranks(told_apart, 2, where) == ["Stopped", "left"]
+
+
 @pytest.mark.parametrize(
     ("environment", "answer"),
     [
