@@ -50,16 +50,22 @@ def launch(
     dry: Annotated[bool, typer.Option("--dry-run", help="Print command and configurations, start nothing.")] = False,
 ) -> None:
     """Train on several ranks of this machine, or of the hosts of a hostfile, under the `deepspeed` launcher."""
-    from cqwen_dist.cluster.launch import dry_run
-    from cqwen_dist.cluster.launch import launch as run
-
     if dry:
+        from cqwen_dist.cluster.launch import dry_run
+
         print_json(dry_run(config, overrides or [], ranks, hostfile))
         return
+    raise typer.Exit(
+        _launch(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind)
+    )
+
+
+def _launch(config: Path, overrides: list[str], ranks: int, **options: Any) -> int:
+    from cqwen_dist.cluster.launch import launch as run
 
     outlive()
     _open_enough_files()
-    raise typer.Exit(run(config, overrides or [], ranks, hostfile=hostfile, env_file=env_file, look_first=not blind))
+    return run(config, overrides, ranks, **options)
 
 
 def quickstart(
@@ -116,7 +122,7 @@ def fit(
     asked = (table, target, base, text_columns or [], template, test_fraction, split, seed, minutes, test_rows)
     made = prepare(FitRequest(*asked), folder, say)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        _train_fit(folder)
+        _train_fit(folder, as_json)
     found = judge(folder, made, say)
     if as_json:
         print_json(found)
@@ -124,19 +130,15 @@ def fit(
         _show_fit(folder, found)
 
 
-def _train_fit(folder: Path) -> None:
+def _train_fit(folder: Path, as_json: bool) -> None:
     """As `cqwen train` or, where this machine has several GPUs, `cqwen launch` does. Raises what they raise."""
     import torch
 
-    config = folder / "fit.yaml"
-    if torch.cuda.device_count() < 2:
+    config, gpus = folder / "fit.yaml", torch.cuda.device_count()
+    if gpus < 2:
         train(config)
-        return
-    try:
-        launch(config, ranks=torch.cuda.device_count())
-    except typer.Exit as ended:
-        if ended.exit_code:
-            raise
+    elif code := _launch(config, [], gpus, quiet=as_json):
+        raise typer.Exit(code)
 
 
 def _show_fit(folder: Path, found: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ They are scikit-learn's; CatBoost and NGBoost come along where they are installe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -30,10 +31,11 @@ def baselines(
     prepared = _prepared(numbers, train)
     if table.numeric:
         yield "ridge, numeric columns", _ridge(prepared[train], y, prepared[test])
-    words = _words(table, prepared, train, texts)
-    yield "ridge, TF-IDF and one-hot", _ridge(words[train], y, words[test])
-    pairs = _tf_idf(train, texts, longest=2)
-    yield "ridge, TF-IDF of words and pairs", _ridge(pairs[train], y, pairs[test])
+    if any(re.search(r"\w\w", texts[row]) for row in train):  # scikit-learn's words are of two letters or more
+        words = _words(table, prepared, train, texts)
+        yield "ridge, TF-IDF and one-hot", _ridge(words[train], y, words[test])
+        pairs = _tf_idf(train, texts, longest=2)
+        yield "ridge, TF-IDF of words and pairs", _ridge(pairs[train], y, pairs[test])
     yield "gradient boosting", _boosted(table, numbers, train, test)
     if find_spec("catboost"):
         yield "CatBoost", _catboost(table, numbers, train, test)

@@ -48,6 +48,13 @@ def findings(
     )  # fmt: skip
 
 
+def test_a_start_that_knows_numbers_better_than_what_was_learnt_is_no_fault() -> None:
+    never = {"eval__reg_nll": [2.0, 2.5, 2.1]}
+    assert next(f for f in findings(**never) if "never fell" in f.title).level == "note"
+    guessed = {"eval/reg_mdae": 19.0, "eval/reg_mae": 19.0}
+    assert next(f for f in findings(guessed, **never) if "never fell" in f.title).level == "bad"
+
+
 def test_of_a_run_that_is_well_only_good_is_said() -> None:
     assert said() == []
     assert [f.title for f in findings()] == [

@@ -11,9 +11,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import typer
 from support.runs import cqwen_forked
 
 from cqwen_dist.api import predict
+from cqwen_dist.cli import runs
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.tables.fitting import FitRequest, prepare
@@ -103,6 +105,18 @@ def test_the_same_command_goes_on_and_another_is_refused(fitted: tuple[Path, lis
         table.write_text(text, encoding="utf-8")
     assert changed.returncode == 2
     assert f"a fit of {table.name} as it was before" in changed.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ranks_of_several_gpus_leave_stdout_to_the_document(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
+) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("cqwen_dist.cluster.launch.launch", lambda *_, **options: asked.append(options) or 75)
+    with pytest.raises(typer.Exit) as ended:
+        runs._train_fit(tmp_path, as_json)
+    assert (ended.value.exit_code, asked) == (75, [{"quiet": as_json}])
 
 
 def test_the_run_predicts_further_rows_by_the_template_that_it_learnt(fitted: tuple[Path, list[object]]) -> None:

@@ -52,6 +52,12 @@ def test_a_table_of_words_or_of_numbers_alone() -> None:
     assert r2(table(True, False))["ridge, numeric columns"] > 0.9
 
 
+def test_prompts_of_single_letters_have_no_words_to_compare_with() -> None:
+    rows = [{"x": str(i % 10), "score": str(i)} for i in range(200)]
+    names = {name for name, _ in baselines(Table(["x"], ["x"], rows, "score", []), TRAIN, TEST, [r["x"] for r in rows])}
+    assert names - {"CatBoost"} == {"always the median", "ridge, numeric columns", "gradient boosting"}
+
+
 @pytest.mark.skipif(find_spec("catboost") is None, reason="catboost is not installed")
 @pytest.mark.parametrize("kinds", [(True, True), (False, True), (True, False)])
 def test_catboost_is_compared_with_where_it_is_installed(kinds: tuple[bool, bool]) -> None:
