@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 ALPHAS = np.logspace(-3, 4, 15)
+MANY = 4096  # rows
 CATEGORIES = 255  # of a column, at most, as HistGradientBoosting allows
 
 
@@ -72,9 +73,12 @@ def _prepared(numbers: np.ndarray, train: np.ndarray) -> np.ndarray:
 
 
 def _ridge(x: np.ndarray | csr_matrix, y: np.ndarray, x_test: np.ndarray | csr_matrix) -> np.ndarray:
+    """Its strength by leaving out each row; of many rows a third, as the former needs an array [rows, rows]."""
     from sklearn.linear_model import RidgeCV
+    from sklearn.model_selection import KFold
 
-    return np.asarray(RidgeCV(ALPHAS).fit(x, y).predict(x_test))
+    folds = KFold(3, shuffle=True, random_state=0) if len(y) > MANY else None
+    return np.asarray(RidgeCV(ALPHAS, cv=folds).fit(x, y).predict(x_test))
 
 
 def _tf_idf(train: np.ndarray, texts: Sequence[str], longest: int = 1) -> csr_matrix:

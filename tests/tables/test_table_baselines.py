@@ -1,5 +1,6 @@
 """The baselines find what is there to find, and nothing breaks on what a table may hold."""
 
+import tracemalloc
 from importlib.util import find_spec
 
 import numpy as np
@@ -50,6 +51,21 @@ def test_a_table_of_words_or_of_numbers_alone() -> None:
     assert words["ridge, TF-IDF and one-hot"] > 0.9
     assert words["ridge, TF-IDF of words and pairs"] > 0.9
     assert r2(table(True, False))["ridge, numeric columns"] > 0.9
+
+
+def test_many_rows_need_no_array_of_rows_by_rows() -> None:
+    draw = np.random.default_rng(0)
+    words = [f"w{i:04}" for i in range(9000)]
+    rows = [{"name": " ".join(draw.choice(words, 6)), "score": str(i % 7)} for i in range(6000)]
+    texts = [row["name"] + (" seven" * (row["score"] == "6")) for row in rows]
+    learnt, judged = np.arange(5000), np.arange(5000, 6000)
+    tracemalloc.start()
+    found = dict(baselines(Table(["name"], [], rows, "score", []), learnt, judged, texts))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6, "[5000, 5000] are 200 MB"
+    truth = np.array([i % 7 for i in judged])
+    assert errors(found["ridge, TF-IDF of words and pairs"], truth)["r2"] > 0.2
 
 
 def test_prompts_of_single_letters_have_no_words_to_compare_with() -> None:
