@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from cqwen_dist.config import Config, Stage, UserError, given_config
+from cqwen_dist.config import Config, DataConfig, Stage, UserError, given_config
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.training.callbacks import Callback, CallbackError, Moment, TrainResult
 
@@ -219,12 +219,30 @@ def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | Non
 
     if not isinstance(model, tuple) and not is_exported(_folder(model)):
         data = run_of(_folder(model))[0].data
-        if (found := template_of(data, columns)) is not None:
+        if data.target_field is not None:
+            starred = "{*}" in f"{data.prompt_template}{data.text_template}"
+            found = template_of(data, _columns_learnt(data) if starred else [])
             if lacks := [name for name in template_fields(unescaped(found)) if name not in columns]:
                 allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
                 raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
             return found, data.empty_cell
     raise UserError("--template", "none", "the prompt of a row; only a run with data.target_field knows its own")
+
+
+def _columns_learnt(data: DataConfig) -> list[str]:
+    """What {*} stood for in training, in its order. Raises `UserError` where the data are no longer there."""
+    from cqwen_dist.data.recipes import RECORDS, records_of
+    from cqwen_dist.data.records import named_fields
+    from cqwen_dist.data.sources import as_list
+    from cqwen_dist.tables.rows import columns_of
+
+    source = as_list(data.train)[0]
+    try:
+        records, _ = records_of(source, RECORDS, "data.train", data.decimal_comma)
+    except UserError as error:
+        allowed = f"the prompt of a row: {source} has the columns of the run's {{*}}, but {error.found}"
+        raise UserError("--template", "none", allowed) from None
+    return [name for name in columns_of(records) if name not in named_fields(data)]
 
 
 def _folder(model: TrainResult | str | Path) -> Path:

@@ -73,7 +73,7 @@ _Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]]]
 _OTHERS = "*"  # in a template: all fields that the config does not name, a line each
 
 
-def _named_fields(config: DataConfig) -> list[str]:
+def named_fields(config: DataConfig) -> list[str]:
     """The fields that the config names, each once; `_OTHERS` among them."""
     if config.messages_field is not None:
         return [config.messages_field]
@@ -87,7 +87,7 @@ def _named_fields(config: DataConfig) -> list[str]:
 
 def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
     """The columns of a table that are used. Raises: BadLine where one is missing."""
-    names = _named_fields(config)
+    names = named_fields(config)
     missing = next((name for name in names if name not in columns and name != _OTHERS), None)
     if missing is not None:
         raise BadLine("missing field", list(columns), f"a table with the column {missing!r}")
@@ -101,7 +101,7 @@ class Extractor:
     def __init__(self, config: DataConfig, chat: Chat) -> None:
         self.config, self.chat = config, chat
         self._template, self._prompt = _unescaped(config.text_template), _unescaped(config.prompt_template)
-        self._named = frozenset(_named_fields(config))
+        self._named = frozenset(named_fields(config))
         fields = {name for name in (config.target_field, *config.number_types) if name is not None}
         self._keys = {str(ours): theirs for ours, theirs in config.message_keys.items()}
         # Fields whose place in the text is needed, in the template's order.

@@ -66,15 +66,9 @@ def _check_template(template: str, columns: Sequence[str]) -> None:
         raise UserError("--template", odd or template, allowed)
 
 
-def template_of(data: DataConfig, columns: Sequence[str]) -> str | None:
-    """The prompt of a row as a run learnt it: the template before data.target_field; None if it learnt no table.
-
-    columns: of the table, for a template with {*}.
-    """
-    if data.target_field is None:
-        return None
+def template_of(data: DataConfig, others: Sequence[str]) -> str:
+    """The prompt of a row as a run learnt it: the template before data.target_field. others: what {*} stood for."""
     template = (data.prompt_template or "") + (data.text_template or "").partition(f"{{{data.target_field}}}")[0]
-    others = [name for name in columns if name != data.target_field and f"{{{name}}}" not in template]
     return template.replace("{*}", column_lines(others))
 
 

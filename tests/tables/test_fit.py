@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import typer
-from support.runs import cqwen_forked
+from support.runs import cqwen_forked, train_run, write_config
 
 from cqwen_dist.api import predict
 from cqwen_dist.cli import runs
@@ -149,6 +149,24 @@ def test_a_table_as_it_comes_is_predicted_as_the_rows_of_the_fit(
     (tmp_path / "short.csv").write_text("city,age\nRome,3\n", encoding="utf-8")
     with pytest.raises(UserError, match="FILE: found no column height, allowed: the columns that the run learnt from"):
         predict(out, tmp_path / "short.csv")
+
+
+def test_a_run_of_a_table_predicts_by_the_columns_that_it_learnt_in_their_order(tmp_path: Path) -> None:
+    table = write_table(tmp_path / "people.csv")
+    read = {"data__recipe": "table", "data__target_field": "score", "data__empty_cell": "unknown"}
+    train_run(write_config(tmp_path, data__train=str(table), **read), world=1)
+    with table.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))[:4]
+    mixed = [{"id": i, **{name: row[name] for name in ("height", "city", "age")}} for i, row in enumerate(rows)]
+    same, other = (predict(tmp_path / "run", found, digits=7) for found in (rows, mixed))
+    for row, again in zip(same, other, strict=True):
+        assert again["low_90"] == pytest.approx(row["low_90"], rel=1e-5)
+        assert again["p_num"] == pytest.approx(row["p_num"], rel=1e-4)
+    with pytest.raises(UserError, match="FILE: found no column age"):
+        predict(tmp_path / "run", [{"city": "Rome", "height": 2}])
+    table.unlink()
+    with pytest.raises(UserError, match=r"people.csv has the columns of the run's {\*}, but no file"):
+        predict(tmp_path / "run", mixed)
 
 
 def test_a_split_by_number_wants_every_row_in_its_place(one_rank: Path, tmp_path: Path) -> None:
