@@ -20,24 +20,27 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.config.errors import Said
 from cqwen_dist.run.files import HISTORY, LATEST, SLURM, STATUS, read_lines, read_object
-from cqwen_dist.run.status import HistoryEntry, read_status
+from cqwen_dist.run.status import read_status
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 10, 600
 LINES = 20  # of the guilty rank's log
 
 
-def read_history(run_dir: Path) -> list[HistoryEntry]:
-    """Starts and ends, oldest first; a line that a crash left unfinished is skipped."""
-    return cast("list[HistoryEntry]", list(read_lines(run_dir / SLURM / HISTORY)))
+def read_history(run_dir: Path) -> list[dict[str, Any]]:
+    """Starts and ends (`event`) as `begin` and `judge` record them, oldest first, without lines that a crash cut off.
+
+    step: of the newest checkpoint.
+    """
+    return list(read_lines(run_dir / SLURM / HISTORY))
 
 
-def fruitless_starts(history: list[HistoryEntry]) -> int:
+def fruitless_starts(history: list[dict[str, Any]]) -> int:
     """The number of starts of this job in a row without a new checkpoint, not counting those stopped from outside.
 
     A start without an end lost its host, or SLURM ended it: it counts like one that lost a rank. A start that its time

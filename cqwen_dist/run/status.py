@@ -31,24 +31,6 @@ class Status(TypedDict, total=False):
     updated: float  # unix time
 
 
-class HistoryEntry(TypedDict, total=False):
-    """A line of slurm/history.jsonl: a start of a job (the first block), or its end."""
-
-    event: str  # start | end
-    time: float
-    host: str
-    step: int  # of the newest checkpoint
-    job: str
-    start: int
-    nodes: str
-    status_before: list[int] | None
-
-    how: str
-    reason: str
-    asked: str
-    code: int
-
-
 def write_status(run_dir: Path, status: str, **details: Any) -> None:
     """Replace status.json, atomically."""
     write_atomically(run_dir / STATUS, json.dumps({"status": status, **details, "updated": round(time.time(), 3)}))
