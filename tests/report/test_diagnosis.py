@@ -162,8 +162,8 @@ def test_which_way_numbers_and_words_are_mistaken(precision: float, recall: floa
 
 def test_a_loss_of_numbers_that_never_falls_names_the_statistics_to_check() -> None:
     """S1 6.2, its second rule."""
-    raw = {"eval__reg_nll": [2.0, 2.5], "eval__reg_mdae": [31.0, 3.0]}
-    found = findings(start={"statistics": {"median": 19.5, "scale": 4.25}}, **raw)
+    raw = {"eval__reg_nll": [2.0, 2.5], "eval__reg_mdae": [31.0, 19.0]}
+    found = findings({"eval/reg_mdae": 19.0}, start={"statistics": {"median": 19.5, "scale": 4.25}}, **raw)
     text = next(f.text for f in found if "fell" in f.title)
     assert "19.5" in text
     assert "4.25" in text
