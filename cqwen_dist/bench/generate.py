@@ -76,18 +76,19 @@ def run(
     for batch in batches:
         ids = torch.randint(0, vocab - 2, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(device)
         works = {key: partial(seconds_of, partial(work, ids), ids.device) for key, work in contenders.items()}
-        in_turn(works, 2)  # compiles, and records CUDA graphs
-        times = in_turn(works, rounds)
-        for (cache, name), found in times.items():
-            ratios = [a / b for a, b in zip(times[cache, THEIRS], found, strict=True)]
-            row = {
-                "batch": batch,
-                "cache": cache,
-                "contender": name,
-                "tokens_per_s": batch * new_tokens / median(found),
-            }
-            ends = {"ratio": median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
-            results.append({**row, **ends})
+        failed: dict[tuple[str, str], str] = {}
+        warm = in_turn(works, 2, failed)  # compiles, and records CUDA graphs
+        times = in_turn({key: works[key] for key in warm}, rounds, failed)
+        for cache, name in works:
+            row: dict[str, Any] = {"batch": batch, "cache": cache, "contender": name}
+            if (found := times.get((cache, name))) is None:
+                results.append({**row, "skipped": failed[cache, name]})
+                continue
+            row["tokens_per_s"] = batch * new_tokens / median(found)
+            if (theirs := times.get((cache, THEIRS))) is not None:
+                ratios = [a / b for a, b in zip(theirs, found, strict=True)]
+                row |= {"ratio": median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
+            results.append(row)
     shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
     place = {"device": device_name(ids.device), "precision": precision, "compiled": compile_on_cpu or ids.is_cuda}
     return {"shape": shape, "rounds": rounds, **place, "results": results}
@@ -142,11 +143,7 @@ def table(result: dict[str, Any]) -> Table:
     title = f"tokens/s of all modes and of Hugging Face's generate, {result['shape']}, {place}"
     shown = Table("batch", "cache", "", "tokens/s", "ratio", "least", "most", title=title)
     for row in result["results"]:
-        shown.add_row(
-            str(row["batch"]),
-            row["cache"],
-            row["contender"],
-            f"{row['tokens_per_s']:.2f}",
-            *(f"{row[name]:.2f}" for name in ("ratio", "ratio_least", "ratio_most")),
-        )
+        numbers = [row[name] for name in ("tokens_per_s", "ratio", "ratio_least", "ratio_most") if name in row]
+        cells = ["skipped", row["skipped"]] if "skipped" in row else [f"{number:.2f}" for number in numbers]
+        shown.add_row(str(row["batch"]), row["cache"], row["contender"], *cells)
     return shown

@@ -32,6 +32,7 @@ from cqwen_dist.bench.timing import device_name, in_turn, seconds_of, spread
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import linear_ovr
 from cqwen_dist.ops.ovr.head import Targets, WordHead
+from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS
 from cqwen_dist.ops.ovr.one_pass import ovr_one_pass, tile_shape
 
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
@@ -73,18 +74,24 @@ def run(
     contender that would hold more than plain_limit_gib is skipped and named. Returns a JSON-ready dict: the shape,
     ``rows`` (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond inputs and gradients
     or None, tokens_per_second), ``skipped`` (name: reason).
-    Raises ValueError for an unknown dtype, device or contender, and for a size or number of rounds below 1.
+    Raises ValueError for an unknown dtype, device, impl or contender, for a size or number of rounds below 1, and where
+    the floor itself fails; another contender that fails is skipped and named.
     """
     place = _checked(tokens, hidden, vocab, dtype, device, rounds)
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {impl!r}")
     problem = _problem(tokens, hidden, vocab, DTYPES[dtype], place)
     steps, skipped = _steps(problem, impl, only, plain_limit_gib)
-    extra = {name: _extra_mib(step, problem, place) for name, step in steps.items()}  # also the warm-up
+    warm = {name: partial(_extra_mib, step, problem, place) for name, step in steps.items()}
+    extra = in_turn(warm, 1, skipped)
 
     def timed(step: Callable[[], object]) -> float:
         problem.clear()
         return seconds_of(step, place)
 
-    seconds = in_turn({name: partial(timed, step) for name, step in steps.items()}, rounds)
+    seconds = in_turn({name: partial(timed, steps[name]) for name in extra}, rounds, skipped)
+    if "floor" in skipped:
+        raise ValueError(f"the products alone must run, found {skipped['floor']}")
     rows = []
     for name, times in seconds.items():
         ratios = [t / f for t, f in zip(times, seconds["floor"], strict=True)]
@@ -93,7 +100,7 @@ def run(
                 "name": name,
                 "seconds": spread(times),
                 "ratio_to_floor": {**spread(ratios), "best": min(times) / min(seconds["floor"])},
-                "extra_mib": extra[name],
+                "extra_mib": extra[name][0],
                 "tokens_per_second": tokens / statistics.median(times),
             }
         )

@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cqwen_dist.bench.rig import build_rig
-from cqwen_dist.bench.timing import device_name
+from cqwen_dist.bench.timing import device_name, said
 from cqwen_dist.config import Config, load_config
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.parallel.fake_world import one_of
@@ -277,8 +277,13 @@ def _measured(
     rows = []
     for name, config, architecture in chosen:
         if not only or any(word in name for word in only):
-            rows.append({"name": name, **measure(config, architecture, runtime)})
-            print(f"{name}: {rows[-1]['ratio']:.3f} of measured", file=sys.stderr)
+            row: dict[str, Any] = {"name": name}
+            try:
+                row |= measure(config, architecture, runtime)
+            except RuntimeError as error:  # as a device without the memory: the other rows stay
+                row["skipped"] = said(error)
+            rows.append(row)
+            print(name, row.get("skipped") or f"{row['ratio']:.3f} of measured", sep=": ", file=sys.stderr)
     return rows
 
 
@@ -334,6 +339,9 @@ def table(rows: list[dict[str, Any]], device: str) -> Table:
     title = f"Peak memory of training steps, {device}"
     out = Table("configuration", *numbers, "most at", title=title, title_justify="left")
     for row in rows:
+        if "skipped" in row:
+            out.add_row(row["name"], "skipped", row["skipped"])
+            continue
         cells = (f"{row['measured_mib']:,.1f}", f"{row['predicted_mib']:,.1f}", f"{row['ratio']:.3f}")
         out.add_row(row["name"], *cells, f"{row['stage']}: {row['moment']}")
     return out

@@ -24,7 +24,7 @@ from cqwen_dist.bench.launches import counting
 from cqwen_dist.bench.parts import Marks, between, device_counts, marked, profile_steps
 from cqwen_dist.bench.peer import PeerStep, peer_step
 from cqwen_dist.bench.rig import DOCUMENTS, Rig, build_rig
-from cqwen_dist.bench.timing import device_name, seconds_of, spread, wait_for
+from cqwen_dist.bench.timing import device_name, said, seconds_of, spread, wait_for
 from cqwen_dist.config import Config
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import barrier
@@ -80,8 +80,13 @@ def run(
     with traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
         for compiled in kinds:
             own = config.model_copy(update={"model": config.model.model_copy(update={"compile_layers": compiled})})
-            found, batches, sizes = _ours(timer, own, architecture, runtime, traffic, profile, profiles)
-            rows += [row | {"name": row["name"] + COMPILED * (both and compiled)} for row in found]
+            try:
+                found, batches, sizes = _ours(timer, own, architecture, runtime, traffic, profile, profiles)
+                rows += [row | {"name": row["name"] + COMPILED * (both and compiled)} for row in found]
+            except RuntimeError as error:  # of the compiler: the eager rows and the peers' stay
+                if not (both and compiled and rows):
+                    raise
+                rows.append({"name": f"all stages{COMPILED}", "skipped": said(error), "trainable": []})
             _empty(device)
     calibration = _factors(found, sizes, machine, runtime.world_size)
     if peers and runtime.world_size == 1:
@@ -115,9 +120,10 @@ def _peers(
     last = next((s for s in reversed(sizes) if "lora" in s.trainable), None)
     if last is None:
         return rows
-    stages = [row for row in ours if row["name"].removesuffix(COMPILED) == last.stage.name]
+    stages = {row["name"]: row for row in ours}
     for name in PEERS:
-        for compiled, own in zip(kinds, stages, strict=True):
+        for compiled in kinds:
+            own = stages.get(last.stage.name + COMPILED * compiled)
             build = partial(peer_step, config, architecture, timer.device, PEERS[name], compiled)
             rows.append(_peer(timer, name + COMPILED * compiled, build, batches, last, own))
             _empty(timer.device)
@@ -258,9 +264,10 @@ def _cached(
 
 
 def _peer(
-    timer: Timer, name: str, build: Callable[[], PeerStep], batches: list[Batch], s: Sizes, ours: dict[str, Any]
+    timer: Timer, name: str, build: Callable[[], PeerStep], batches: list[Batch], s: Sizes, ours: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A peer's row, compared with `ours`, the last stage that trains adapters. A peer that cannot run says why."""
+    """A peer's row, compared with `ours`, the last stage that trains adapters, if there is one. A peer that cannot run
+    says why."""
     cuda = timer.device.type == "cuda"
     if "liger" in name and not cuda:
         return {"name": name, "skipped": "needs CUDA", "trainable": []}
@@ -269,7 +276,7 @@ def _peer(
         step = build()
         row = timer.row(name, partial(step, batches), s)
     except Exception as error:
-        return {"name": name, "skipped": f"{type(error).__name__}: {error}"[:200], "trainable": []}
+        return {"name": name, "skipped": said(error), "trainable": []}
     row["mfu"] = None
     row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB if cuda else None
     row["trainable"] = []
@@ -278,11 +285,12 @@ def _peer(
             step(batches, launches.end)
         row |= launches.totals()
     row |= device_counts(partial(step, batches)) if cuda else {}
-    row["ratio"] = {
-        "against": f"{ours['name']} over {name}, tokens/s",
-        "measured": row["step_s"]["median"] / ours["step_s"]["median"],
-        "by_operations": softmax_head_ratio(s),
-    }
+    if ours is not None:
+        row["ratio"] = {
+            "against": f"{ours['name']} over {name}, tokens/s",
+            "measured": row["step_s"]["median"] / ours["step_s"]["median"],
+            "by_operations": softmax_head_ratio(s),
+        }
     return row
 
 

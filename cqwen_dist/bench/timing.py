@@ -22,13 +22,29 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def in_turn(contenders: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """What each contender measures in each round. All are measured in a round before the next one begins."""
+def in_turn(
+    contenders: Mapping[K, Callable[[], T]], rounds: int, failed: dict[K, str] | None = None
+) -> dict[K, list[T]]:
+    """What each contender measures in each round. All are measured in a round before the next one begins.
+
+    failed: where given, a contender that raises is left out, and its error goes there: the others' figures stay.
+    """
     found: dict[K, list[T]] = {name: [] for name in contenders}
     for _ in range(rounds):
-        for name, measure in contenders.items():
-            found[name].append(measure())
+        for name in list(found):
+            try:
+                found[name].append(contenders[name]())
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed[name] = said(error)
+                del found[name]
     return found
+
+
+def said(error: Exception) -> str:
+    """An error in a cell of a table."""
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def wait_for(device: torch.device) -> None:

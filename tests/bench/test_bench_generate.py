@@ -27,6 +27,24 @@ def test_every_mode_is_timed_beside_hugging_face() -> None:
     Console(quiet=True).print(bench.table(result))
 
 
+def test_a_mode_that_fails_leaves_the_others_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = bench._generate
+
+    def fails(model, mode, *rest):
+        if mode == "ovr":
+            raise RuntimeError("the compiler gave up")
+        works(model, mode, *rest)
+
+    monkeypatch.setattr(bench, "_generate", fails)
+    shape = {"hidden": 64, "layers": 1, "vocab": 300, "batches": (1,), "prompt": 5, "new_tokens": 1, "rounds": 1}
+    result = bench.run(**shape, caches=("static",), modes=("ovr", "causal"))
+    theirs, ovr, causal = result["results"]
+    assert ovr["skipped"] == "RuntimeError: the compiler gave up"
+    assert theirs["ratio"] == 1.0
+    assert causal["ratio"] > 0
+    Console(quiet=True).print(bench.table(result))
+
+
 def test_both_contenders_are_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The causal one's greedy text in mode compatible is the base's own: what is timed does the same work."""
     seen = {}

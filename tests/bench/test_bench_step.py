@@ -117,6 +117,55 @@ def test_the_table_is_readable(result):
         assert word in out.getvalue()
 
 
+def test_a_compiler_that_fails_leaves_the_eager_figures_and_the_peers(monkeypatch):
+    import torch
+
+    from cqwen_dist.bench import step
+    from cqwen_dist.bench.step_table import table
+    from cqwen_dist.parallel.runtime import Runtime
+    from cqwen_dist.plan.machine import MACHINES
+    from cqwen_dist.plan.sizes import stage_sizes
+
+    config = config_of(Case("", TINY, {}, [["heads", "lora"]]))
+    sizes = stage_sizes(config, step.Architecture.of(TINY), world=1, kind="cpu")
+    timed = {"step_s": {"median": 2.0, "min": 2.0, "max": 2.0}, "tokens_per_s": 1.0, "mfu": 0.1, "trainable": []}
+
+    def ours(timer, config, *rest):
+        if config.model.compile_layers:
+            raise RuntimeError("no C++ compiler")
+        return [{"name": "first", "parts_s": {}, "communication_s": 0.0, **timed}], [], sizes
+
+    def peer(timer, name, build, batches, s, own):
+        return {"name": name, "own": own and own["name"], **timed}
+
+    monkeypatch.setattr(step, "_ours", ours)
+    monkeypatch.setattr(step, "_peer", peer)
+    runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
+    found = step.run(config, TINY, runtime, MACHINES["cpu"], rounds=1, both=True)
+    first, compiled, *peers = found["rows"]
+    assert (first["name"], compiled["skipped"]) == ("first", "RuntimeError: no C++ compiler")
+    names = {row["name"]: row["own"] for row in peers}
+    assert (names["hf+peft"], names["hf+peft, compiled"]) == ("first", None)
+    assert table(found).renderables
+
+
+def test_a_case_without_the_memory_leaves_the_others_their_figures(monkeypatch):
+    import torch
+
+    from cqwen_dist.bench import memory_check
+
+    def measured(config, architecture, runtime):
+        if config.train.micro_batch_size == 16:
+            raise torch.OutOfMemoryError("tried to allocate 40 GiB")
+        return {"measured_mib": 2.0, "predicted_mib": 2.0, "ratio": 1.0, "stage": "first", "moment": "the loss"}
+
+    monkeypatch.setattr(memory_check, "measure", measured)
+    chosen = [(case.name, config_of(case), case.architecture) for case in cases("cuda")[:3]]
+    rows = memory_check._measured(chosen, None, [])
+    assert [row.get("skipped", "")[:16] for row in rows] == ["", "", "OutOfMemoryError"]
+    assert memory_check.table(rows, "cuda").row_count == 3
+
+
 def test_marks_add_up_by_part():
     import torch
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from cqwen_dist.bench import loss
-from cqwen_dist.config import Config, load_config
+from cqwen_dist.config import Config, load_config, refuse_ranks
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.report.prepared import tokenizer_of
 
@@ -33,9 +34,32 @@ def test_the_loss_has_a_row_for_each_contender_that_ran(gpu_table: ModuleType) -
 
 def test_what_is_asked_for_is_asked_of_contenders_that_exist(gpu_table: ModuleType) -> None:
     rows = [{"name": name, "seconds": {"median": 0.02}, "extra_mib": 300.0} for name in loss.contenders("auto")]
-    table = {what: asked for what, _, asked in gpu_table.loss(22, 17.5)({"hidden": 896, "rows": rows})}
+    found = {"hidden": 896, "rows": rows, "skipped": {}}
+    table = {what: asked for what, _, asked in gpu_table.loss(22, 17.5)(found)}
     assert table["loss, H=896, fused"] == "at most 22 ms, 400 MiB"
     assert table["loss, H=896, fused fp8"] == "at most 17.5 ms"
+
+
+def test_a_contender_that_fails_leaves_the_others_their_figures(
+    gpu_table: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(problem: loss.Problem) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 40 GiB")
+
+    monkeypatch.setattr(loss, "_seed_formula", out_of_memory)
+    found = loss.run(tokens=8, hidden=8, vocab=64, device="cpu", rounds=1, only=["seed", "this"])
+    assert [row["name"] for row in found["rows"]] == ["floor", "this"]
+    *_, last = gpu_table.loss(22, 17.5)(json.loads(json.dumps(found)))
+    assert last == ("loss, H=8, seed", "skipped: OutOfMemoryError: tried to allocate 40 GiB", "")
+
+
+def test_every_config_runs_on_one_rank(gpu_table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    measures = [m.command for m in gpu_table.MEASURES.values() if m.command[1] in ("step", "packed")]
+    assert len(measures) == 3
+    for _, _, config, *words in measures:
+        checked = load_config(Path(config), [word for word in words if not word.startswith("--")])
+        refuse_ranks(checked.parallel.vocab_group_size, 1)
 
 
 def test_packing_is_measured_on_texts_that_are_there(gpu_table: ModuleType, tmp_path: Path) -> None:
