@@ -24,7 +24,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cqwen_dist.cluster.node import has_gpu
+from cqwen_dist.cluster.rank import has_gpu
 from cqwen_dist.run.environment import git_commit, versions
 from cqwen_dist.run.files import free_bytes, write_atomically
 
@@ -157,7 +157,8 @@ def findings(document: dict[str, Any]) -> list[dict[str, str]]:
 def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(a fault of a node by itself, the remedy)."""
     if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
-        yield "an NVIDIA driver, and torch sees no GPU", "install torch for this driver's CUDA version"
+        remedy = "torch for this driver's CUDA version; in a SLURM job also --gpus-per-node, without which it gets none"
+        yield "an NVIDIA driver, and torch sees no GPU", remedy
     for name, version in node["packages"].items():
         if version == "not installed":
             yield f"{name} is not installed", f"{node['executable']} -m pip install {name}"

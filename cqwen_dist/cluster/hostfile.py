@@ -21,7 +21,6 @@ from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
 
-from cqwen_dist.cluster.node import has_gpu
 from cqwen_dist.cluster.rank import MODULE, Order
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
@@ -55,8 +54,6 @@ def read_environment(path: Path | None) -> dict[str, str]:
     path: default DeepSpeed's own `.deepspeed_env` here or at home, if one exists. Raises `UserError`.
     """
     environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or k.startswith(PREFIXES)}
-    if not has_gpu():
-        environment.setdefault("DS_ACCELERATOR", "cpu")
     if path is None:
         usual = (Path(".deepspeed_env"), Path.home() / ".deepspeed_env")
         path = next((file for file in usual if file.is_file()), None)
@@ -112,10 +109,10 @@ def prepared(
             json.dump(environment, file)
         hostfile, variables = local / "hostfile", local / "environment"
         hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
-        accelerator = "cpu" if environment.get("DS_ACCELERATOR") == "cpu" else "cuda"
-        variables.write_text(f"DS_ACCELERATOR={accelerator}\n", encoding="utf-8")
+        # The launchers need no GPU; unset, DeepSpeed would print. The ranks see for themselves.
+        variables.write_text("DS_ACCELERATOR=cpu\n", encoding="utf-8")
         own = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_FOR_DEEPSPEED)}
-        own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": accelerator}
+        own |= {"DS_ENV_FILE": str(variables), "DS_ACCELERATOR": "cpu"}
         at_end.callback(_signal, "KILL", f"[{word[0]}]{word[1:32]}", hosts)
         stop = partial(_signal, "USR1", f"[-]m {MODULE} {word[:32]}", hosts)
         yield hosts_command(hosts, hostfile, port, word), own, stop

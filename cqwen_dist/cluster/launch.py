@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cqwen_dist.cluster.hostfile import hosts_command, prepared, read_environment, read_hostfile
-from cqwen_dist.cluster.node import rank_environment
-from cqwen_dist.cluster.rank import Order
+from cqwen_dist.cluster.rank import Order, rank_environment
 from cqwen_dist.config import Config, UserError, load_config, refuse_ranks, source_files
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
@@ -136,7 +135,7 @@ def _run_words(
 ) -> tuple[int, bool]:
     """(exit code, whether it was asked to stop). hosts None: ranks on this machine; environment: of hosts' ranks."""
     if hosts is None:
-        own = {**os.environ, **rank_environment(ranks, os.cpu_count()), LAUNCHER: str(os.getpid())}
+        own = {**os.environ, **rank_environment(ranks), LAUNCHER: str(os.getpid())}
         return _run_to_its_end(launch_command(words, ranks, free_port()), own, quiet)
     with prepared(words, hosts, environment, shared, free_port()) as (command, own, ask):
         # Every host has the folder `/`, where DeepSpeed starts the ranks.

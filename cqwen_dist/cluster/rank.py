@@ -14,7 +14,7 @@ import runpy
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ class Order:
     token: str  # of the launch; first, so that the word begins with it
     words: list[str]  # of `cqwen`
     folder: str
-    environment: dict[str, str] = field(default_factory=dict)
-    environment_file: str | None = None  # more of it, which the command line must not show to others
+    environment_file: str | None = None  # a file, as the command line must not show its values to others
     logs: str | None = None  # a folder with a file of output for each rank; None: to the console
 
     def encode(self) -> str:
@@ -41,18 +40,32 @@ class Order:
         return Order(**json.loads(base64.urlsafe_b64decode(word + "=" * (-len(word) % 4))))
 
 
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver is installed, without importing torch."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists()
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Variables that so many ranks on this node need and the user did not set."""
+    cpus = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or sys.maxsize))
+    wanted = {"OMP_NUM_THREADS": str(max(1, cpus // ranks))}
+    if not has_gpu():
+        wanted["DS_ACCELERATOR"] = "cpu"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 def main() -> None:
     """Become the rank that the order describes; never returns."""
     # Until the trainer handles it, a request to stop waits instead of ending a process that still imports.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     order = Order.decode(sys.argv[1])
-    wanted = dict(order.environment)
     if order.environment_file is not None and os.environ.get(_READ) != order.token:
-        wanted |= json.loads(Path(order.environment_file).read_text(encoding="utf-8")) | {_READ: order.token}
-    missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
-    if missing:  # start anew: the loader and Python read their variables only at the start
-        os.execve(sys.executable, [sys.executable, "-u", "-m", MODULE, sys.argv[1]], {**os.environ, **missing})
+        os.environ.pop("DS_ACCELERATOR", None)  # the launcher's; whether there are GPUs is seen on the rank's own host
+        os.environ |= json.loads(Path(order.environment_file).read_text(encoding="utf-8"))
+        os.environ |= {_READ: order.token, **rank_environment(int(os.environ["LOCAL_SIZE"]))}
+        # start anew: the loader and Python read their variables only at the start
+        os.execv(sys.executable, [sys.executable, "-u", "-m", MODULE, sys.argv[1]])
     os.chdir(order.folder)
     rank = os.environ["RANK"]
     if order.logs is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cqwen_dist.cluster import hostfile as module
+from cqwen_dist.cluster import rank
 from cqwen_dist.cluster.hostfile import prepared, read_environment, read_hostfile
 from cqwen_dist.cluster.rank import Order
 from cqwen_dist.config import UserError
@@ -79,10 +80,33 @@ def test_a_rank_becomes_what_its_order_says(tmp_path: Path) -> None:
     """Its folder, its environment, its log; and how it ended stands beside the log."""
     logs = tmp_path / "logs"
     words = ["config", "validate", "nothing.yaml"]
-    order = Order("t", words, str(tmp_path), {"HF_HUB_OFFLINE": "a b"}, logs=str(logs))
+    order = Order("t", words, str(tmp_path), logs=str(logs))
     command = [sys.executable, "-m", "cqwen_dist.cluster.rank", order.encode()]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": "3"}, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
     assert (logs / "rank-3.log").read_text().startswith("error: rank 3: nothing.yaml: config: found no such file")
     ending = json.loads((logs / "rank-3.ended").read_text())
     assert (ending["rank"], ending["how"]) == (3, "wrong input")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "theirs", "wanted"), [(True, {}, None), (False, {}, "cpu"), (True, {"DS_ACCELERATOR": "cpu"}, "cpu")]
+)
+def test_a_rank_over_ssh_looks_for_gpus_on_its_own_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, theirs: dict[str, str], wanted: str | None
+) -> None:
+    """Not on the machine that launches, which may have none; and ranks of a host share its cores."""
+    monkeypatch.setattr(rank, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(os, "execv", lambda *_: sys.exit(0))
+    monkeypatch.setattr(rank.signal, "pthread_sigmask", lambda *_: None)
+    monkeypatch.setattr(rank.signal, "signal", lambda *_: None)
+    environment = {"LOCAL_SIZE": "4", "DS_ACCELERATOR": "cpu"}  # as the launcher has it
+    monkeypatch.setattr(os, "environ", environment)
+    (tmp_path / "variables").write_text(json.dumps({"NCCL_DEBUG": "INFO", **theirs}))
+    order = Order("t", ["train"], str(tmp_path), environment_file=str(tmp_path / "variables"))
+    monkeypatch.setattr(sys, "argv", ["rank", order.encode()])
+    with pytest.raises(SystemExit):
+        rank.main()
+    assert environment.get("DS_ACCELERATOR") == wanted
+    assert (environment["OMP_NUM_THREADS"], environment["NCCL_DEBUG"]) == ("3", "INFO")
