@@ -7,6 +7,7 @@ waiting for the one before (`afterok`: a job keeps its id when it is requeued).
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -30,6 +31,7 @@ from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
 from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
 
+_GPUS = re.compile(r"--gres=.*gpu|--gpus|-G")  # options of sbatch that ask for GPUs
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 
 
@@ -58,6 +60,8 @@ class Resources:
         for option in self.options:
             if not option.startswith("-"):
                 raise UserError("--sbatch", option, "an option of sbatch, such as --mem=0")
+            if _GPUS.match(option) and not self.gpus_per_node:
+                raise UserError("--sbatch", option, "with --gpus-per-node too: how many that is on a node")
 
     @property
     def ranks(self) -> int:
@@ -110,7 +114,7 @@ class Job:
             "output": str(self.run_dir / SLURM).replace("%", "%%") + "/%j.out",
             "nodes": r.nodes,
             "ntasks-per-node": 1,
-            "gpus-per-node": r.gpus_per_node or None,
+            "gpus-per-node": None if any(map(_GPUS.match, r.options)) else r.gpus_per_node or None,
             **{name: getattr(r, name) for name in ("partition", "account", "qos", "constraint", "exclude", "time")},
             "signal": f"B:USR1@{self.warn_s}",
             "open-mode": "append",
@@ -161,7 +165,7 @@ def read_stage_option(text: str, resources: Resources) -> tuple[str, Resources]:
     name, colon, rest = text.partition(":")
     known = {field.replace("_", "-"): field for field in Resources.__dataclass_fields__ if field != "options"}
     changes: dict[str, Any] = {}
-    for part in rest.split(","):
+    for part in re.split(r",(?=[\w-]+=)", rest):  # exclude=node[01-03,07] has commas of its own
         key, equals, value = part.partition("=")
         if not (name and colon and equals and key in known):
             raise UserError("--stage", text, f"NAME:key=value,... with keys out of {', '.join(known)}")
@@ -214,6 +218,7 @@ def plan_jobs(
 # ------------------------------------------------------------------------------------------------ talking to SLURM
 
 
+_OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 # What sbatch says where it finds no controller or no configuration.
 _UNREACHABLE = ("unable to contact slurm controller", "could not establish a configuration source", "unable to resolve")
 
@@ -275,7 +280,9 @@ def waits_for(job: str | None) -> list[str]:
 
 
 def _sbatch(*options: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True)
+    """Without what a job around this process has set (its cores, its binding): the new job would get it."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in _OF_THE_SITE}
+    return subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, env=own)
 
 
 def _words(text: str) -> str:

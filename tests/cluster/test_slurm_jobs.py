@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 from support.runs import losses, metrics, train_run
-from support.slurm_cluster import Cluster
+from support.slurm_cluster import Cluster, wait_for
 from support.slurm_runs import EVERY, STEPS, SlurmRun
 
+from cqwen_dist.cluster.batch import read_history
 from cqwen_dist.cluster.rank import Order
 from cqwen_dist.run.status import read_status
 
@@ -75,7 +76,8 @@ def test_the_shipped_script_runs_the_quickstart_to_its_end(cluster: Cluster, tmp
 def test_a_chain_of_jobs_is_one_run(cluster: Cluster, tmp_path: Path) -> None:
     """The first stage on one node, the second on two; the second job waits for the first, and status tells of both."""
     run = SlurmRun(cluster, tmp_path, stages__0__steps=6, stages__1__steps=6, model__lora__dropout=0.0)
-    done = run.cqwen("submit", run.config, "--nodes", 2, "--stage", "heads:nodes=1", "--name", HOSTILE)
+    words = ["--nodes", 2, "--stage", "heads:nodes=1", "--name", HOSTILE, "--sbatch=--export=NONE"]
+    done = run.cqwen("submit", run.config, *words, "--setup", "true $OF_NOBODY")
     assert done.returncode == 0, done.stderr
     first, second = re.findall(r"^job (\d+)", done.stdout, re.MULTILINE)
     assert f"job {second}, after {first}" in done.stdout
@@ -112,15 +114,19 @@ def test_slurm_itself_refuses_what_the_cluster_does_not_have(cluster: Cluster, t
 
 
 def test_a_sweep_is_an_array(cluster: Cluster, tmp_path: Path) -> None:
-    run = SlurmRun(cluster, tmp_path, stages__0__steps=2, stages__1__steps=2)
+    """Its last task, whose own id is the whole array's, queues itself again, and not the others."""
+    run = SlurmRun(cluster, tmp_path)
     points = tmp_path / "points"
     points.write_text("train.seed=1\ntrain.seed=2 stages.0.lr=1e-3\n")
-    words = [f"--export=ALL,CQWEN_PYTHON={sys.executable}", "--array=0-1%1", ROOT / "slurm/sweep.sbatch"]
+    words = [f"--export=ALL,CQWEN_PYTHON={sys.executable}", "--array=0-1", ROOT / "slurm/sweep.sbatch"]
     job = cluster.slurm("sbatch", "--parsable", *words, run.config, points, cwd=tmp_path).strip()
+    wait_for("a checkpoint of the last", lambda: (run.run / "1" / "latest").is_file(), every=0.02)
+    cluster.slurm("scancel", "--batch", "--signal=USR1", f"{job}_1")
     for index in (0, 1):
         ended = cluster.wait_end(f"{job}_{index}")
         assert ended["JobState"] == "COMPLETED", (tmp_path / f"cqwen-{job}_{index}.out").read_text()
         assert read_status(run.run / str(index))["status"] == "done"
+        assert [entry["event"] for entry in read_history(run.run / str(index))] == ["start", "end"] * (1 + index)
     assert losses(run.run / "0") != losses(run.run / "1")
 
 

@@ -122,6 +122,7 @@ def test_an_option_is_quoted_as_sbatch_reads_it(value: str) -> None:
         (lambda: Resources(time="soon"), "--time: found 'soon'"),
         (lambda: replace(PLAIN, resources=Resources(partition="a\nb")), "printable"),
         (lambda: Resources(options=("mem=0",)), "--sbatch: found 'mem=0'"),
+        (lambda: Resources(options=("--gres=gpu:a100:8",)), "allowed: with --gpus-per-node too"),
         (lambda: replace(PLAIN, setup=("a\n#SBATCH --nodes=9",)), "printable"),
         (lambda: replace(PLAIN, name="a\nb"), "printable"),
         (lambda: replace(PLAIN, run_dir=Path("/r\\s")), "without backslashes"),
@@ -141,3 +142,14 @@ def test_a_stage_asks_for_other_resources() -> None:
     name, needs = read_stage_option("heads:nodes=1,gpus-per-node=2,partition=small", PLAIN.resources)
     assert name == "heads"
     assert (needs.nodes, needs.gpus_per_node, needs.partition, needs.time) == (1, 2, "small", "12:00:00")
+    _, needs = read_stage_option("heads:exclude=node[01-03,07],gpu-a,nodes=3", PLAIN.resources)
+    assert (needs.nodes, needs.exclude) == (3, "node[01-03,07],gpu-a")
+
+
+def test_gpus_are_asked_for_as_the_site_wants_it() -> None:
+    """A typed one, or --gres alone, in place of --gpus-per-node, which some sites refuse; a rank for each as before."""
+    needs = Resources(nodes=2, gpus_per_node=8, options=("--gres=gpu:a100:8",))
+    lines = render(replace(PLAIN, resources=needs)).splitlines()
+    assert [line for line in lines if "gpu" in line and line.startswith("#SBATCH")] == ["#SBATCH --gres=gpu:a100:8"]
+    assert "ranks=8" in lines
+    assert "export DS_ACCELERATOR=cpu" not in lines

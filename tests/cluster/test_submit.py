@@ -19,6 +19,7 @@ from cqwen_dist.run.status import write_status
 ROOT = Path(__file__).parents[2]
 SBATCH = """#!/bin/bash
 for word in "$@"; do
+  if [ -n "$SLURM_CPU_BIND" ]; then echo "sbatch: error: of a job around it" >&2; exit 1; fi
   if [ "$word" = --test-only ]; then echo "sbatch: Job 1 to start at noon" >&2; exit 0; fi
 done
 printf '%s\\n' "$*" >> "$(dirname "$0")/calls"
@@ -48,6 +49,7 @@ def cqwen(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *w
 def test_two_jobs_of_one_run(
     tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # submitted from within a job
     config = write_config(tmp_path)
     words = ["submit", config, "train.seed=3", "--nodes", 2, "--ranks-per-node", 2, "--stage", "heads:nodes=1,time=10"]
     code, out, err = cqwen(monkeypatch, capfd, *words, "--partition", "main", "--sbatch=--mem=0")
