@@ -10,7 +10,7 @@ on CUDA or with a static cache, the modes with argmax P read a copy of W_cls in 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -76,22 +76,27 @@ def run(
     for batch in batches:
         ids = torch.randint(0, vocab - 2, (batch, prompt), generator=torch.Generator().manual_seed(batch)).to(device)
         works = {key: partial(seconds_of, partial(work, ids), ids.device) for key, work in contenders.items()}
-        failed: dict[tuple[str, str], str] = {}
-        warm = in_turn(works, 2, failed)  # compiles, and records CUDA graphs
-        times = in_turn({key: works[key] for key in warm}, rounds, failed)
-        for cache, name in works:
-            row: dict[str, Any] = {"batch": batch, "cache": cache, "contender": name}
-            if (found := times.get((cache, name))) is None:
-                results.append({**row, "skipped": failed[cache, name]})
-                continue
-            row["tokens_per_s"] = batch * new_tokens / median(found)
-            if (theirs := times.get((cache, THEIRS))) is not None:
-                ratios = [a / b for a, b in zip(theirs, found, strict=True)]
-                row |= {"ratio": median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
-            results.append(row)
+        results += [{"batch": batch, **row} for row in _timed(works, rounds, batch * new_tokens)]
     shape = {"hidden": hidden, "layers": layers, "vocab": vocab, "prompt": prompt, "new_tokens": new_tokens}
     place = {"device": device_name(ids.device), "precision": precision, "compiled": compile_on_cpu or ids.is_cuda}
     return {"shape": shape, "rounds": rounds, **place, "results": results}
+
+
+def _timed(works: dict[tuple[str, str], Callable[[], float]], rounds: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """A row for each (cache, contender). works: seconds of so many tokens. One that fails says why."""
+    failed: dict[tuple[str, str], str] = {}
+    warm = in_turn(works, 2, failed)  # compiles, and records CUDA graphs
+    times = in_turn({key: works[key] for key in warm}, rounds, failed)
+    for cache, name in works:
+        row: dict[str, Any] = {"cache": cache, "contender": name}
+        if (cache, name) in failed:
+            row["skipped"] = failed[cache, name]
+        else:
+            row["tokens_per_s"] = tokens / median(times[cache, name])
+            if (cache, THEIRS) in times:
+                ratios = [a / b for a, b in zip(times[cache, THEIRS], times[cache, name], strict=True)]
+                row |= {"ratio": median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
+        yield row
 
 
 def _contenders(

@@ -33,7 +33,7 @@ from cqwen_dist.parallel.traffic import Traffic, Transfer
 from cqwen_dist.plan import Architecture, read_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
-from cqwen_dist.plan.machine import MACHINES, Machine, machine
+from cqwen_dist.plan.machine import MACHINES, TERA, Machine, machine, peak_tflops
 from cqwen_dist.plan.make import tensor_bytes, worst
 from cqwen_dist.plan.memory import GIB, WORKSPACE
 from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
@@ -48,11 +48,14 @@ def measure(config: Config, *, gpu: str, **how: Any) -> dict[str, Any] | None:
     """`run` in its own process group or the launcher's. Returns None on every rank but the first."""
     architecture = read_architecture(config)
     with distributed(config.parallel.timeout_min * 60, backend=config.parallel.backend) as runtime:
-        if runtime.device.type == "cuda":
-            shown = torch.cuda.get_device_name().lower()
-            gpu = gpu or next((name for name in MACHINES if name in shown), "h100")
         known = machine(gpu or "cpu", "ib400")
-        result = run(config, architecture, runtime, known, **how)
+        peak: float | None = known.peak(dtype_of(config.train.precision).itemsize)
+        if runtime.device.type == "cuda" and not gpu:
+            shown = torch.cuda.get_device_name()
+            known = machine(next((name for name in MACHINES if name in shown.lower()), "h100"), "ib400")
+            stated = peak_tflops(shown) if config.train.precision == "bf16" else known.fp32 / TERA
+            peak = None if stated is None else stated * TERA
+        result = run(config, architecture, runtime, known, peak, **how)
         return result if runtime.is_main else None
 
 
@@ -61,6 +64,7 @@ def run(
     architecture: dict[str, Any],
     runtime: Runtime,
     machine: Machine,
+    peak: float | None,
     *,
     rounds: int,
     peers: bool = True,
@@ -69,11 +73,11 @@ def run(
 ) -> dict[str, Any]:
     """Measure every stage of the config. Collective over the world; returns a JSON-ready document on every rank.
 
-    machine: its peak gives MFU, and the calibration compares with its stated rates. both: eager and compiled; else as
-    `model.compile_layers` says. Raises `UserError` if config and ranks do not fit.
+    machine: the calibration compares with its stated rates. peak: flop/s for MFU, None: not known. both: eager and
+    compiled; else as `model.compile_layers` says. Raises `UserError` if config and ranks do not fit.
     """
     device = runtime.device
-    timer, traffic = Timer(device, machine, rounds), Traffic(Marks(device).now)
+    timer, traffic = Timer(device, peak, rounds), Traffic(Marks(device).now)
     rows: list[dict[str, Any]] = []
     profiles: list[dict[str, Any]] = []
     kinds = (False, True) if both and config.parallel.zero_stage < 3 else (config.model.compile_layers,)
@@ -176,7 +180,7 @@ class Timer:
     """Times contenders alike."""
 
     device: torch.device
-    machine: Machine
+    peak: float | None
     rounds: int
 
     def row(self, name: str, step: Callable[[], object], s: Sizes, saved: float = 0.0) -> dict[str, Any]:
@@ -200,7 +204,7 @@ class Timer:
             "step_s": spread(times),
             "tokens_per_s": s.step_tokens / median,
             "flops_per_token": useful,
-            "mfu": useful * s.step_tokens / s.world / median / self.machine.peak(s.width),
+            "mfu": None if self.peak is None else useful * s.step_tokens / s.world / median / self.peak,
         }
 
 

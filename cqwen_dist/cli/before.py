@@ -154,7 +154,7 @@ def plan(
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="Ranks on each machine; 0: one CPU rank each.")] = 1,
-    gpu_memory_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
+    gpu_memory_gib: Annotated[float | None, typer.Option(help="Memory of one GPU; default: that of --gpu.")] = None,
     gpu: Annotated[str, typer.Option(help="Rates of this GPU: h200, h100 (default), a100, l40s, cpu.")] = "",
     interconnect: Annotated[str, typer.Option(help="Between machines, a rank: ib400, ib200, eth100, ...")] = "ib400",
     calibrate: Annotated[Path | None, typer.Option(help="Measured rates: `bench step --json`'s document.")] = None,

@@ -25,7 +25,7 @@ def run(
     *,
     nodes: int,
     gpus_per_node: int,
-    gpu_memory_gib: float,
+    gpu_memory_gib: float | None,
     gpu: str = "",
     interconnect: str = "ib400",
     calibration: Path | None = None,
@@ -60,7 +60,7 @@ def run(
             raise UserError("--write", str(write), "a layout that fits (none was found)")
         chosen, best = (with_layout(config, choices[0].layout), choices[0].plan) if choices else (config, planned)
         command = f"cqwen plan {write} --nodes {nodes} --gpus-per-node {gpus_per_node}"
-        write_config(write, chosen, best, f"{command} --gpu-memory-gib {gpu_memory_gib:g} --gpu {known.name}")
+        write_config(write, chosen, best, f"{command} --gpu-memory-gib {planned.gpu_memory_gib:g} --gpu {known.name}")
         document["written"] = str(write)
         shown += [Text(f"written: {write}")]
     return document, Group(*shown)

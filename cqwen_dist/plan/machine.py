@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
     "A10G": 70.0,
     "A40": 150.0,
@@ -32,6 +34,7 @@ class Machine:
     fp32: float  # flop/s, likewise (TF32 not used)
     memory: float  # bytes/s
     inside: float  # bytes/s that a rank sends within its node
+    gib: float = 80.0  # memory
     between: float = 50 * GB  # bytes/s that a rank sends to another node
     latency_inside: float = 10e-6  # s of a collective, for each of its rounds
     latency_between: float = 20e-6
@@ -54,10 +57,10 @@ class Machine:
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h200", PEAK_TFLOPS["H200"] * TERA, 67 * TERA, 4800 * GB, 450 * GB),
+        Machine("h200", PEAK_TFLOPS["H200"] * TERA, 67 * TERA, 4800 * GB, 450 * GB, 139.0),
         Machine("h100", PEAK_TFLOPS["H100"] * TERA, 67 * TERA, 3350 * GB, 450 * GB),
         Machine("a100", PEAK_TFLOPS["A100"] * TERA, 19.5 * TERA, 2039 * GB, 300 * GB),
-        Machine("l40s", PEAK_TFLOPS["L40S"] * TERA, 91 * TERA, 864 * GB, 32 * GB),
+        Machine("l40s", PEAK_TFLOPS["L40S"] * TERA, 91 * TERA, 864 * GB, 32 * GB, 44.0),
         Machine("cpu", 0.1 * TERA, 0.1 * TERA, 10 * GB, 2 * GB, between=1 * GB, efficiency=1.0),
     )
 }
@@ -67,7 +70,7 @@ INTERCONNECTS = {"ib400": 50 * GB, "ib200": 25 * GB, "eth100": 12.5 * GB, "eth25
 
 def peak_tflops(device_name: str) -> float | None:
     """The peak of a GPU by its driver's name for it; None for an unknown GPU."""
-    known = [key for key in PEAK_TFLOPS if key in device_name]
+    known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", device_name)]  # an L40 is no L4
     return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 

@@ -129,7 +129,7 @@ def plan(
     *,
     nodes: int,
     gpus_per_node: int,
-    gpu_memory_gib: float,
+    gpu_memory_gib: float | None = None,
     architecture: dict[str, Any],
     machine: Machine | None = None,
     sequences: int | None = None,
@@ -137,16 +137,18 @@ def plan(
 ) -> Plan:
     """Memory of one rank (the largest one), and what the run costs. `gpus_per_node` 0 means one CPU rank a node.
 
-    `architecture` is the base's transformers config (`read_architecture`); machine: rates (default an H100's, or a
-    CPU's); sequences: in an epoch of the data, where that is known; text: as of `Sizes`. Raises `UserError`.
+    `architecture` is the base's transformers config (`read_architecture`); machine: rates, and the memory where none is
+    given (default an H100, or a CPU); sequences: in an epoch of the data, where that is known; text: as of `Sizes`.
+    Raises `UserError`.
     """
     if nodes < 1:
         raise UserError("--nodes", nodes, "at least 1")
     if gpus_per_node < 0:
         raise UserError("--gpus-per-node", gpus_per_node, "0 (CPU) or more")
-    if not (math.isfinite(gpu_memory_gib) and gpu_memory_gib > 0):
-        raise UserError("--gpu-memory-gib", gpu_memory_gib, "a number above 0")
     machine = machine or MACHINES["h100" if gpus_per_node else "cpu"]
+    gib = machine.gib if gpu_memory_gib is None else gpu_memory_gib
+    if not (math.isfinite(gib) and gib > 0):
+        raise UserError("--gpu-memory-gib", gib, "a number above 0")
     ranks_per_node = max(1, gpus_per_node)
     base = Architecture.of(architecture)
     kind: Kind = "cuda" if gpus_per_node else "cpu"
@@ -157,7 +159,7 @@ def plan(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         world=s.world,
-        gpu_memory_gib=gpu_memory_gib,
+        gpu_memory_gib=gib,
         accumulation=s.accumulation,
         base_parameters=base.base_parameters,
         trainable_parameters=_trained(s),

@@ -49,7 +49,7 @@ def bench(folder: str) -> dict[str, Any]:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     assert dist.get_world_size() == 1
     runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
-    return run(config, TINY, runtime, MACHINES["cpu"], rounds=2, profile=Path(folder))
+    return run(config, TINY, runtime, MACHINES["cpu"], 1e11, rounds=2, profile=Path(folder))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_compiler_that_fails_leaves_the_eager_figures_and_the_peers(monkeypatc
     monkeypatch.setattr(step, "_ours", ours)
     monkeypatch.setattr(step, "_peer", peer)
     runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
-    found = step.run(config, TINY, runtime, MACHINES["cpu"], rounds=1, both=True)
+    found = step.run(config, TINY, runtime, MACHINES["cpu"], None, rounds=1, both=True)
     first, compiled, *peers = found["rows"]
     assert (first["name"], compiled["skipped"]) == ("first", "RuntimeError: no C++ compiler")
     names = {row["name"]: row["own"] for row in peers}

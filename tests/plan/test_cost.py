@@ -16,7 +16,7 @@ from cqwen_dist.plan import Architecture, plan
 from cqwen_dist.plan.architecture import known_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, of_stage, softmax_head_ratio
-from cqwen_dist.plan.machine import MACHINES, machine
+from cqwen_dist.plan.machine import MACHINES, machine, peak_tflops
 from cqwen_dist.plan.memory import phases
 from cqwen_dist.plan.search import layouts, scaling, search, with_layout
 from cqwen_dist.plan.show import render
@@ -244,3 +244,17 @@ def test_scaling_ends_at_1024_and_begins_at_one():
         assert point.efficiency == pytest.approx(1, rel=1e-6 if point.zero_stage == 1 else 0.03)
     last = {(p.zero_stage, p.vocab_group_size): p.efficiency for p in points if p.ranks == 1024}
     assert last[1, 8] > last[1, 1]  # the rows' gradients stay in the node
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+    ],
+)
+def test_a_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
+    assert peak_tflops(name) == tflops

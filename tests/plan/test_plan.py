@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.bases import ARCHITECTURES
-from cqwen_dist.plan import Architecture, Plan, activations, memory, plan, read_architecture, render
+from cqwen_dist.plan import Architecture, Plan, activations, command, memory, plan, read_architecture, render
 from cqwen_dist.plan.command import count_sequences
 from cqwen_dist.plan.memory import GIB
 from cqwen_dist.plan.sizes import stage_sizes
@@ -351,3 +351,9 @@ def test_the_texts_of_an_epoch_are_counted_by_line_or_not_at_all(tmp_path: Path)
     (tmp_path / "c.json").write_text('[{"text": "a"}]\n')
     counts = {"*.jsonl": 4, "a.jsonl": 2, "*.json": None, "*": None, "none*": None}
     assert {name: count_sequences(config(data={"train": str(tmp_path / name)})) for name in counts} == counts
+
+
+@pytest.mark.parametrize(("gpu", "gib"), [("l40s", 44.0), ("h200", 139.0), ("", 80.0)])
+def test_the_memory_is_that_of_the_gpu_that_is_named(gpu: str, gib: float) -> None:
+    document, _ = command.run(config(), nodes=1, gpus_per_node=8, gpu_memory_gib=None, gpu=gpu)
+    assert document["gpu_memory_gib"] == gib
