@@ -34,8 +34,8 @@ from cqwen_dist.ops.ovr import linear_ovr
 from cqwen_dist.ops.ovr.head import Targets, WordHead
 from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS
 from cqwen_dist.ops.ovr.one_pass import ovr_one_pass, tile_shape
+from cqwen_dist.ops.products import dtype_of
 
-DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
 FUSED = ("fused", "fused fp8", "fused two", "fused two fp8")  # contenders that multiply bf16, or fp8
 ON_CUDA = ("triton", "chunked", *FUSED, "liger", "cce")  # contenders that run nowhere else; "this" is chunked on a CPU
@@ -80,7 +80,7 @@ def run(
     place = _checked(tokens, hidden, vocab, dtype, device, rounds)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {impl!r}")
-    problem = _problem(tokens, hidden, vocab, DTYPES[dtype], place)
+    problem = _problem(tokens, hidden, vocab, dtype_of(dtype), place)
     steps, skipped = _steps(problem, impl, only, plain_limit_gib)
     warm = {name: partial(_extra_mib, step, problem, place) for name, step in steps.items()}
     extra = in_turn(warm, 1, skipped)
@@ -124,8 +124,8 @@ def _checked(tokens: int, hidden: int, vocab: int, dtype: str, device: str, roun
     for name, count in (("tokens", tokens), ("hidden", hidden), ("vocab", vocab), ("rounds", rounds)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1, found {count}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {sorted(DTYPES)}, found {dtype!r}")
+    if dtype not in ("fp32", "bf16"):
+        raise ValueError(f"dtype must be fp32 or bf16, found {dtype!r}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):

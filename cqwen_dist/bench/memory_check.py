@@ -23,6 +23,7 @@ import torch
 from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from cqwen_dist.bench.memory import peak_growth_bytes
 from cqwen_dist.bench.rig import build_rig
 from cqwen_dist.bench.timing import device_name, said
 from cqwen_dist.config import Config, load_config
@@ -32,9 +33,9 @@ from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
 from cqwen_dist.plan import Architecture
 from cqwen_dist.plan.architecture import known_architecture, read_architecture
-from cqwen_dist.plan.make import tensor_bytes, worst
-from cqwen_dist.plan.memory import MIB, WORKSPACE
-from cqwen_dist.plan.sizes import Kind, stage_sizes
+from cqwen_dist.plan.make import allocated_bytes, worst
+from cqwen_dist.plan.memory import MIB
+from cqwen_dist.plan.sizes import stage_sizes
 
 STEPS = 2  # plain ones, before the one that measures accuracy and constraint
 
@@ -220,8 +221,6 @@ def measure(
     config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None
 ) -> dict[str, Any]:
     """{measured_mib, predicted_mib, ratio, stage, moment} of a config. Collective over the world."""
-    device = runtime.device
-    kind: Kind = "cuda" if device.type == "cuda" else "cpu"
 
     def build() -> Callable[[], None]:
         rig = build_rig(config, architecture, runtime, groups)
@@ -235,10 +234,10 @@ def measure(
 
         return steps
 
-    measured = peak_of(build, device)
+    measured = peak_of(build, runtime.device)
     base = Architecture.of(architecture)
-    s, phase, parts = worst(stage_sizes(config, base, world=runtime.world_size, kind=kind))
-    predicted = tensor_bytes(parts) + (WORKSPACE if kind == "cuda" else 0)
+    sizes = stage_sizes(config, base, world=runtime.world_size, kind=runtime.device.type)
+    (s, phase, _), predicted = worst(sizes), allocated_bytes(sizes)
     return {
         "measured_mib": measured / MIB,
         "predicted_mib": predicted / MIB,
@@ -295,11 +294,8 @@ def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> in
         before = torch.cuda.memory_allocated()
         work = build()
         gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        work()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        built = torch.cuda.memory_allocated() - before
+        return built + (peak_growth_bytes(work, device) or 0)
     _count_all_threads()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
         work = build()

@@ -22,7 +22,7 @@ from cqwen_dist.parallel.traffic import Traffic
 from cqwen_dist.plan import Architecture
 from cqwen_dist.plan.architecture import known_architecture
 from cqwen_dist.plan.comm import step_messages
-from cqwen_dist.plan.sizes import Kind, stage_sizes
+from cqwen_dist.plan.sizes import stage_sizes
 
 WARM, TIMED = 2, 5  # steps
 LARGEST_GROUP = 8  # ranks that share the vocabulary: those of a machine, usually
@@ -72,8 +72,7 @@ def _layout(runtime: Runtime, traffic: Traffic, zero: int, group: int, gpu: bool
     least = TINY * runtime.world_size
     said = sum(message.bytes for message in traffic.take()[0] if message.ranks > 1 and message.bytes > least)
     base = Architecture.of(architecture)
-    kind: Kind = "cuda" if gpu else "cpu"
-    (sizes,) = stage_sizes(config, base, world=runtime.world_size, kind=kind)
+    (sizes,) = stage_sizes(config, base, world=runtime.world_size, kind=runtime.device.type)
     planned = sum(message.bytes for message in step_messages(sizes) if message.bytes > least)
     memory = max(gather_objects(measure(config, architecture, runtime)), key=lambda row: row["measured_mib"])
     return {

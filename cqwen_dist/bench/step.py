@@ -34,9 +34,9 @@ from cqwen_dist.plan import Architecture, read_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, softmax_head_ratio
 from cqwen_dist.plan.machine import MACHINES, TERA, Machine, machine, peak_tflops
-from cqwen_dist.plan.make import tensor_bytes, worst
-from cqwen_dist.plan.memory import GIB, WORKSPACE
-from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
+from cqwen_dist.plan.make import allocated_bytes
+from cqwen_dist.plan.memory import GIB
+from cqwen_dist.plan.sizes import Sizes, stage_sizes
 from cqwen_dist.training.stages import StagePlan
 
 PEERS = {"hf+peft": False, "hf+peft+liger": True}  # whether Liger's kernels are in it
@@ -145,9 +145,8 @@ def _ours(
 ) -> tuple[list[dict[str, Any]], list[Batch], list[Sizes]]:
     """A row or two for each stage, the last stage's batches, and the sizes of all. Adds to `profiles`."""
     device, rows = runtime.device, []
-    kind: Kind = "cuda" if device.type == "cuda" else "cpu"
     text = config.data.sequence_length * sum(share**2 for share in DOCUMENTS)
-    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=kind, text=text)
+    sizes = stage_sizes(config, Architecture.of(architecture), world=runtime.world_size, kind=device.type, text=text)
     before = _allocated(device)
     rig = build_rig(config, architecture, runtime)
     for index, s in enumerate(sizes):
@@ -232,15 +231,13 @@ def _stage(
             messages, pairs = traffic.take()  # marks.seconds() waited for the device
             communication += sum(between(*pair) for pair in pairs) / rounds
     traffic.on = False
-    planned = tensor_bytes(worst([s])[2])
-    planned += WORKSPACE * (device.type == "cuda")
     return row | {
         "parts_s": {name: statistics.median(values) for name, values in parts.items()},
         "communication_s": communication,
         "bytes_sent": sum(message.bytes for message in messages),
         "collectives": len(messages),
         "peak_gib": None if peak is None else peak / GIB,
-        "planned_peak_gib": planned / GIB,
+        "planned_peak_gib": allocated_bytes([s]) / GIB,
         "trainable": sorted(s.trainable),
     }
 

@@ -14,7 +14,7 @@ from cqwen_dist.plan.comm import bytes_sent, stage_head_messages
 from cqwen_dist.plan.cost import StageCost, stage_cost
 from cqwen_dist.plan.machine import MACHINES, Machine, describe
 from cqwen_dist.plan.memory import ADAM_MOMENTS, FP32, GIB, Part
-from cqwen_dist.plan.sizes import Kind, Sizes, stage_sizes
+from cqwen_dist.plan.sizes import Sizes, stage_sizes
 
 NOT_TENSORS = ("process", "CUDA context", "communication buffers", "fragmentation")
 
@@ -119,6 +119,11 @@ def largest(parts: Iterable[Part]) -> Part:
     return max((part for part in parts if part.place == "device"), key=lambda part: part.bytes)
 
 
+def allocated_bytes(sizes: list[Sizes]) -> int:
+    """The peak of torch's allocator over these stages, with the maths libraries' workspaces on a GPU."""
+    return tensor_bytes(worst(sizes)[2]) + memory.WORKSPACE * (sizes[0].kind == "cuda")
+
+
 def tensor_bytes(parts: Iterable[Part]) -> int:
     """The sum of the parts on the device."""
     return sum(part.bytes for part in parts if part.place == "device")
@@ -151,7 +156,7 @@ def plan(
         raise UserError("--gpu-memory-gib", gib, "a number above 0")
     ranks_per_node = max(1, gpus_per_node)
     base = Architecture.of(architecture)
-    kind: Kind = "cuda" if gpus_per_node else "cpu"
+    kind = "cuda" if gpus_per_node else "cpu"
     sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences, text=text)
     s, phase, parts = worst(sizes)
     parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))

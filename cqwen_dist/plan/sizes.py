@@ -7,13 +7,10 @@ B sequences of T tokens in a micro-batch, N = B T; w bytes of a backbone number.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from cqwen_dist.config import Config, Stage, refuse_ranks
 from cqwen_dist.plan.architecture import Architecture
 
 FP32 = 4
-Kind = Literal["cuda", "cpu"]
 FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
 # DeepSpeed's ZeRO-3 defaults: what stays gathered, and which parameters are never partitioned.
 MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
@@ -24,7 +21,8 @@ WIDE_TABLES, WIDE_NAMES, WIDE_PER_NAME = 16, 128, 7
 class Sizes:
     """A stage of a config on the rank with the most work.
 
-    sequences: of an epoch; None: not known. text: tokens of a packed text: sum of squares over sum; None: all of a row.
+    kind: cuda or cpu. sequences: of an epoch; None: not known. text: tokens of a packed text: sum of squares over sum;
+    None: all of a row.
     """
 
     def __init__(
@@ -32,7 +30,7 @@ class Sizes:
         config: Config,
         base: Architecture,
         world: int,
-        kind: Kind,
+        kind: str,
         stage: Stage,
         sequences: int | None = None,
         text: float | None = None,
@@ -171,7 +169,7 @@ def stage_sizes(
     base: Architecture,
     *,
     world: int,
-    kind: Kind,
+    kind: str,
     sequences: int | None = None,
     text: float | None = None,
 ) -> list[Sizes]:

@@ -125,6 +125,8 @@ def test_nodes_that_are_not_fit_end_the_job_and_a_preflight_that_hangs_does_not(
     assert starts.end(1, phase="preflight") == ("failed", "fatal")
     starts.start()
     assert starts.end(124, phase="preflight")[1] == "lost"
+    starts.start()
+    assert starts.end(74, phase="preflight")[1] == "lost", "srun's own failure says nothing of the nodes"
 
 
 def test_starts_without_a_new_checkpoint_are_bounded_and_wait_longer_each_time(starts: Starts) -> None:
