@@ -10,7 +10,7 @@ on CUDA or with a static cache, the modes with argmax P read a copy of W_cls in 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -82,7 +82,7 @@ def run(
     return {"shape": shape, "rounds": rounds, **place, "results": results}
 
 
-def _timed(works: dict[tuple[str, str], Callable[[], float]], rounds: int, tokens: int) -> Iterator[dict[str, Any]]:
+def _timed(works: Mapping[tuple[str, str], Callable[[], float]], rounds: int, tokens: int) -> Iterator[dict[str, Any]]:
     """A row for each (cache, contender). works: seconds of so many tokens. One that fails says why."""
     failed: dict[tuple[str, str], str] = {}
     warm = in_turn(works, 2, failed)  # compiles, and records CUDA graphs
