@@ -65,12 +65,6 @@ def test_extra_memory_does_not_grow_with_the_tokens():
     assert row["extra_mib"] < 40
 
 
-@pytest.mark.parametrize("name", ["tokens", "hidden", "vocab", "rounds"])
-def test_a_size_below_one_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, found 0"):
-        run(**{"tokens": 2, "hidden": 2, "vocab": 2, "rounds": 1, name: 0})
-
-
 @pytest.mark.slow
 def test_time_is_near_the_floor_and_grows_linearly():
     """At most 1.15 times the six products alone, best round against best round; four times the tokens, four times."""
