@@ -196,7 +196,7 @@ def main() -> None:
     ask.out.mkdir(parents=True, exist_ok=True)
     pages(ask.out)
     lines = [f"Measured {date.today().isoformat()}.", "", "| | measured | asked for |", "|---|---|---|"]
-    for name in ask.only or (*MEASURES, *OTHERS):  # figures first, where a GPU is lent for minutes
+    for name in ask.only or (*MEASURES, *OTHERS):  # figures first: a GPU may be at hand for minutes only
         if name in OTHERS:
             rows = OTHERS[name](ask.out)
         else:
