@@ -87,6 +87,12 @@ def _asked(stage: Stage) -> list[Any]:
     return [stage.steps, stage.epochs, stage.until and stage.until.model_dump(mode="json")]
 
 
+def _judged(asked: list[Any]) -> tuple[Any, ...]:
+    """By what a stage of that length ends: a metric and which way is better; empty where by its steps."""
+    until = asked[2]
+    return () if until is None else (until["metric"], until["better"])
+
+
 class Schedule:
     """All stages of a run, in order. A stage with `until` is planned with its max_steps until it ends."""
 
@@ -142,6 +148,7 @@ class Schedule:
         """Restore what `state_dict` returned at a step. A stage that has ended stays so if an epoch's length changes.
 
         A stage whose length in the config has changed has not ended (`run.folder` allows it for the current one only).
+        The best metric counts for a stage that goes on with the same one.
         """
         asked = state.get("asked", [])
         for index, stop in enumerate(state["stops"][: len(self._stages)]):
@@ -151,7 +158,9 @@ class Schedule:
                 self._steps[index] = stop - plan.start
             elif plan.start <= step and plan.stop < step:  # shorter now than the steps taken
                 self._steps[index] = step - plan.start
-        self._best, self._waited = state["best"], state["waited"]
+        plan = self.at(step)
+        same = plan.index >= len(asked) or _judged(asked[plan.index]) == _judged(_asked(plan.stage))
+        self._best, self._waited = (state["best"], state["waited"]) if same else (None, 0)
 
     def at(self, step: int) -> StagePlan:
         """The stage that a step belongs to; the last one for a finished run."""

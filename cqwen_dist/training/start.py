@@ -60,6 +60,8 @@ def begin(run: Run) -> Place:
     if run.resume_from is None:
         return _make_start(run)
     place = restore(run, run.resume_from)
+    if place.figures:  # what is ahead may have changed since the start
+        refuse_unknown_metrics(run.config, place.figures)
     run.progress.say(f"resumed from {run.resume_from}")
     return place
 

@@ -61,6 +61,14 @@ def test_what_lies_ahead_is_free(one_rank: Path, tmp_path: Path) -> None:
     assert [record["stage"] for record in metrics(run)] == ["heads"] * 3 + ["later"] * 4
 
 
+def test_an_appended_stage_that_looks_at_no_metric_is_refused_before_any_step(one_rank: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    stage = {"name": "more", "train": ["heads"], "until": {"max_steps": 9, "metric": "eval/acuracy"}}
+    done = cqwen_forked("train", grown(set_back(one_rank, run, 6), tmp_path, stage), f"run.dir={run}")
+    assert done.returncode == 2
+    assert "stages.2.until.metric: found 'eval/acuracy'" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("step", "changes", "said"),
     [

@@ -175,6 +175,17 @@ def test_what_it_saw_and_decided_goes_on_in_another_process() -> None:
     assert third.state_dict()["waited"] == 0
 
 
+def test_another_metric_does_not_compare_with_the_best_of_the_one_before() -> None:
+    first, second = until(), until(metric="eval/accuracy")
+    for step, value in ((10, 6.0), (20, 6.1)):
+        first.observe(step, {"eval/cls_loss_mean": value})
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())), step=20)
+    assert [second.observe(step, {"eval/accuracy": step / 100}) for step in (30, 40)] == [False, False]
+    longer = until(max_steps=200)
+    longer.load_state_dict(json.loads(json.dumps(first.state_dict())), step=20)
+    assert longer.observe(30, {"eval/cls_loss_mean": 6.2}), "the metric is the same: this is the second in a row"
+
+
 def test_a_figure_that_evaluation_does_not_give_is_refused_by_key() -> None:
     heads, watched = ({"name": name, "train": ["heads"]} for name in "hw")
     chosen = [{**heads, "steps": 3}, {**watched, "until": {"max_steps": 100, "metric": "eval/recal"}}]
