@@ -18,6 +18,7 @@ from cqwen_dist.run.files import AWAY, REFUSED, words_of_disk
 from cqwen_dist.run.folder import open_run
 from cqwen_dist.run.lock import run_lock
 from cqwen_dist.run.status import RunStatus, end_status
+from cqwen_dist.training.callbacks import CallbackError
 from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.telemetry.progress import Progress
 from cqwen_dist.training.zero.engine import NonFiniteStep
@@ -89,7 +90,7 @@ def cause_of(error: BaseException) -> Cause:
         return Cause("a loss that is not finite", False)
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return Cause("memory", False)
-    if is_communication(error):
+    if is_communication(error) and not isinstance(error, CallbackError):  # whose own request may have timed out
         return Cause("a lost rank", True)
     text = str(error)
     signs = ("CUDA error", "ECC", "NVLink", "device is lost")

@@ -16,6 +16,7 @@ from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.run.folder import open_run, refuse_changes
 from cqwen_dist.run.status import RunStatus, end_status, read_status, write_status
 from cqwen_dist.training import session
+from cqwen_dist.training.callbacks import CallbackError
 from cqwen_dist.training.replicas import RanksDiffer
 from cqwen_dist.training.session import cause_of, open_session
 from cqwen_dist.training.stages import refuse_unknown_metrics
@@ -97,6 +98,7 @@ ENDS = [  # the error, its cause, whether another try may go on
     (RanksDiffer("x is not equal", 3, again=False), "ranks that differ", True),
     (RanksDiffer("x is not equal", 3, again=True), "ranks that differ again", False),
     (ZeroDivisionError("division by zero"), "the program", False),
+    (CallbackError("the callback Notify.on_step raised ReadTimeout: Read timed out."), "the program", False),
     (NotImplementedError("Could not run it\n" + "CUDA: registered at a.cpp\n" * 100), "the program", False),
     (FileNotFoundError(errno.ENOENT, "No such file", "/a"), "the program", False),
 ]
