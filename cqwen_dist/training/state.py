@@ -52,6 +52,8 @@ def restore(run: Run, folder: Path) -> Place:
     _restore(run.engine, found, folder)
     place = Place(**{key: state[key] for key in vars(Place()) if key in state})
     place.exchanged = exchanged
+    if "eval" in exchanged:  # what was measured on the texts before is not compared with these
+        state |= {"base": {}, "schedule": {**state["schedule"], "best": None, "waited": 0}}
     factors = place.figures.pop(CALIBRATION, None)
     run.schedule.load_state_dict(state["schedule"], place.step)
     if run.config.loss.constraint.mode != "off":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.runs import cqwen_forked, losses, set_back, train_run, write_texts
+from support.runs import cqwen_forked, losses, metrics, set_back, train_run, write_texts
 
 from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.config import UserError
@@ -108,6 +108,9 @@ def test_accepted_texts_begin_a_new_epoch_and_the_change_is_logged(one_rank: Pat
     assert state["loader"] == {"stage": 1, "epoch": 1, "step": 3}, "an epoch of the new texts has 14 steps"
     assert losses(tmp_path / "run")[:3] == losses(one_rank)[:3]
     assert losses(tmp_path / "run")[3] != losses(one_rank)[3]
+    known = {name for name in metrics(tmp_path / "run")[-1] if name.startswith("eval/")}
+    assert "eval/accuracy" in known
+    assert not known & {"eval/base_accuracy", "eval/base_perplexity"}, "those are of the held-out texts before"
 
     # The checkpoint holds the new texts' digest now: the old ones are the strangers.
     done = cqwen_forked("train", config, options[0])

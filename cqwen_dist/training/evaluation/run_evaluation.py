@@ -85,7 +85,8 @@ class Evaluations:
         """The main metrics in one line for people; empty where nothing is evaluated."""
         parts = []
         if self.held_out is not None:
-            parts.append(f"accuracy {metrics['eval/accuracy']:.1%} (base {metrics.get('eval/base_accuracy', 0):.1%})")
+            base = f" (base {metrics['eval/base_accuracy']:.1%})" if "eval/base_accuracy" in metrics else ""
+            parts.append(f"accuracy {metrics['eval/accuracy']:.1%}{base}")
             parts.append(f"<NUM> F1 {metrics['eval/num_f1']:.3f}")
         if "eval/reg_mdae" in metrics:
             parts.append(f"MdAE {metrics['eval/reg_mdae']:.4g}")
