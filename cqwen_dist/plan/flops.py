@@ -1,9 +1,9 @@
 """Floating-point operations a token, by part: a product of [N, a] and [a, b] is 2 N a b.
 
-A plan makes `Work` from a config (`of_stage`), a run from its model (`telemetry.perf`). Useful operations are those of
-the formulas: causal attention looks at half of [T, T]. What is computed again (gradient checkpointing; the scores, in
-attention's backward), or made between packed texts and hidden by a mask, is counted separately. MFU is useful
-operations over the hardware's peak.
+A plan and a run (`telemetry.perf`) make `Work` from a config. Useful operations are those of the formulas: causal
+attention looks at half of [T, T]. What is computed again (gradient checkpointing; the scores, in attention's backward),
+or made between packed texts and hidden by a mask, is counted separately. MFU is useful operations over the hardware's
+peak.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from cqwen_dist.training.start import begin, open_log
 from cqwen_dist.training.state import Place, restore, save
 from cqwen_dist.training.telemetry.alarms import Alarm, Refusals
 from cqwen_dist.training.telemetry.metrics import MetricsFile, MetricsLog
-from cqwen_dist.training.telemetry.perf import Clock, of_model
+from cqwen_dist.training.telemetry.perf import Clock, work_of
 from cqwen_dist.training.zero.engine import NonFiniteStep
 
 
@@ -75,7 +75,7 @@ class Trainer:
         self.saved_step = 0
         self.log: MetricsLog | None = None  # of rank 0
         self.refusals = Refusals(config.train.max_refused_steps)
-        self.clock = Clock(of_model(run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
+        self.clock = Clock(work_of(config, run.model), runtime.device, run.groups.world_size, config.run.peak_tflops)
 
     def train(self) -> dict[str, Any]:
         """Start or resume, train to the end; returns the last evaluation's metrics."""

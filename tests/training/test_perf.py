@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,18 @@ from support.tiny import random_batch, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from cqwen_dist.config import Config
-from cqwen_dist.plan import Architecture
-from cqwen_dist.plan.flops import of_stage
-from cqwen_dist.plan.sizes import stage_sizes
-from cqwen_dist.training.telemetry.perf import Clock, device_peak, of_model
+from cqwen_dist.plan.flops import Work
+from cqwen_dist.training.telemetry.perf import Clock, device_peak, work_of
 
 CPU = torch.device("cpu")
+
+
+def counted(model: Any, lora: dict[str, Any] | None = None, **config: Any) -> Work:
+    """What a run of this model counts."""
+    stage = {"name": "all", "train": ["heads", "embedding", *["lora"] * (lora is not None)], "steps": 1}
+    given = {"name_or_path": "x", "lora": lora or {}, "number_dims": 0}
+    data = {"train": "x", "sequence_length": 64}
+    return work_of(Config.model_validate({"model": given, "data": data, "stages": [stage], **config}), model)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -30,32 +37,31 @@ def test_the_backbones_flops_are_torchs_count(gradients: bool) -> None:
         z = model.kept_features(batch, keep)
         if gradients:
             z.sum().backward()
-    work = of_model(model)
+    work = counted(model)
     square = replace(work, attention=2 * work.attention)
     trainable = frozenset(["embedding"] if gradients else [])
     each = square.flops(24, trainable, cached=False)
     assert keep.numel() * each.backbone == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 
-def test_the_run_counts_what_the_plan_counts() -> None:
-    """By the one function of both; here, that the numbers it takes are the same from a model and from a config."""
+def test_what_is_counted_is_what_the_model_has() -> None:
     for lora in (None, {"r": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj"]}):
-        model = tiny_model(lora=lora)
-        stage = {"name": "all", "train": ["heads", "embedding", *["lora"] * (lora is not None)], "steps": 1}
-        own = model.transformer.config.to_dict()
-        config = Config.model_validate(
-            {
-                "model": {"architecture": own, "tokenizer": "x", "lora": lora or {}, "number_dims": 0},
-                "data": {"train": "x", "sequence_length": 64},
-                "stages": [stage],
-            }
-        )
-        (sizes,) = stage_sizes(config, Architecture.of(own), world=1, kind="cpu")
-        assert of_model(model) == of_stage(sizes)
+        model = tiny_model(lora=lora, number_dims=0)
+        work = counted(model, lora)
+        own = {name: p.numel() for name, p in model.transformer.named_parameters() if p.ndim == 2}
+        assert work.adapters == sum(size for name, size in own.items() if ".lora_" in name)
+        assert work.matrices == sum(own.values()) - work.adapters
+        assert (work.hidden, work.causal, work.vocab) == (model.config.hidden_size, *model.action.reg_weight.shape, 101)
+
+
+def test_of_sampled_words_those_that_a_step_computes_are_counted() -> None:
+    model = tiny_model(number_dims=0)
+    every, some = counted(model), counted(model, loss={"negatives": "sampled", "negatives_share": 0.5})
+    assert some == replace(every, vocab=every.vocab / 2)
 
 
 def test_adapters_learn_where_frozen_matrices_only_pass_gradients_on() -> None:
-    plain, adapted = (of_model(tiny_model(lora=lora)) for lora in (None, {"r": 2, "alpha": 4}))
+    plain, adapted = (counted(tiny_model(lora=lora), lora) for lora in (None, {"r": 2, "alpha": 4}))
     assert adapted.matrices == plain.matrices
     for groups, products in ((["lora"], 6), (["embedding"], 4), (["noise"], 2)):
         each = [work.flops(25, frozenset(groups), cached=False).backbone for work in (plain, adapted)]
@@ -64,7 +70,7 @@ def test_adapters_learn_where_frozen_matrices_only_pass_gradients_on() -> None:
 
 def test_the_clock_tells_waiting_from_working() -> None:
     model = tiny_model()
-    clock = Clock(of_model(model), CPU, world=2, peak=0.5)
+    clock = Clock(counted(model), CPU, world=2, peak=0.5)
     batch = random_batch(4, 24)
     clock.data()
     time.sleep(0.05)
@@ -84,7 +90,7 @@ def test_the_clock_tells_waiting_from_working() -> None:
 
 def test_mfu_needs_a_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_peak(CPU) is None
-    clock = Clock(of_model(tiny_model()), CPU, 1, None)
+    clock = Clock(counted(tiny_model()), CPU, 1, None)
     clock.work([random_batch()])
     assert "perf/mfu" not in clock.metrics(10, frozenset())
     for name, peak in (

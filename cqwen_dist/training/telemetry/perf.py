@@ -5,7 +5,6 @@ Nothing synchronises here: a step waits for its gradient norm anyway, so only th
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 import time
@@ -15,9 +14,11 @@ from typing import Any
 import torch
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.plan.flops import Work
+from cqwen_dist.config import Config
+from cqwen_dist.plan.architecture import Architecture
+from cqwen_dist.plan.flops import Work, of_stage
 from cqwen_dist.plan.machine import peak_tflops
-from cqwen_dist.training.zero.zero_state import whole_shape
+from cqwen_dist.plan.sizes import Sizes
 
 
 def device_peak(device: torch.device) -> float | None:
@@ -25,23 +26,10 @@ def device_peak(device: torch.device) -> float | None:
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def of_model(model: Any) -> Work:
-    """The sizes that the operations of a `CausalQwenModel` depend on."""
-    base = model.transformer.config
-    matrices = {name: p for name, p in model.transformer.named_parameters() if len(whole_shape(p)) == 2}
-    adapters = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if ".lora_" in name)
-    table = sum(math.prod(whole_shape(p)) for name, p in matrices.items() if "embed_tokens" in name)
-    width = getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads
-    return Work(
-        matrices=sum(math.prod(whole_shape(p)) for p in matrices.values()) - adapters - table,
-        adapters=adapters,
-        layers=base.num_hidden_layers,
-        attention=base.num_attention_heads * width,
-        hidden=base.hidden_size,
-        causal=model.action.reg_weight.shape[-1],
-        words=model.action.word_size,
-        vocab=model.action.vocab_size,
-    )
+def work_of(config: Config, model: Any) -> Work:
+    """What the operations of a run's `CausalQwenModel` depend on, as its plan counts them."""
+    base = Architecture.of(model.transformer.config.to_dict())
+    return of_stage(Sizes(config, base, world=1, kind="cpu", stage=config.stages[0]))
 
 
 class Clock:
