@@ -9,7 +9,6 @@ large parameters that train, only a flip since the last step is found (docs/runn
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -93,20 +92,13 @@ def _odd(values: list[int], kinds: int) -> str:
 
 @torch.no_grad()
 def bit_hash(value: Tensor) -> Tensor:
-    """[] int64, on the tensor's device: a hash of all bits.
+    """[] int64, on the tensor's device, without synchronisation: a hash of all bits.
 
-    On a CPU 64 bits of the bytes' SHA-256. On a GPU, without synchronisation, the sum modulo 2^64 of the bit patterns,
-    each times an odd number from its index: one changed bit always changes it, swapping two numbers nearly always.
+    The sum modulo 2^64 of the bit patterns, each times an odd number from its index: one changed bit always changes it,
+    swapping two numbers nearly always.
     """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = value.detach().reshape(-1).view(kinds[value.element_size()])
-    if bits.device.type == "cpu":
-        digest = hashlib.sha256(bits.numpy().data).digest()
-        return torch.tensor(int.from_bytes(digest[:8], "little", signed=True))
-    return _place_sum(bits)
-
-
-def _place_sum(bits: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _BLOCK):
         block = bits[start : start + _BLOCK].long()
