@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.checkpoint.export import is_exported, load_trained, run_of
-from cqwen_dist.config import DataConfig, UserError
+from cqwen_dist.config import Config, DataConfig, UserError
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.load import load_datasets
@@ -45,18 +44,16 @@ def evaluate_checkpoint(
     run: `data` is required, its field is `text`, and there is no baseline, and no base model unless `base` names one.
     On other data than the run's own, the interval factors saved with the model are tried too. Raises `UserError`.
     """
-    if not is_exported(path):
-        source = _of_run(path)
-    elif data is None:
+    run = None if is_exported(path) else run_of(path)[0]
+    if run is None and data is None:
         raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
-    else:
-        source = _Source(DataConfig(train=data))
-    base = base or source.base
+    baseline = None if run is None else _training_median(run)
+    dtype = torch.float32 if run is None else dtype_of(run.train.precision)
     model, tokenizer = load_trained(path)
-    dataset = _dataset(source.config, data, tokenizer)
+    dataset = _dataset(DataConfig(train=data) if run is None else run.data, data, tokenizer)
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
-        if data is None and inner.wide is not None and source.wide_knows:
+        if run is not None and data is None and inner.wide is not None and run.model.wide_from_eval:
             inner.wide.train()  # each text is read by the fit that left it out
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(
@@ -64,53 +61,30 @@ def evaluate_checkpoint(
             inner.kept_features,
             batches,
             build_groups(1),
-            baseline_value=source.baseline,
-            used_rows=inner.config.used_rows if source.only_used else None,
-            gemm_dtype=source.dtype,
+            baseline_value=baseline,
+            used_rows=inner.config.used_rows if run is not None and run.loss.negatives == "used" else None,
+            gemm_dtype=dtype,
             decisions=decisions or Decisions(),
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
-        if base is not None:
+        if name := base or (run and run.base_folder):
             rows = inner.config.vocab_size
             own = rows - inner.config.added_rows
-            base_model: Any = load_base(
-                base, source.dtype, source.remote_code, rows_for=lambda found: rows if found == own else found
-            )
-            numerals = tokenizer.numeral_ids if source.spelt or inner.config.added_rows else []
+            code = run is not None and run.model.trust_remote_code
+            base_model: Any = load_base(name, dtype, code, rows_for=lambda found: rows if found == own else found)
+            spelt = inner.config.added_rows or (run is not None and run.num_row_init == "digits")
+            numerals = tokenizer.numeral_ids if spelt else []
             base_model.to(runtime.device)
-            evaluator.base = measure_base(base_model, batches, base, tokenizer.num_token_id, numerals)
+            evaluator.base = measure_base(base_model, batches, name, tokenizer.num_token_id, numerals)
         return evaluator()
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What a run, or an exported folder, knows about how its model is evaluated."""
-
-    config: DataConfig
-    base: str | None = None
-    only_used: bool = False  # of the vocabulary's rows
-    dtype: torch.dtype = torch.float32
-    remote_code: bool = False
-    spelt: bool = False  # <NUM>'s rows began as the mean of the digits'
-    baseline: float | None = None  # the training median
-    wide_knows: bool = False  # the wide part was fitted to the run's own held-out texts
-
-
-def _of_run(path: Path) -> _Source:
-    run, _ = run_of(path)
+def _training_median(run: Config) -> float | None:
+    """Of the numbers that a run was trained on; None without any."""
     start = read_object(Path(run.run.dir) / START)
     if not start:
         raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
-    return _Source(
-        run.data,
-        base=run.base_folder,
-        only_used=run.loss.negatives == "used",
-        dtype=dtype_of(run.train.precision),
-        remote_code=run.model.trust_remote_code,
-        spelt=run.num_row_init == "digits",
-        wide_knows=run.model.wide_from_eval,
-        baseline=start["statistics"]["median"] if start["statistics"]["count"] else None,
-    )
+    return start["statistics"]["median"] if start["statistics"]["count"] else None
 
 
 def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
