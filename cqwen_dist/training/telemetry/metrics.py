@@ -35,20 +35,7 @@ ALIASES = {
 }
 
 
-class Writer:
-    """Takes metrics; what a subclass does not override is ignored."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Take one step's record."""
-
-    def alarm(self, title: str, text: str) -> None:
-        """Alert people."""
-
-    def close(self) -> None:
-        """End writing; everything written is durable."""
-
-
-class MetricsFile(Writer):
+class MetricsFile:
     """A JSONL file: one flushed line per optimizer step, each step once, also after a resume."""
 
     def __init__(self, path: Path, step: int) -> None:
@@ -64,7 +51,6 @@ class MetricsFile(Writer):
         self._file.flush()
 
     def close(self) -> None:
-        self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -74,7 +60,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class WandbWriter(Writer):
+class WandbWriter:
     """Weights & Biases, online or offline; a resumed run continues under the id in its folder."""
 
     def __init__(self, run_dir: Path, run: RunConfig, config: dict[str, Any]) -> None:
@@ -109,7 +95,7 @@ class WandbWriter(Writer):
         self._run.finish()
 
 
-class TensorBoardWriter(Writer):
+class TensorBoardWriter:
     """Event files in RUN/tensorboard, for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -168,12 +154,12 @@ class MetricsLog:
 
         metrics.jsonl is always written, W&B and TensorBoard if `run` says so.
         """
-        self._writers: list[Writer] = [MetricsFile(run_dir / METRICS, step)]
+        self._file, self._alarm_file = MetricsFile(run_dir / METRICS, step), MetricsFile(run_dir / ALARMS, step)
+        self._loggers: list[WandbWriter | TensorBoardWriter] = []
         if run.wandb != "disabled":
-            self._writers.append(WandbWriter(run_dir, run, config))
+            self._loggers.append(WandbWriter(run_dir, run, config))
         if run.tensorboard:
-            self._writers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
-        self._alarm_file = MetricsFile(run_dir / ALARMS, step)
+            self._loggers.append(TensorBoardWriter(run_dir / TENSORBOARD, step))
         self._alarms, self._say, self._on_record = alarms, say, on_record
         self._record: dict[str, Any] = {}
         self._pending: Callable[[], dict[str, Any]] | None = None
@@ -190,10 +176,10 @@ class MetricsLog:
         self._record.update(metrics)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Send an alarm to every writer and the console."""
+        """Send an alarm to its file, every logger and the console."""
         self._alarm_file.write(asdict(alarm))
-        for writer in self._writers:
-            writer.alarm(alarm.kind, alarm.text)
+        for logger in self._loggers:
+            logger.alarm(alarm.kind, alarm.text)
         self._say(f"alarm {alarm.kind}: {alarm.text}")
 
     def flush(self) -> dict[str, Any] | None:
@@ -202,7 +188,7 @@ class MetricsLog:
             return None
         record, self._pending = self._pending(), None
         record.update({alias: record[name] for alias, name in ALIASES.items() if name in record})
-        for writer in self._writers:
+        for writer in (self._file, *self._loggers):
             writer.write(record)
         self._on_record(record)
         for alarm in () if self._alarms is None else self._alarms.look(record, self._samples):
@@ -211,6 +197,5 @@ class MetricsLog:
 
     def close(self) -> None:
         self.flush()
-        self._alarm_file.close()
-        for writer in self._writers:
+        for writer in (self._alarm_file, self._file, *self._loggers):
             writer.close()
