@@ -93,7 +93,7 @@ def marked(rig: Rig, marks: Ends) -> Iterator[None]:
         backward(*args, **options)
         marks.end("backbone_backward" if graph else "heads")
 
-    def marked_step() -> Tensor:
+    def marked_step() -> float:
         marks.end("rest")
         norm = step()
         marks.end("optimizer")

@@ -107,7 +107,7 @@ class Stepper:
             metrics["train/accuracy"] = hits / seen.clamp(min=1)
         return metrics, counts.tokens
 
-    def _metrics(self, sums: Tensor, norm: Tensor, counts: StepCounts, reg_weight: float) -> dict[str, Any]:
+    def _metrics(self, sums: Tensor, norm: float, counts: StepCounts, reg_weight: float) -> dict[str, Any]:
         """From sums [5] over all ranks: L_cls, L_reg, sum of P, P of <NUM> where it is the label, count of these."""
         cls_sum, reg_sum, prob_sum, p_num, num_labels = sums
         cls_mean = cls_sum / max(counts.words, 1)

@@ -193,7 +193,7 @@ def take_steps(case: Case, groups: Groups, engine: Engine) -> Trained:
     for step in range(STEPS):
         enter(engine, schedule, step)
         total = forward_and_backward(case, groups, engine, step)
-        norms.append(float(engine.step()))
+        norms.append(engine.step())
         dist.all_reduce(total)
         losses.append(float(total))
     return Trained(losses, norms, parameters(engine), {})

@@ -95,8 +95,7 @@ class Engine:
         self._trained = False  # whether a forward pass had gradients
         self.feature_changes = 0  # counts what changes z: steps that train features, states that are loaded
         self._head_norm_sq = torch.zeros((), device=runtime.device)
-        self._norm: Tensor | None = None  # the joint norm of the present step
-        self._norm_read = math.nan  # the same on the host
+        self._norm = math.nan  # the joint norm of the present step, once it is known
         self.usual = UsualNorm(config.max_grad_norm)
         self.clipped = False
         self._finite = torch.ones((), dtype=torch.bool, device=runtime.device)  # this rank's features in this step
@@ -134,9 +133,8 @@ class Engine:
 
     def _over_limit(self, feature_norm_sq: Tensor) -> float:
         """The joint norm of features and heads divided by its limit. Raises as `_finite_norm`."""
-        norm_sq = feature_norm_sq.to(self.runtime.device) + self._head_norm_sq
-        self._norm = self._finite_norm(norm_sq.sqrt())
-        return self._norm_read / self.usual.limit()
+        self._norm = self._finite_norm(feature_norm_sq.to(self.runtime.device) + self._head_norm_sq)
+        return self._norm / self.usual.limit()
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
         """Set which groups train. Those in `newly_trained` begin with zero moments and clear the usual norm."""
@@ -181,24 +179,24 @@ class Engine:
         else:
             loss.backward()
 
-    def step(self) -> Tensor:
-        """Clip by the joint norm and step; returns that norm, [] fp32. `clipped`: whether it was clipped.
+    def step(self) -> float:
+        """Clip by the joint norm and step; returns that norm. `clipped`: whether it was clipped.
 
         Raises `NonFiniteStep` on every rank alike, before any parameter is changed, where the norm is not finite, and
         `CollectiveError` where a rank is lost. (If that is inside DeepSpeed's own step, or while the heads' new weights
         are gathered, the others are half updated and end without a checkpoint of that step.)
         """
-        self._norm = None
+        self._norm = math.nan
         self._head_norm_sq = self.heads.reduce_gradients()
         try:
             if self.features_train:
                 self.feature_changes += 1
                 with naming("DeepSpeed's step"):
                     self.engine.step()
-                if self._norm is None or not self.engine.was_step_applied():
+                if math.isnan(self._norm) or not self.engine.was_step_applied():
                     self._finite_norm(torch.tensor(torch.nan))
             else:
-                self._norm = self._finite_norm(self._head_norm_sq.sqrt())
+                self._norm = self._finite_norm(self._head_norm_sq)
         except NonFiniteStep:  # drop the gradients, so that the next step does not see them
             self.heads.drop_gradients()
             if self.features_train:
@@ -206,27 +204,25 @@ class Engine:
             raise
         finally:
             self._finite.fill_(True)
-        assert self._norm is not None
         limit = self.usual.limit()
-        self.heads.step(clip_coefficient(self._norm_read / limit))
-        self.usual.add(self._norm_read)
-        self.clipped = self._norm_read > limit
+        self.heads.step(clip_coefficient(self._norm / limit))
+        self.usual.add(self._norm)
+        self.clipped = self._norm > limit
         return self._norm
 
-    def _finite_norm(self, norm: Tensor) -> Tensor:
-        """The norm, equal on every rank. Raises `NonFiniteStep` on all ranks where it is not finite.
+    def _finite_norm(self, norm_sq: Tensor) -> float:
+        """The norm, equal on every rank, from its square. Raises `NonFiniteStep` on all ranks where it is not finite.
 
         This is the step's only host synchronisation. Without it a NaN would reach the parameters unnoticed.
         """
-        number = float(norm)
-        if not math.isfinite(number):
+        norm = float(norm_sq.sqrt())
+        if not math.isfinite(norm):
             found = [rank for rank, finite in enumerate(gather_objects(bool(self._finite))) if not finite]
             features = f"the features of rank {', '.join(map(str, found))} are not" if found else "all features are"
             raise NonFiniteStep(
-                f"the gradient norm, all-reduced over the world group, is {number}; {features} finite; no step taken",
+                f"the gradient norm, all-reduced over the world group, is {norm}; {features} finite; no step taken",
                 found,
             )
-        self._norm_read = number
         return norm
 
     def feature_state(self) -> zero_state.FeatureState:
