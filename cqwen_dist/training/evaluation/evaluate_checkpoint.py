@@ -44,16 +44,13 @@ def evaluate_checkpoint(
     run: `data` is required, its field is `text`, and there is no baseline, and no base model unless `base` names one.
     On other data than the run's own, the interval factors saved with the model are tried too. Raises `UserError`.
     """
-    run = None if is_exported(path) else run_of(path)[0]
-    if run is None and data is None:
-        raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
-    baseline = None if run is None else _training_median(run)
-    dtype = torch.float32 if run is None else dtype_of(run.train.precision)
+    run, own_base, baseline = _run_of(path, data)
+    dtype = dtype_of(run.train.precision)
     model, tokenizer = load_trained(path)
-    dataset = _dataset(DataConfig(train=data) if run is None else run.data, data, tokenizer)
+    dataset = _dataset(run.data, data, tokenizer)
     with distributed(alone=True) as runtime:
         inner = model.model.to(runtime.device)
-        if run is not None and data is None and inner.wide is not None and run.model.wide_from_eval:
+        if data is None and inner.wide is not None and run.model.wide_from_eval:
             inner.wide.train()  # each text is read by the fit that left it out
         batches = EvalLoader(dataset, rank=0, world=1, micro_batch_size=micro_batch_size)
         evaluator = Evaluator(
@@ -62,29 +59,34 @@ def evaluate_checkpoint(
             batches,
             build_groups(1),
             baseline_value=baseline,
-            used_rows=inner.config.used_rows if run is not None and run.loss.negatives == "used" else None,
+            used_rows=inner.config.used_rows if run.loss.negatives == "used" else None,
             gemm_dtype=dtype,
             decisions=decisions or Decisions(),
             known=Intervals() if data is None else Intervals.from_dict(inner.config.calibration),
         )
-        if name := base or (run and run.base_folder):
+        if name := base or own_base:
             rows = inner.config.vocab_size
             own = rows - inner.config.added_rows
-            code = run is not None and run.model.trust_remote_code
+            code = run.model.trust_remote_code
             base_model: Any = load_base(name, dtype, code, rows_for=lambda found: rows if found == own else found)
-            spelt = inner.config.added_rows or (run is not None and run.num_row_init == "digits")
-            numerals = tokenizer.numeral_ids if spelt else []
+            numerals = tokenizer.numeral_ids if run.num_row_init == "digits" or inner.config.added_rows else []
             base_model.to(runtime.device)
             evaluator.base = measure_base(base_model, batches, name, tokenizer.num_token_id, numerals)
         return evaluator()
 
 
-def _training_median(run: Config) -> float | None:
-    """Of the numbers that a run was trained on; None without any."""
+def _run_of(path: Path, data: str | None) -> tuple[Config, str | None, float | None]:
+    """(config, base model, median of the training numbers) of a run; an exported folder has a default config alone."""
+    if is_exported(path):
+        if data is None:
+            raise UserError("--data", "no value", "a JSONL file or bundled:NAME (an exported folder holds no data)")
+        model = {"name_or_path": str(path), "num_row_init": "inherit"}
+        return Config.model_validate({"model": model, "data": {"train": data}}), None, None
+    run, _ = run_of(path)
     start = read_object(Path(run.run.dir) / START)
     if not start:
         raise UserError(START, "no such file", "the file that the run wrote when it began", run.run.dir)
-    return start["statistics"]["median"] if start["statistics"]["count"] else None
+    return run, run.base_folder, start["statistics"]["median"] if start["statistics"]["count"] else None
 
 
 def _dataset(config: DataConfig, data: str | None, tokenizer: NumericalAwareTokenizer) -> TextDataset:
