@@ -11,7 +11,7 @@ the rows, each steps its rows, and the new weights are gathered in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,8 +73,8 @@ class HeadOptimizer:
         # Every number's square is counted by one rank: that of the rest by the first of those that keep it
         device = self.members[0].parameter.device
         first_replica = self.groups.replica_rank == 0
-        found = _norm_sq(_counted(replicated, first_replica and self.groups.vocab_rank == 0), device)
-        found = found + _norm_sq(_counted(rows, first_replica), device)
+        counted = _counted(replicated, first_replica and self.groups.vocab_rank == 0) + _counted(rows, first_replica)
+        found = norm_sq(counted, device)
         return found if self.groups.world is None else sum_over(found, self.groups.world)
 
     def _reduce(self, shares: list[Share]) -> None:
@@ -122,24 +122,14 @@ class HeadOptimizer:
                 yield share.member, f"{share.member.name}.{key}", share.rest_moment(key)
 
     @property
-    def _row_share(self) -> Share:
-        """Of W_cls; all that has rows is spread alike."""
+    def of_rows(self) -> Share:
+        """The share of W_cls; all that has rows is spread alike."""
         return next(share for share in self.shares if share.member.has_rows)
-
-    @property
-    def kept_rows(self) -> list[tuple[int, int]]:
-        """[start, stop) of those rows, of this rank's, whose moments it keeps, in their order."""
-        return self._row_share.kept
-
-    @property
-    def written_rows(self) -> tuple[int, int]:
-        """[start, stop) of those rows, of this rank's, whose moments `moments` returns."""
-        return self._row_share.written
 
     def moments(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Moments `<name>.exp_avg`, ... and Adam's step by name, of every member that has them. Collective.
 
-        Of the vocabulary's rows: `written_rows`. The rest whole, on the first rank alone, a parameter at a time.
+        Of the vocabulary's rows: `of_rows.written`. The rest whole, on the first rank alone, a parameter at a time.
         """
         tensors: dict[str, Tensor] = {}
         for share in self.shares:
@@ -155,7 +145,7 @@ class HeadOptimizer:
         return tensors, {share.member.name: share.steps for share in self.shares if share.moments}
 
     def load_moments(self, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
-        """Restore what was saved: of the vocabulary's rows those of `kept_rows`, the rest whole."""
+        """Restore what was saved: of the vocabulary's rows those of `of_rows.kept`, the rest whole."""
         for share in self.shares:
             if (name := share.member.name) in steps and share.rows:
                 found = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
@@ -190,16 +180,15 @@ def _counted(shares: list[Share], with_rest: bool) -> list[Tensor]:
     return [part for part in parts if part.numel()]
 
 
-def _norm_sq(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """The squared norm of them all, [] fp32.
+def norm_sq(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The squared norm of them all, [] fp32, on their device.
 
     In blocks on a CPU: torch's own norm of 1e8 fp32 numbers is 1.5 % off, and squaring all at once makes a copy.
     """
+    if gradients and gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(gradients), dtype=torch.float32)).square().sum()
     total = torch.zeros((), device=device)
     for gradient in gradients:
-        if gradient.is_cuda:
-            total += torch.linalg.vector_norm(gradient).square()
-        else:
-            for block in gradient.flatten().split(NORM_BLOCK):
-                total += block.square().sum()
+        for block in gradient.flatten().split(NORM_BLOCK):
+            total += block.float().square().sum()
     return total

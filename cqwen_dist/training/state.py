@@ -45,7 +45,7 @@ def save(run: Run, place: Place) -> None:
 def restore(run: Run, folder: Path) -> Place:
     """Restore what `save` saved, on any ranks; returns where the run continues. Raises `UserError`."""
     first = run.model.action.vocab_start
-    kept = [(first + start, first + stop) for start, stop in run.engine.heads.kept_rows]
+    kept = [(first + start, first + stop) for start, stop in run.engine.heads.of_rows.kept]
     found = load_checkpoint(folder, row_range(run.model), kept)
     state = found.state
     exchanged = refuse_exchanged(state.get("inputs", {}), run.inputs, run.config.run.accept, folder)
@@ -76,7 +76,7 @@ def _collect(run: Run, place: Place) -> TrainState:
     moments, steps = engine.heads.moments()
     heads, rows = _split(head_tensors(engine))
     head_moments, row_moments = _split(moments)
-    first, (start, stop) = engine.model.action.vocab_start, engine.heads.written_rows
+    first, (start, stop) = engine.model.action.vocab_start, engine.heads.of_rows.written
     return TrainState(
         features=features.parameters,
         feature_moments=features.moments,
@@ -118,7 +118,7 @@ def _restore(engine: Engine, found: TrainState, source: Path) -> None:
             saved.update({name: value for name, value in present.items() if is_lora(name)})
     stepped = {name: shape for name, shape in head_shapes(engine).items() if name in state["head_steps"]}
     refuse_strange(heads, head_shapes(engine), source)
-    kept = sum(stop - start for start, stop in engine.heads.kept_rows)
+    kept = sum(stop - start for start, stop in engine.heads.of_rows.kept)
     held = {name: torch.Size((kept, *shape[1:])) if has_rows(name, shape) else shape for name, shape in stepped.items()}
     refuse_strange(moments, _moments_of(held), source)
     refuse_strange(features.parameters, shapes, source)

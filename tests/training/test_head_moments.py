@@ -111,7 +111,7 @@ def saved(optimizer: HeadOptimizer, shape: Shape, run: str, step: int) -> None:
     moments, steps = optimizer.moments()
     rows = {name: value for name, value in moments.items() if has_rows(name, value.shape)}
     heads = {name: value for name, value in moments.items() if name not in rows}
-    first, (start, stop) = rows_of(shape, optimizer.groups).start, optimizer.written_rows
+    first, (start, stop) = rows_of(shape, optimizer.groups).start, optimizer.of_rows.written
     state = TrainState(
         {}, {}, {}, heads, {}, rows, (first, first), (first + start, first + stop), {"head_steps": steps}
     )
@@ -192,7 +192,7 @@ def go_on(shapes: list[Shape], group: int, run: str) -> None:
     for i, shape in enumerate(shapes):
         optimizer = begun(shape, groups)
         rows = rows_of(shape, groups)
-        kept = [(rows.start + start, rows.start + stop) for start, stop in optimizer.kept_rows]
+        kept = [(rows.start + start, rows.start + stop) for start, stop in optimizer.of_rows.kept]
         state = load_checkpoint(checkpoint_folder(Path(run), i), (rows.start, rows.stop), kept)
         optimizer.load_moments({**state.head_moments, **state.row_moments}, state.state["head_steps"])
         assert all(moment.shape == share.shape for share in optimizer.shares for moment in share.moments.values())

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cqwen_dist.parallel.collectives import all_gather_into, sum_over
-from cqwen_dist.training.zero.patches import wide
+from cqwen_dist.training.optim import norm_sq
 
 
 def is_flat(optimizer: Any) -> bool:
@@ -74,8 +74,7 @@ class FlatStep:
         """One step of the groups that train."""
         parts, self.parts = self.parts, {}
         optimizer, gradients = self.optimizer, list(parts.values())
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=wide(gradients[0])))
-        coefficient = self.coefficient(sum_over(norms.square().sum().float(), self.group))
+        coefficient = self.coefficient(sum_over(norm_sq(gradients, gradients[0].device), self.group))
         if coefficient < 1.0:
             torch._foreach_mul_(gradients, coefficient)
         masters = [optimizer.single_partition_of_fp32_groups[i] for i in parts]
