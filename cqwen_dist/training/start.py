@@ -37,19 +37,12 @@ from cqwen_dist.training.telemetry.metrics import MetricsLog
 CALIBRATION_TOKENS = 512  # of all ranks together
 WARM = "model.warm_start"
 # A field of a model's shape -> the key that sets it.
+_OF_MODEL = ("causal_size", "number_dims", "wide", "copies", "random_features", "value_periods", "abduction")
 _SHAPE = {
-    "causal_size": "model.causal_size",
-    "number_dims": "model.number_dims",
-    "wide": "model.wide",
-    "copies": "model.copies",
-    "random_features": "model.random_features",
-    "value_periods": "model.value_periods",
-    "abduction": "model.abduction",
-    "scale_activation": "model.scale_activation",
+    **{name: f"model.{name}" for name in (*_OF_MODEL, "scale_activation", "num_token_id")},
     "scalar_threshold": "train.thresholds",
     "number_types": "data.number_types",
     "more_values": "data.more_values",
-    "num_token_id": "model.num_token_id",
     "vocab_size": WARM,
     "hidden_size": WARM,
 }

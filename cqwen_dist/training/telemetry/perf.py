@@ -6,7 +6,6 @@ Nothing synchronises here: a step waits for its gradient norm anyway, so only th
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -78,5 +77,4 @@ def peak_memory_gib(device: torch.device) -> float:
     """This rank's peak so far: of the allocator on a GPU, of resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

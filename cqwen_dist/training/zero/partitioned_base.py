@@ -116,7 +116,10 @@ def load_partitioned_base(
         record_added_rows(shape, rows)
 
     def read(name: str, value: Tensor) -> None:
-        value.copy_(_whole(files, name, value.shape, table))
+        whole: Tensor = (table if name == EMBEDDING else files.slice_of(name))[:]
+        if whole.shape != value.shape:
+            raise UserError("model.name_or_path", f"{name} of shape {tuple(whole.shape)}", f"{tuple(value.shape)}")
+        value.copy_(whole)
 
     return partitioned(shape, config, runtime, read), head, table
 
@@ -143,11 +146,3 @@ def partitioned(shape: Any, config: Config, runtime: Runtime, fill: Callable[[st
             with naming("DeepSpeed's partitioning"):
                 deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
     return base
-
-
-def _whole(files: WeightFiles, name: str, shape: torch.Size, table: Any) -> Tensor:
-    """A parameter from the files; table: the token table with its added rows."""
-    value: Tensor = (table if name == EMBEDDING else files.slice_of(name))[:]
-    if value.shape != shape:
-        raise UserError("model.name_or_path", f"{name} of shape {tuple(value.shape)}", f"{tuple(shape)}")
-    return value
