@@ -25,14 +25,6 @@ class FeatureState(NamedTuple):
     steps: dict[str, int]  # Adam's, by slot
 
 
-class _Piece(NamedTuple):
-    """This rank's part of a parameter: its place in the flat master, and in the flattened parameter."""
-
-    flat: Tensor
-    in_flat: slice
-    in_parameter: slice
-
-
 def masters(engine: Any) -> list[tuple[int, list[Any], Tensor]]:
     """(parameter group index, its parameters, this rank's flat fp32 master) of every flat tensor of the optimizer."""
     optimizer = engine.optimizer
@@ -43,28 +35,22 @@ def masters(engine: Any) -> list[tuple[int, list[Any], Tensor]]:
     return [(i, parameters[i], flat) for i, flat in enumerate(optimizer.single_partition_of_fp32_groups)]
 
 
-def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, _Piece | None]]:
-    """Every trainable parameter with this rank's piece of it (None: other ranks hold it)."""
+def _pieces(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor, slice, slice]]:
+    """Every trainable parameter, the flat master with this rank's piece of it, the piece's place in both (flattened);
+    an empty piece where other ranks hold it."""
     for _, parameters, flat in masters(engine):
         offset = 0
         for p in parameters:
+            begin = start = numel = 0
             if hasattr(p, "ds_tensor"):  # ZeRO-3: every rank has an equal share, the last one padded
                 size = p.partition_numel()
-                start = engine.global_rank * size
+                begin, start = offset, engine.global_rank * size
                 numel = max(0, min(size, p.ds_numel - start))
-                piece = _piece(flat, offset, start, numel) if numel else None
                 offset += size
-            else:
-                mapping = p._hp_mapping
-                piece = None
-                if mapping is not None:
-                    own, part = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
-                    piece = _piece(flat, own.start, part.start, part.numel)
-            yield p, piece
-
-
-def _piece(flat: Tensor, offset: int, start: int, numel: int) -> _Piece:
-    return _Piece(flat, slice(offset, offset + numel), slice(start, start + numel))
+            elif (mapping := p._hp_mapping) is not None:
+                own, part = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
+                begin, start, numel = own.start, part.start, part.numel
+            yield p, flat, slice(begin, begin + numel), slice(start, start + numel)
 
 
 def discard_gradients(engine: Any) -> None:
@@ -111,16 +97,15 @@ def read_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str]
     steps = {slots[group]: int(_state(engine, flat)["step"]) for group, _, flat in masters(engine)}
     state = FeatureState({}, {}, steps)
     pieces = list(_pieces(engine))
-    sizes = [whole_shape(p).numel() for p, _ in pieces]
+    sizes = [whole_shape(p).numel() for p, *_ in pieces]
     for key in (None, *MOMENTS):
         # Every rank puts its pieces into zeros; the sum over ranks is whole
         buffer = torch.zeros(sum(sizes), device=engine.device)
-        for (_, piece), whole in zip(pieces, buffer.split(sizes), strict=True):
-            if piece is not None:
-                source = piece.flat if key is None else _state(engine, piece.flat)[key]
-                whole[piece.in_parameter] = source.detach()[piece.in_flat].to(buffer)
+        for (_, flat, in_flat, in_parameter), whole in zip(pieces, buffer.split(sizes), strict=True):
+            source = flat if key is None else _state(engine, flat)[key]
+            whole[in_parameter] = source.detach()[in_flat].to(buffer)
         sum_over(buffer)
-        for (p, _), whole in zip(pieces, buffer.cpu().split(sizes), strict=True):
+        for (p, *_), whole in zip(pieces, buffer.cpu().split(sizes), strict=True):
             value = whole.view(whole_shape(p)).clone()
             if key is None:
                 state.parameters[names[p]] = value
@@ -132,20 +117,17 @@ def read_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str]
 @torch.no_grad()
 def write_state(engine: Any, names: dict[nn.Parameter, str], slots: Sequence[str], state: FeatureState) -> None:
     """Put what `read_state` returned back into this rank's pieces and into the parameters themselves."""
-    for p, piece in _pieces(engine):
+    for p, flat, in_flat, in_parameter in _pieces(engine):
         name = names[p]
         value = state.parameters[name]
-        partitioned = hasattr(p, "ds_tensor")
-        if not partitioned:
+        if hasattr(p, "ds_tensor"):
+            own = value.flatten()[in_parameter]
+            p.ds_tensor[: len(own)] = own.to(p.ds_tensor)
+        else:
             p.copy_(value.to(p))
-        if piece is None:
-            continue
-        if partitioned:
-            own = value.flatten()[piece.in_parameter]
-            p.ds_tensor[: len(own)] = own.to(p.ds_tensor)  # type: ignore[attr-defined]
-        adam = _state(engine, piece.flat)
-        for flat, whole in ((piece.flat, value), *((adam[key], state.moments[f"{name}.{key}"]) for key in MOMENTS)):
-            flat[piece.in_flat].copy_(whole.flatten()[piece.in_parameter])
+        adam = _state(engine, flat)
+        for part, whole in ((flat, value), *((adam[key], state.moments[f"{name}.{key}"]) for key in MOMENTS)):
+            part[in_flat].copy_(whole.flatten()[in_parameter])
     for group, _, flat in masters(engine):
         if slots[group] in state.steps:  # a tensor each: a shared one would step twice
             _state(engine, flat)["step"] = torch.tensor(float(state.steps[slots[group]]), device=flat.device)
