@@ -5,7 +5,7 @@ The trainer, the benchmarks' rig and the tests use these, so what is measured or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -135,11 +135,6 @@ class Run(Training):
         """Show the progress of the start. Raises `Stopped` as `check_stop` does."""
         self.check_stop()
         self.progress.part(what, done, of)
-
-    def held_out_batches(self) -> Iterable[Batch]:
-        """This rank's share of `data.eval`; every rank has equally many batches."""
-        evaluator = self.evaluations.held_out
-        return () if evaluator is None else evaluator.batches
 
     def calibration_loader(self, tokens: int, numbers: int = 0) -> Loader:
         """Its first step has this rank's share of texts with about so many tokens and at least about so many numbers.

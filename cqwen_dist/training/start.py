@@ -149,6 +149,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
     Where the first stage reads z from a cache, the cache is made here, and the fits read it too.
     """
     loader = run.calibration_loader(LEVEL_TOKENS, run.config.model.start_numbers)
+    held_out = run.evaluations.held_out if run.config.model.wide_from_eval else None
     found = calibrate(
         run.model,
         run.calibration_batches(CALIBRATION_TOKENS),
@@ -158,7 +159,7 @@ def _calibrate(run: Run) -> dict[str, Any]:
         used_rows=run.stepper.options.used_rows,
         fit_features=run.cache.reader(run.schedule.at(0), run.loaders.current, loader),
         fit_batches=next(iter(loader)),
-        wide_batches=run.held_out_batches() if run.config.model.wide_from_eval else (),
+        wide_batches=() if held_out is None else held_out.batches,
         level=run.config.model.level_logits,
         numerals=run.words.numerals,
         progress=run.at,
