@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, Positive, Section, Share, refused
+from cqwen_dist.config.fields import Above0, Count, Positive, Section, Seed, Share, refused
 
 Sources = str | Annotated[list[str], Field(min_length=1)]
 OTHER = "other"  # the type of numbers that are in no field of number_types
@@ -130,7 +130,7 @@ class DataConfig(Section):
     """How often each source of train is drawn from; default: the sources one after the other."""
     mix_until: Literal["first", "all"] = "first"
     """Mixing by weights ends when the first source is used up, or repeats short ones until all."""
-    mix_seed: Count = 0
+    mix_seed: Seed = 0
     """Seed of the draws between weighted sources."""
     recipe: Literal[tuple(RECIPES)] | None = None  # type: ignore[valid-type]
     """Sets the keys that read records of this kind, unless they are given (docs/data.md)."""

@@ -18,6 +18,7 @@ def no_bool(value: object) -> object:
 # Strict: neither true nor "3" is a number. A float also takes a whole number.
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # as numpy's generators take it
 Real = Annotated[float, Field(strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Above0 = Annotated[float, Field(gt=0, strict=True)]

@@ -133,7 +133,7 @@ def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> t
 
 
 def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
-    """The value of an override: YAML, but where the schema wants text it needs no quotes."""
+    """The value of an override: YAML, but text that the schema wants needs no quotes, and # begins no comment in it."""
     kinds = list(members_of(annotation_at(path)))
     try:
         value, _ = yaml_text.parse(raw)
@@ -142,6 +142,8 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
             return raw
         inner = () if error.key == "config" else (error.key,)
         raise UserError(".".join((*path, *inner)), error.found, error.allowed, _where(text)) from None
+    if str in kinds and isinstance(value, str) and raw.lstrip()[:1] not in ("'", '"'):
+        return raw.lstrip()
     meant = (
         value is None
         or isinstance(value, str)

@@ -11,7 +11,7 @@ from cqwen_dist.config import yaml_text
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
-from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Share, no_bool, refused
+from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Seed, Share, no_bool, refused
 from cqwen_dist.config.training import LossConfig, Stage
 
 
@@ -57,7 +57,7 @@ class TrainConfig(Section):
     """AdamW decay of matrices; biases, C and b_noise are never decayed."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW betas."""
-    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
+    seed: Seed = 0
     """Seed of the initialisation and of the order of samples."""
     max_refused_steps: Positive = 3
     """Steps in a row that may be refused, because their loss or gradient is not finite, before the run stops; fewer are

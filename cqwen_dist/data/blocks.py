@@ -332,10 +332,12 @@ def _of_csv(lines: _Lines, tabs: bool) -> Iterator[Row]:
 
 
 def _columns(row: list[str], where: str) -> list[str]:
-    names = [name.strip() for name in row]
-    if len(set(names)) < len(names) or not all(names):
-        raise UserError("columns", names, "a first row with another name for every column", where)
-    return names
+    """The first row. A column without a name, such as pandas' index, is not read."""
+    columns = [name.strip() for name in row]
+    named = [name for name in columns if name]
+    if len({*named}) < len(named) or not named:
+        raise UserError("columns", columns, "a first row with another name for every column", where)
+    return columns
 
 
 def _cells(row: dict[str, str], needed: list[str], delimiter: str, config: DataConfig) -> dict[str, str]:

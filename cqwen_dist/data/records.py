@@ -70,7 +70,7 @@ Row = tuple[str, "Mapping[str, Any] | BadLine | Text"]
 Block = Callable[[], Iterable[Row]]
 # A text, the characters that are learnt, and where the located fields are.
 _Composed = tuple[str, "Spans | None", dict[str, tuple[int, int]]]
-_OTHERS = "*"  # in a template: all fields that the config does not name, a line each
+_OTHERS = "*"  # in a template: all fields with a name that the config does not name, a line each
 
 
 def named_fields(config: DataConfig) -> list[str]:
@@ -92,7 +92,7 @@ def needed_columns(config: DataConfig, columns: Sequence[str]) -> list[str]:
     if missing is not None:
         raise BadLine("missing field", list(columns), f"a table with the column {missing!r}")
     optional = {config.tools_field} if config.messages_field is not None else set()
-    return [name for name in columns if _OTHERS in names or name in names or name in optional]
+    return [name for name in columns if name and (_OTHERS in names or name in names or name in optional)]
 
 
 class Extractor:
@@ -121,7 +121,7 @@ class Extractor:
             where,
             learnt,
             spans.get(config.target_field or ""),
-            _labels(record.get(config.labels_field or "")),
+            _labels(None if config.labels_field is None else record.get(config.labels_field)),
             tuple(spans[name] for name in config.number_types),
             tuple(_number(record, name) for name in config.more_values),
         )
@@ -170,7 +170,7 @@ class Extractor:
         names = template_fields(template)
         values = {name: self._cell(record, name, empty) for name in names if name != _OTHERS}
         if _OTHERS in names:
-            others = [name for name in record if name not in self._named]
+            others = [name for name in record if name and name not in self._named]
             values[_OTHERS] = "".join(f"{name}: {self._cell(record, name, empty)}\n" for name in others)
         return self._clean(filled(template, values.__getitem__))
 

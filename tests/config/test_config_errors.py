@@ -129,6 +129,7 @@ VALUES = [
     ("loss.class_weights={5: -1}", "loss.class_weights.5: found -1, allowed: greater than or equal to 0"),
     ("train.betas=3", "train.betas: found 3, allowed: a list"),
     ("train.betas.1=1.0", "train.betas.1: found 1.0, allowed: less than 1"),
+    ("data.mix_seed=4294967296", "data.mix_seed: found 4294967296, allowed: less than 4294967296"),
     ("train.seed=-1", "train.seed: found -1, allowed: greater than or equal to 0"),
     ("data.text_template={a", "data.text_template: found '{a', allowed: a format with {field}s"),
     ("data.text_template=abc", "data.text_template: found 'abc', allowed: named JSON fields in braces"),

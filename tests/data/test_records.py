@@ -199,6 +199,19 @@ def test_every_kind_of_source_gives_the_same_texts(tmp_path: Path, tokenizer: Nu
         list(read_texts(str(missing.train), missing, ReadReport()))
 
 
+def test_a_column_without_a_name_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(",text,y,\n0,one,1,\n1,two,2,\n")  # pandas' index, and a comma too many
+    (tmp_path / "b.jsonl").write_text('{"": 0, "text": "one", "y": 1}\n{"": 1, "text": "two", "y": 2}\n')
+    for name in ("a.csv", "b.jsonl"):
+        source = str(tmp_path / name)
+        for template, expected in (
+            ("{text} {y}", ["one 1", "two 2"]),
+            ("{*}", ["text: one\ny: 1\n", "text: two\ny: 2\n"]),
+        ):
+            found = read_texts(source, DataConfig(train=source, text_template=template), ReadReport())
+            assert [text.text for text in found] == expected
+
+
 def test_text_files_by_line_paragraph_and_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n\n\nthree\r\nfour", newline="")
