@@ -72,7 +72,7 @@ class TextDataset:
     none. With `pack`, whole pieces are put together to rows of at most T tokens (`packing.pack`).
 
     Args: store: tokenised texts; texts: [m] int64, rising: this dataset's texts, None: all; config: sequence_length,
-    long_texts, pack, group_by_length; content: the store's digest, if it is known; folder: where packed rows are kept.
+    long_texts, pack, group_by_length; content: their digest, if it is known; folder: where packed rows are kept.
     Raises: UserError when sequence_length is below 2, or drops every text.
     """
 
@@ -98,6 +98,7 @@ class TextDataset:
         if length < 2:
             raise UserError("data.sequence_length", length, "2 or more")
         self._length, self._texts = length, self._given
+        self._kept: np.ndarray | None = None  # of this dataset's texts, by their places among them; None: all
         lengths = self.text_lengths()
         long = lengths > length
         count, tokens = int(long.sum()), int(lengths[long].sum(dtype=np.int64))
@@ -105,7 +106,8 @@ class TextDataset:
             if count == len(lengths):
                 allowed = f"truncate or cut: every text has more than {length} tokens (data.sequence_length)"
                 raise UserError("data.long_texts", "drop", allowed)
-            self._texts = np.flatnonzero(~long) if self._given is None else self._given[~long]
+            self._kept = np.flatnonzero(~long)
+            self._texts = self._kept if self._given is None else self._given[self._kept]
         self.report.dropped = count if self._long == "drop" else 0
         self.report.truncated = count if self._long == "truncate" else 0
         self.report.lost = 0 if self._long == "cut" else tokens - self.report.truncated * length
@@ -138,8 +140,8 @@ class TextDataset:
 
     def digest(self) -> str:
         """SHA-256 of all that samples are made of, and of how they are cut and packed."""
-        found = hashlib.sha256((self._content or self._store.digest()).encode())
-        found.update(b"all" if self._texts is None else self._texts.data)
+        found = hashlib.sha256((self._content or self._store.digest(self._given)).encode())
+        found.update(b"all" if self._kept is None else self._kept.data)
         found.update(f"{self._length} {self._rows is not None}".encode())
         found.update(b"truncate" if self._long == "truncate" else b"")
         if self._rows is not None:
@@ -197,13 +199,12 @@ class Tokeniser:
         self.rows = 0
         self.overflows: list[tuple[int, str]] = []  # (row, what to say), the first few
 
-    def take(self, chunk: Chunk, report: DataReport, new: np.ndarray | None = None) -> pa.RecordBatch:
-        """The next chunk's rows of allowed length; counts the others. new: [n] bool, False at texts to leave out.
+    def stays(self, chunk: Chunk, report: DataReport, new: np.ndarray) -> np.ndarray:
+        """[n] bool: which rows of the next chunk, of those that are new, have an allowed length; counts the others.
 
         Raises: UserError for a number that overflows unless data.on_nonfinite is skip.
         """
         sizes = np.diff(chunk.batch.column("ids").offsets.to_numpy())
-        new = np.ones(len(sizes), bool) if new is None else new
         too_short, too_long = new & (sizes < self._least), new & (sizes > self._most)
         stay = new & ~too_short & ~too_long
         for row, where, literal in chunk.overflows:
@@ -217,14 +218,16 @@ class Tokeniser:
         self.rows += int(stay.sum())
         report.too_short += int(too_short.sum())
         report.too_long += int(too_long.sum())
-        return chunk.batch if stay.all() else chunk.batch.filter(pa.array(stay))
+        return stay
 
 
 def tokenise(texts: Iterable[Text], tokenizer: NumericalAwareTokenizer, config: DataConfig) -> TextDataset:
     """Texts to a dataset in memory, with an end token after each. Raises: as `Tokeniser`."""
     tokeniser, report, batches = Tokeniser(tokenizer, config), DataReport(), []
     for chunk in chunks(texts):
-        batches.append(tokeniser.take(encode_chunk(chunk, tokeniser.recipe), report))
+        encoded = encode_chunk(chunk, tokeniser.recipe)
+        stays = tokeniser.stays(encoded, report, np.ones(len(chunk), bool))
+        batches.append(encoded.batch.filter(pa.array(stays)))
     store = TokenStore(batches, tokenizer.num_token_id)
     count(report, store, None, tokeniser.overflows)
     return TextDataset(store, None, config, tokenizer, report)

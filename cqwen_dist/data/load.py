@@ -75,7 +75,6 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
     manifest = read_manifest(folder)
     sets = {}
     for name, (store, texts) in parts_of(folder, tokenizer.num_token_id).items():
-        content = manifest["content"].get(name) or manifest["content"]["train"]
-        report = DataReport(**manifest["reports"][name])
+        report, content = DataReport(**manifest["reports"][name]), manifest["content"][name]
         sets[name] = TextDataset(store, texts, config, tokenizer, report, content, folder)
     return Datasets(sets["train"], sets.get("eval"), ReadReport(**manifest["reading"]))

@@ -35,12 +35,12 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.chunk import encode_blocks
 from cqwen_dist.data.dataset import DataReport, Tokeniser, count
 from cqwen_dist.data.records import Block, Extractor, ReadReport
-from cqwen_dist.data.sources import as_list, held_out, read_texts, train_blocks
-from cqwen_dist.data.store import SCHEMA, ContentDigest, TokenStore
+from cqwen_dist.data.sources import as_list, first_of_digests, held_out, read_texts, train_blocks
+from cqwen_dist.data.store import SCHEMA, TokenStore
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.run.files import key_digest, known_digest, sync
 
-FORMAT = 4  # raise it when the code reads numbers or writes rows differently
+FORMAT = 5  # raise it when the code reads numbers or writes rows differently
 MANIFEST = "manifest.json"
 HELD_OUT = "held_out.npy"
 _DIGESTS = "digests.sqlite"  # of texts so far, to find equal ones; deleted at the end
@@ -141,7 +141,9 @@ class _Build:
         self.began, self.texts, self.tokens = time.monotonic(), 0, 0
         self.reading, self.chat = ReadReport(), Chat(tokenizer.tokenizer)
         self.reports: dict[str, DataReport] = {}
-        self.content: dict[str, str] = {}  # digests
+        # For eval_fraction, of every text that is read: its digest's first bytes, and whether it is long enough
+        self.first: list[np.ndarray] = []
+        self.stays: list[np.ndarray] = []
 
     def run(self, key: dict[str, Any]) -> None:
         """Everything, the manifest last. key: as `data_key`."""
@@ -151,18 +153,21 @@ class _Build:
             found = (blocks(source, config, "data.eval") for source in as_list(config.eval))
             overflows["eval"] = self._write("eval", chain.from_iterable(found))
         (self.folder / _DIGESTS).unlink(missing_ok=True)
-        if config.eval is None and config.eval_fraction:
-            train = TokenStore.open(self.folder / "train.arrow", self.tokenizer.num_token_id)
-            out = held_out(train.first_of_digests(), config.eval_fraction)
+        if self.first:
+            out = held_out(np.concatenate(self.first), config.eval_fraction)[np.concatenate(self.stays)]
             np.save(self.folder / HELD_OUT, np.flatnonzero(out))
             overflows["eval"], self.reports["eval"] = overflows["train"], DataReport()
+        content = {}
         for name, (store, texts) in parts_of(self.folder, self.tokenizer.num_token_id).items():
             count(self.reports[name], store, texts, overflows[name])
+            if not self.reports[name].texts:
+                raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
+            content[name] = store.digest(texts)
         manifest = {
             "format": FORMAT,
             "key": key,
             "sources": {"train": config.train, "eval": config.eval},
-            "content": self.content,
+            "content": content,
             "reading": dataclasses.asdict(self.reading),
             "reports": {name: dataclasses.asdict(report) for name, report in self.reports.items()},
             "seconds": round(time.monotonic() - self.began, 2),
@@ -173,26 +178,26 @@ class _Build:
             sync(path)
 
     def _write(self, name: str, part: Iterator[Block]) -> list[tuple[int, str]]:
-        """A part, tokenised, to its file; returns what overflows. Raises: UserError where no text is usable."""
+        """A part, tokenised, to its file; returns what overflows."""
         config, report = self.config, self.reports.setdefault(name, DataReport())
-        tokeniser, content = Tokeniser(self.tokenizer, config), ContentDigest()
+        tokeniser = Tokeniser(self.tokenizer, config)
         extract, workers = Extractor(config, self.chat), config.workers or len(os.sched_getaffinity(0))
         seen = _SeenOnDisk(self.folder / _DIGESTS) if config.deduplicate and name == "train" else None
         with pa.OSFile(str(self.folder / f"{name}.arrow"), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
             for chunk, read in encode_blocks(part, extract, tokeniser.recipe, workers):
                 self.reading.add(read)
-                new = None if seen is None else seen.new_ones(chunk.batch)
-                self.reading.duplicates += 0 if new is None else int((~new).sum())
-                batch = tokeniser.take(chunk, report, new)
+                new = np.ones(chunk.batch.num_rows, bool) if seen is None else seen.new_ones(chunk.batch)
+                self.reading.duplicates += int((~new).sum())
+                stays = tokeniser.stays(chunk, report, new)
+                if config.eval_fraction:
+                    self.first.append(first_of_digests(chunk.batch.column("digest").to_pylist())[new])
+                    self.stays.append(stays[new])
+                batch = chunk.batch.filter(pa.array(stays))
                 if batch.num_rows:
                     writer.write_batch(batch)
-                    content.update(batch)
                 self.texts, self.tokens = self.texts + batch.num_rows, self.tokens + len(batch.column("ids").values)
                 if self.progress is not None:
                     self.progress(self.texts, self.tokens)
-        if not tokeniser.rows:
-            raise UserError(f"data.{name}", "no usable text", "one text or more", str(getattr(config, name)))
-        self.content[name] = content.hexdigest()
         return tokeniser.overflows
 
 

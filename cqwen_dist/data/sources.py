@@ -141,8 +141,7 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
         return train, found
     if not config.eval_fraction or not train:
         return train, []
-    first = np.array([int.from_bytes(text_digest(text)[:8], "big") for text in train], np.uint64)
-    out = held_out(first, config.eval_fraction)
+    out = held_out(first_of_digests(map(text_digest, train)), config.eval_fraction)
     rest = [text for text, is_out in zip(train, out, strict=True) if not is_out]
     return rest, [text for text, is_out in zip(train, out, strict=True) if is_out]
 
@@ -165,10 +164,15 @@ def _unique(texts: Iterable[Text], report: ReadReport) -> Iterator[Text]:
             yield text
 
 
+def first_of_digests(digests: Iterable[bytes]) -> np.ndarray:
+    """[n] uint64: the first 8 bytes of each digest, which differ between different texts."""
+    return np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
+
+
 def held_out(first: np.ndarray, fraction: float) -> np.ndarray:
     """Which texts are held out [n] bool: those with the smallest digests. Raises: UserError when it would be all.
 
-    first [n] uint64: the first 8 bytes of each digest, which differ between different texts.
+    first: as `first_of_digests`.
     """
     count = math.ceil(fraction * len(first))
     out: np.ndarray = first <= np.partition(first, count - 1)[count - 1]

@@ -124,11 +124,6 @@ class TokenStore:
         """A column of whole numbers for all texts [n]."""
         return np.concatenate([np.zeros(0, np.int32), *(b.column(name).to_numpy() for b in self._batches)])
 
-    def first_of_digests(self) -> np.ndarray:
-        """[n] uint64: the first 8 bytes of each text's digest."""
-        parts = [np.frombuffer(b.column("digest").buffers()[1], ">u8", 4 * b.num_rows)[::4] for b in self._batches]
-        return np.concatenate([np.zeros(0, np.uint64), *(part.astype(np.uint64) for part in parts)])
-
     def parts(self, kind: str, texts: np.ndarray | None = None, which: slice = slice(None)) -> Iterator[np.ndarray]:
         """The ids, the numbers or the targets' values of some texts, batch by batch.
 
@@ -144,35 +139,25 @@ class TokenStore:
                 keep &= np.repeat(mine, np.diff(at))
             yield values if keep.all() else values[keep]
 
-    def digest(self) -> str:
-        """SHA-256 of ids, numbers, targets and what is not learnt, however they are cut into batches."""
-        content = ContentDigest()
-        for batch in self._batches:
-            content.update(batch)
-        return content.hexdigest()
+    def digest(self, texts: np.ndarray | None = None) -> str:
+        """SHA-256 of ids, numbers, targets and what is not learnt, however they are cut into batches.
 
-
-class ContentDigest:
-    """The digest of a store, batch by batch."""
-
-    def __init__(self) -> None:
-        self._parts = [hashlib.sha256() for _ in range(7)]
-
-    def update(self, batch: pa.RecordBatch) -> None:
-        """Adds the next batch."""
-        view = _view_of(batch)
-        counts = [np.diff(lists.at).astype(np.int64) for lists in (view.ids, view.numbers, view.unlearnt)]
-        arrays = [*(lists.values for lists in view[:4]), *counts]
-        for part, array in zip(self._parts, arrays, strict=True):
-            part.update(np.ascontiguousarray(array).data)
-        for lists in (view.labels, view.more):
-            if len(lists.values):  # without any the digest is as it always was
-                self._parts[-1].update(np.ascontiguousarray(lists.values).data)
-                self._parts[-1].update(np.diff(lists.at).data)
-
-    def hexdigest(self) -> str:
-        """The digest of all batches so far."""
-        return hashlib.sha256(b"".join(part.digest() for part in self._parts)).hexdigest()
+        texts: [m] rising; None: all.
+        """
+        parts = [hashlib.sha256() for _ in range(7)]
+        for b, batch in enumerate(self._batches):
+            if texts is not None:
+                low, high = np.searchsorted(texts, self._first[b : b + 2])
+                batch = batch.take(pa.array(texts[low:high] - self._first[b]))
+            view = _view_of(batch)
+            counts = [np.diff(lists.at).astype(np.int64) for lists in (view.ids, view.numbers, view.unlearnt)]
+            for part, array in zip(parts, [*(lists.values for lists in view[:4]), *counts], strict=True):
+                part.update(np.ascontiguousarray(array).data)
+            for lists in (view.labels, view.more):
+                if len(lists.values):  # without any the digest is as it always was
+                    parts[-1].update(np.ascontiguousarray(lists.values).data)
+                    parts[-1].update(np.diff(lists.at).data)
+        return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()
 
 
 def _view_of(batch: pa.RecordBatch) -> _View:
