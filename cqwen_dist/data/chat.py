@@ -1,16 +1,20 @@
 """Chats to text by a tokenizer's chat template, and which characters of it the assistant wrote.
 
 Few templates mark the assistant's part (`{% generation %}`), and Qwen's do not. So the template is filled twice: as it
-is, and with two characters that no chat holds around each of the assistant's messages. The text between them, up to the
-end-of-turn token, is learnt. Without these characters the two texts must be equal.
+is, and with two characters that no chat holds around each of the assistant's messages. Learnt is the text from where
+generation would begin, or the message does, to the end-of-turn token. Without these characters the two texts must be
+equal.
 
 The template writes tool calls in its own form. There the characters go around the last call's name, and the text from
 where generation would begin to the end of the turn is learnt.
+
+Templates that write today's date get one fixed date: the texts of a run must be the same on each day.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +26,13 @@ from cqwen_dist.data.cells import BadLine
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The date that Llama 3's template has where it is not told one
+_DATE = {"%d": "26", "%b": "Jul", "%B": "July", "%m": "07", "%Y": "2024"}
+_FIXED_DATE = (
+    "{% macro strftime_now(form) %}{{ form"
+    + "".join(f"|replace('{part}', '{value}')" for part, value in _DATE.items())
+    + " }}{% endmacro %}{{ '' }}"  # without the last a line end that opens the template would be trimmed
 )
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # noncharacters
 
@@ -70,7 +81,7 @@ class Chat:
         return plain, tuple(
             self._turn_of_calls(plain, messages[:i], tools, end)
             if "tool_calls" in messages[i]
-            else (start, self._end_of_turn(plain, end))
+            else (self._begin(plain, start), self._end_of_turn(plain, end))
             for i, (start, end) in zip(own, spans, strict=True)
         )
 
@@ -81,7 +92,7 @@ class Chat:
         except BadLine as bad:
             raise UserError("--chat", bad.found, bad.allowed) from None
 
-    @property
+    @cached_property
     def turn_end(self) -> str:
         """The token that ends the assistant's turns; a character that no text holds where there is none, and where the
         template takes no chat without a system message, which alone would show it."""
@@ -89,6 +100,22 @@ class Chat:
             return self._turn_end(None)
         except BadLine:
             return "\0"
+
+    def _begin(self, text: str, start: int) -> int:
+        """Where the assistant's turn begins whose message begins at `start`: Qwen3's template may write an empty
+        thought, or the message's `reasoning_content`, between."""
+        at = text.rfind(self._opening, 0, start)
+        begin = at + len(self._opening)
+        return start if at < 0 or (begin < start and self.turn_end in text[begin:start]) else begin
+
+    @cached_property
+    def _opening(self) -> str:
+        """What the template writes in front of an answer; nothing where it takes no chat of one question."""
+        asked = [{"role": "user", "content": "a"}]
+        try:
+            return self._fill(asked, add_generation_prompt=True).removeprefix(self._fill(asked))
+        except BadLine:
+            return ""
 
     def _turn_of_calls(self, text: str, before: Sequence[dict[str, Any]], tools: Any, at: int) -> tuple[int, int]:
         """The span of a turn with tool calls. at: where the name of its last call ends."""
@@ -123,7 +150,7 @@ class Chat:
         template = self.template if tools is None else self.tool_template
         try:
             chats = [[dict(message) for message in messages]]
-            filled = render_jinja_template(chats, tools, chat_template=template, **options, **self._names)
+            filled = render_jinja_template(chats, tools, chat_template=_FIXED_DATE + template, **options, **self._names)
         except Exception as error:  # whatever the template's own code raises
             raise BadLine("no chat", reason_of(error, 100), "a chat that the chat template takes") from None
         return str(filled[0][0])
@@ -132,7 +159,7 @@ class Chat:
 def _changed(messages: Sequence[dict[str, Any]]) -> UserError:
     if any("tool_calls" in message for message in messages):
         return _unwritten("tool calls")
-    allowed = "a template that writes the assistant's messages as they are"
+    allowed = "a template that writes the assistant's messages as they are (thoughts by their key reasoning_content)"
     return UserError("data.messages_field", "a chat template that changes messages", allowed)
 
 

@@ -105,7 +105,7 @@ CHAT = [
 @pytest.mark.parametrize(
     ("template", "learnt"),
     [
-        (None, ["It is 5.<|im_end|>", "9 \n<|im_end|>"]),
+        (None, ["It is 5.<|im_end|>", " 9 \n<|im_end|>"]),  # from the prompt of a generation on
         (QWEN, ["It is 5.<|im_end|>", "9 \n<|im_end|>"]),
         (TRIMMING, ["It is 5.", "9"]),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", None),

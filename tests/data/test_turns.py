@@ -10,7 +10,7 @@ import pytest
 from support.tool_template import MISTRAL_TOOLS, QWEN_TOOLS
 
 from cqwen_dist.config import DataConfig, UserError
-from cqwen_dist.data.chat import Chat
+from cqwen_dist.data.chat import CHATML, Chat
 from cqwen_dist.data.sources import ReadReport, read_texts
 
 TOOLS = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
@@ -52,11 +52,12 @@ def _learnt(path: Path, chat: Chat, **config: Any) -> list[str]:
     return [text.text[start:end] for start, end in text.learnt]
 
 
-@pytest.mark.parametrize("thinks", ["false", "true"])  # as Qwen3's, which writes the last turn in another way
+@pytest.mark.parametrize("thinks", ["false", "true"])  # as Qwen3's, which writes an empty thought in the last turn
 def test_tool_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, thinks: str) -> None:
     chat, path = _chat(QWEN_TOOLS.replace("THINKS", thinks)), tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": OPENAI, "tools": TOOLS}))
-    assert _learnt(path, chat, recipe="chat") == LEARNT
+    thought = "<think></think>" if thinks == "true" else ""
+    assert _learnt(path, chat, recipe="chat") == [*LEARNT[:3], f"{thought}{LEARNT[3]}"], "a prompt holds no thought"
     # A table has every key in every message, null where there is none; lists of several types stand as JSON there.
     parts = [{**m, "content": m["content"] if m["content"] is None else str(m["content"])} for m in OPENAI[:8]]
     rows = [{**m, "tool_calls": json.dumps(m["tool_calls"]) if "tool_calls" in m else None} for m in parts]
@@ -68,7 +69,18 @@ def test_tool_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, think
     path.write_text(
         json.dumps({"conversations": [*turns, {"from": "gpt", "value": "7.5."}], "tools": json.dumps(TOOLS)})
     )
-    assert _learnt(path, chat, recipe="sharegpt") == [f"{CALLS % 2.5}<|im_end|>", "7.5.<|im_end|>"]
+    assert _learnt(path, chat, recipe="sharegpt") == [f"{CALLS % 2.5}<|im_end|>", f"{thought}7.5.<|im_end|>"]
+
+
+def test_a_template_writes_the_same_date_on_each_day(tmp_path: Path) -> None:
+    """Else a run could not go on the day after, as its texts would be others."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "5?"}, {"role": "assistant", "content": "6"}]})
+    )
+    chat = _chat("\n{% if strftime_now is defined %}{{ strftime_now('%d %b %Y, %Y-%m-%d') }}{% endif %}\n" + CHATML)
+    (text,) = read_texts(str(path), DataConfig(train=str(path), recipe="chat"), ReadReport(), chat=chat)
+    assert text.text.startswith("\n26 Jul 2024, 2024-07-26<|im_start|>user")
 
 
 def test_tools_may_move_to_the_last_question(tmp_path: Path) -> None:
