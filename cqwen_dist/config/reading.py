@@ -110,6 +110,7 @@ def _read(path: Path) -> str:
 def _override(tree: dict[str, Any], text: str, given: tuple[Any, ...] = ()) -> tuple[str, ...]:
     """Apply one dotted `key=value` to the tree in place; returns the path. given: the value, if not text."""
     key, equals, raw = text.partition("=")
+    raw = raw.lstrip() if key.endswith(" ") else raw
     path = tuple(key.strip().split("."))
     if not equals or not all(path) or not yaml_text.is_text(text):
         raise UserError("override", text, "key=value, for instance stages.0.steps=3")
@@ -142,13 +143,11 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
             return raw
         inner = () if error.key == "config" else (error.key,)
         raise UserError(".".join((*path, *inner)), error.found, error.allowed, _where(text)) from None
-    if str in kinds and isinstance(value, str) and raw.lstrip()[:1] not in ("'", '"'):
-        return raw.lstrip()
     meant = (
         value is None
-        or isinstance(value, str)
-        or (isinstance(value, (int, float)) and not isinstance(value, bool) and float in kinds)
-        or (isinstance(value, list) and any(get_origin(kind) is list for kind in kinds))
+        or (isinstance(value, str) and raw.lstrip()[:1] in ("'", '"'))
+        or (type(value) in (int, float) and float in kinds)
+        or (isinstance(value, list) and list in map(get_origin, kinds))
     )
     return raw if str in kinds and not meant else value
 

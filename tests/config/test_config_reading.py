@@ -58,7 +58,7 @@ def test_an_override_of_text_needs_no_quotes(load):
     assert load(BASE, "data.text_template={q}: {a}").data.text_template == "{q}: {a}"
     assert load(BASE, "data.train=[a, b]").data.train == ["a", "b"]
     assert load(BASE, "data.train=bundled:diabetes").data.train == "bundled:diabetes"
-    for text in ("Nr {n} # {a}", "Q {q}\nA {a}", "Q {q} A "):  # YAML: a comment, a folded line, a space too many
+    for text in ("Nr {n} # {a}", "Q {q}\nA {a}", " Q {q} "):  # YAML: a comment, a folded line, spaces too many
         assert load(BASE, f"data.text_template={text}").data.text_template == text
     assert load(BASE, "run.dir = runs/a").run.dir == "runs/a"
 
