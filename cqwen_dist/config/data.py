@@ -16,7 +16,10 @@ from cqwen_dist.config.fields import Above0, Count, Positive, Section, Seed, Sha
 Sources = str | Annotated[list[str], Field(min_length=1)]
 OTHER = "other"  # the type of numbers that are in no field of number_types
 # Keys of `data` that watched texts share.
-_OF_ALL = ("sequence_length", "numbers", "calculator_marks", "max_text_mib", "on_bad_line", "on_nonfinite", "sample_by")
+_OF_ALL = (
+    *("sequence_length", "numbers", "calculator_marks", "max_text_mib", "on_bad_line", "on_nonfinite", "sample_by"),
+    "decimal_comma",
+)
 
 # Keys that `data.recipe` sets where the config does not. `cqwen init` writes the same keys.
 QUESTION_AND_ANSWER = (("question", "answer"), ("prompt", "completion"), ("prompt", "response"), ("input", "output"))

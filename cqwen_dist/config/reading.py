@@ -147,7 +147,7 @@ def _override_value(path: tuple[str, ...], raw: str, text: str) -> Any:
         value is None
         or (isinstance(value, str) and raw.lstrip()[:1] in ("'", '"'))
         or (type(value) in (int, float) and float in kinds)
-        or (isinstance(value, list) and list in map(get_origin, kinds))
+        or (isinstance(value, list) and list in [get_origin(kind) for kind in kinds])
     )
     return raw if str in kinds and not meant else value
 

@@ -142,7 +142,7 @@ class Extractor:
         else:
             text, spans = self._fill_located(self._template, record)
             if config.target_field is not None:
-                _refuse_unread(text[slice(*spans[config.target_field])], config.target_field, config.numbers)
+                _refuse_unread(text, spans[config.target_field], config.target_field, config.numbers)
         if not text.strip():
             raise BadLine("empty text", text, "a text that is not empty")
         if self._prompt is None:
@@ -203,15 +203,20 @@ def _number(record: Mapping[str, Any], name: str) -> float:
     return found
 
 
-def _refuse_unread(cell: str, name: str, policy: NumberPolicy) -> None:
-    """Raises: BadLine for a target that is not read as a number, or is read as another number."""
+def _refuse_unread(text: str, place: tuple[int, int], name: str, policy: NumberPolicy) -> None:
+    """Raises: BadLine for a target that is not read as a number, or as another one, by itself or at its place."""
+    start, end = place
+    cell = text[start:end]
     found, exact = [span.value for span in find_numbers(cell, policy)], as_number(cell)
+    there = [span.value for span in find_numbers(text, policy) if start <= span.start and span.end <= end]
     if has_decimal_comma(cell) and len(found) != 1:
         raise BadLine(
             "decimal comma", cell, f"a decimal point in the field {name!r} (in CSV: data.decimal_comma: true)"
         )
-    if not found or (exact is not None and found != [exact]):
-        raise BadLine("no number", cell, f"what is read as <NUM> in the field {name!r} (data.numbers, docs/numbers.md)")
+    if not found or found != there or (exact is not None and found != [exact]):
+        around = text[max(start - 20, 0) : end + 20]
+        allowed = f"what is read as <NUM> in the field {name!r}, here in {around!r} (data.numbers, docs/numbers.md)"
+        raise BadLine("no number", cell, allowed)
 
 
 def _labels(found: Any) -> tuple[tuple[str, bool], ...]:

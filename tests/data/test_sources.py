@@ -215,6 +215,16 @@ def test_a_target_that_is_no_number_is_a_bad_line(tmp_path: Path, cell: str, tol
     path = _write(tmp_path / "a.jsonl", '{"y": "1,234 g"}', f'{{"y": {cell}}}')
     with pytest.raises(UserError, match=rf"a\.jsonl:2: {told}"):
         _texts(path, text_template="y {y}", target_field="y", empty_cell="none")
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:1: no number: found '1,234 g', allowed: .*, here in 'USD1,234 g \.'"
+    ):
+        _texts(path, text_template="USD{y} .", target_field="y")
+
+
+def test_watched_texts_are_read_as_the_runs(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.csv", "a;b", "3,5;x")
+    config = DataConfig(train="t", decimal_comma=True, watch={"w": {"source": path, "text_template": "{a} {b}"}})
+    assert [text.text for text in read_texts(path, config.of_watched("w"), ReadReport())] == ["3.5 x"]
 
 
 def test_a_pattern_is_its_files_in_order(tmp_path: Path) -> None:
