@@ -36,11 +36,10 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 class Encoded(NamedTuple):
-    """One text: ids and values side by side; literals too large for float64, which stayed text."""
+    """One text: ids and float64 values side by side; the value is 0.0 at words."""
 
     ids: list[int]
     values: list[float]
-    overflows: list[str]
 
 
 class NumericalAwareTokenizer:
@@ -158,22 +157,19 @@ class NumericalAwareTokenizer:
         """The tokens that hold a line break (`config.bases.line_end_ids`)."""
         return line_end_ids(self.tokenizer.get_vocab())
 
-    def encode(self, text: str) -> tuple[list[int], list[float]]:
-        """Ids and float64 values of one text, of one length; the value is 0.0 at words. No token is added.
+    def encode(self, text: str) -> Encoded:
+        """A text, read. No token is added. Raises: UserError for a number that float64 does not hold."""
+        return self.encode_batch([text])[0]
 
-        Raises: UserError for a number that float64 does not hold.
-        """
-        return self.encode_batch([text], strict=True)[0][:2]
-
-    def encode_batch(self, texts: Sequence[str], strict: bool = False) -> list[Encoded]:
-        """As `encode` for many texts at once; unless `strict`, overflowing literals stay text."""
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """As `encode` for many texts at once."""
         encoded = []
         for reading in self.encoder.read(texts):
-            if strict and reading.overflows:
+            if reading.overflows:
                 raise UserError("number", reading.overflows[0], "numbers that float64 holds")
             ids, numbers = reading.ids.tolist(), iter(reading.numbers)
             values = [next(numbers) if token == self.num_token_id else 0.0 for token in ids]
-            encoded.append(Encoded(ids, values, reading.overflows))
+            encoded.append(Encoded(ids, values))
         return encoded
 
     def preprocess(self, texts: list[str], padding_side: Literal["right", "left"] = "right") -> dict[str, torch.Tensor]:
@@ -182,8 +178,7 @@ class NumericalAwareTokenizer:
         Returns: input_ids [B,T] int64; numeric_values [B,T] float64, 0 at words; attention_mask [B,T] int64, 0 at
         padding. Raises: UserError for a number that float64 does not hold.
         """
-        rows = [(row.ids, row.values) for row in self.encode_batch(texts, strict=True)]
-        batch = pad_rows(rows, self.pad_token_id, on_left=padding_side == "left")
+        batch = pad_rows(self.encode_batch(texts), self.pad_token_id, on_left=padding_side == "left")
         return {"input_ids": batch.ids, "numeric_values": batch.values, "attention_mask": batch.mask.long()}
 
     def decode(

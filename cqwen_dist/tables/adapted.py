@@ -59,7 +59,7 @@ class StartingBase:
 
     def encode(self, prompts: Sequence[str]) -> list[Row]:
         """Each prompt as `z` reads it."""
-        return [found[:2] for found in self.tokenizer.encode_batch(prompts, strict=True)]
+        return [*self.tokenizer.encode_batch(prompts)]
 
     def z(self, rows: Sequence[Row]) -> Tensor:
         """z [m,H] fp32 (CPU) at the last token of each row, with gradients."""

@@ -116,7 +116,7 @@ def _begin(request: FitRequest, draft: Path, folder: Path, say: Callable[[str], 
     prompts = prompts_of(template, table.columns, table.rows, EMPTY)
     tokenizer = NumericalAwareTokenizer.from_pretrained(request.base, key="--base")
     lengths, read = np.zeros(len(prompts), np.int64), np.concatenate(parts)
-    lengths[read] = [len(ids) for ids, *_ in tokenizer.encode_batch([prompts[row] for row in read], strict=True)]
+    lengths[read] = [len(ids) for ids, _ in tokenizer.encode_batch([prompts[row] for row in read])]
     context = context_of(request.base)
     judged = parts.test[lengths[parts.test] < context]  # the number has a place there too
     if unread := len(parts.test) - len(judged):
