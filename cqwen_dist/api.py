@@ -214,7 +214,7 @@ def _cells_of(table: list[Any], of_file: bool, learnt: bool) -> list[dict[str, s
 def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | None]:
     """The run's own prompt of a row, and its text for an empty cell. Raises `UserError`."""
     from cqwen_dist.checkpoint.export import is_exported, run_of
-    from cqwen_dist.config.data import template_fields, unescaped
+    from cqwen_dist.config.data import template_fields
     from cqwen_dist.generate.table import template_of
 
     if not isinstance(model, tuple) and not is_exported(_folder(model)):
@@ -222,7 +222,7 @@ def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | Non
         if data.target_field is not None:
             starred = "{*}" in f"{data.prompt_template}{data.text_template}"
             found = template_of(data, _columns_learnt(data) if starred else [])
-            if lacks := [name for name in template_fields(unescaped(found)) if name not in columns]:
+            if lacks := [name for name in template_fields(found) if name not in columns]:
                 allowed = f"the columns that the run learnt from; found here: {', '.join(columns)}"
                 raise UserError("FILE", f"no column {', '.join(lacks)}", allowed)
             return found, data.empty_cell

@@ -8,7 +8,7 @@ from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, Positive, Section, Seed, Share, refused
@@ -33,6 +33,15 @@ RECIPES: dict[str, dict[str, str]] = {
 }
 
 
+def unescaped(template: str) -> str:
+    """With line ends and tabs where a shell or YAML left two characters."""
+    return template.replace("\\n", "\n").replace("\\t", "\t")
+
+
+# With fields in braces. Read anew, as a resolved config is, it stays as it is.
+Template = Annotated[str, AfterValidator(unescaped)]
+
+
 def template_fields(template: str | None) -> list[str]:
     """The names in braces of a template, in order."""
     return [name for _, name, _, _ in string.Formatter().parse(template or "") if name is not None]
@@ -42,11 +51,6 @@ def filled(template: str, cell: Callable[[str], str]) -> str:
     """The template with the cell of each field; `str.format` itself reads {a.b} and {2019} otherwise."""
     parts = string.Formatter().parse(template)
     return "".join(text + ("" if name is None else cell(name)) for text, name, _, _ in parts)
-
-
-def unescaped(template: str) -> str:
-    """With line ends and tabs where a shell or YAML left two characters."""
-    return template.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def can_be_named(column: str) -> bool:
@@ -107,7 +111,7 @@ class WatchedTexts(Section):
     """A source as in data.train; small: it is read into memory."""
     text_field: str = Field("text", min_length=1)
     """The field (column) that holds the text."""
-    text_template: str | None = None
+    text_template: Template | None = None
     """A format over the fields, instead of text_field."""
 
     @model_validator(mode="after")
@@ -139,9 +143,9 @@ class DataConfig(Section):
     """Sets the keys that read records of this kind, unless they are given (docs/data.md)."""
     text_field: str = Field("text", min_length=1)
     """The field (column) that holds the text."""
-    text_template: str | None = None
+    text_template: Template | None = None
     """A format over the fields, such as '{question}\\n{answer}', instead of text_field."""
-    prompt_template: str | None = None
+    prompt_template: Template | None = None
     """A format over the fields, in front of the text: read, but not learnt."""
     messages_field: str | None = Field(None, min_length=1)
     """The field that holds a chat, [{role, content}, ...]: written by the tokenizer's chat template, only the

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cqwen_dist.config import DataConfig, NumberPolicy
-from cqwen_dist.config.data import filled, template_fields, unescaped
+from cqwen_dist.config.data import filled, template_fields
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import BadLine, as_number, as_text, is_empty, is_missing
 from cqwen_dist.data.chat import Chat, Spans
@@ -77,9 +77,8 @@ def named_fields(config: DataConfig) -> list[str]:
     """The fields that the config names, each once; `_OTHERS` among them."""
     if config.messages_field is not None:
         return [config.messages_field]
-    text = _unescaped(config.text_template)
-    names = template_fields(_unescaped(config.prompt_template))
-    names += [config.text_field] if text is None else template_fields(text)
+    names = template_fields(config.prompt_template)
+    names += [config.text_field] if config.text_template is None else template_fields(config.text_template)
     names += config.more_values
     names += [config.labels_field] if config.labels_field is not None else []
     return list(dict.fromkeys(names))
@@ -100,7 +99,7 @@ class Extractor:
 
     def __init__(self, config: DataConfig, chat: Chat) -> None:
         self.config, self.chat = config, chat
-        self._template, self._prompt = _unescaped(config.text_template), _unescaped(config.prompt_template)
+        self._template, self._prompt = config.text_template, config.prompt_template
         self._named = frozenset(named_fields(config))
         fields = {name for name in (config.target_field, *config.number_types) if name is not None}
         self._keys = {str(ours): theirs for ours, theirs in config.message_keys.items()}
@@ -231,7 +230,3 @@ def too_long(size: int, config: DataConfig) -> BadLine:
     """The error for a line or a text beyond the limit."""
     found = f"no text of at most that: {size / 2**20:,.1f} MiB or more"
     return BadLine("text too long", found, f"at most {config.max_text_mib:g} MiB (data.max_text_mib)")
-
-
-def _unescaped(template: str | None) -> str | None:
-    return None if template is None else unescaped(template)
