@@ -1,16 +1,6 @@
-"""Texts of files, folders and data sets, read lazily; errors name the line.
+"""Texts of sources (docs/data.md has their kinds), read lazily, split and mixed; errors name the line.
 
-- `path.jsonl` (and any ending not named below): one JSON object a line, UTF-8; empty lines are skipped.
-- `path.json`: an array of such objects, or one a line.
-- `path.csv`, `path.tsv`: the first row names the columns and shows the delimiter; cells are used as they are written.
-- `path.txt`: a text a line, a paragraph (empty lines between) or the whole file, as `data.sample_by` says.
-- `path.parquet`: row by row; floats are written in the shortest form that reads back as the same float64.
-- a folder, `#SPLIT` after its name (default train): what `datasets` saved (`save_to_disk`), or data files it can load.
-- `hf:NAME`, `hf:ORG/NAME/CONFIG#SPLIT`: a data set of the Hugging Face hub, streamed.
-- `bundled:diabetes`, `bundled:diabetes/train`, `bundled:diabetes/test`: see `cqwen_dist.data.diabetes`.
-
-Files may be `.gz`. A pattern such as `shards/*.jsonl` stands for its files, sorted. `data.blocks` makes records of a
-file, `data.records` makes a text of a record.
+`data.blocks` makes records of a file, `data.records` makes a text of a record.
 """
 
 from __future__ import annotations
@@ -27,8 +17,6 @@ from cqwen_dist.data.blocks import blocks
 from cqwen_dist.data.cells import BadLine
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.records import Block, Extractor, ReadReport, Text
-
-__all__ = ["ReadReport", "Text", "mixed", "read_split", "read_texts", "read_train"]
 
 CHUNK = 1000  # texts that are tokenised in one call
 _DRAWS = 4096  # of sources, at a time

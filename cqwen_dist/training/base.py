@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from cqwen_dist.config import TRAIN_TOKENIZER, Config, PretrainConfig, UserError
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.loader import Loader
-from cqwen_dist.data.sources import ReadReport, read_split
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_split
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model.backbone import build_base
 from cqwen_dist.run.files import let_read

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
 
 HELD_OUT = ("words", "prose", "code")
 LONGEST_FUNCTION, SHORTEST_FUNCTION = 1200, 120  # characters

@@ -14,7 +14,8 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.recipes import recognise
-from cqwen_dist.data.sources import ReadReport, read_train
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_train
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -14,7 +14,7 @@ from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.packing import _pack
-from cqwen_dist.data.sources import Text
+from cqwen_dist.data.records import Text
 from cqwen_dist.data.statistics import numeric_statistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 

@@ -14,7 +14,8 @@ from support.shared import shared_path
 
 from cqwen_dist.config import DataConfig, NumberPolicy
 from cqwen_dist.data.numbers import find_numbers
-from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.write_numbers import write_numbers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numbers.md"

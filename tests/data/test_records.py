@@ -23,7 +23,8 @@ from cqwen_dist.data.collate import collate
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.diabetes import diabetes_texts
 from cqwen_dist.data.load import load_datasets
-from cqwen_dist.data.sources import ReadReport, read_texts, read_train
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts, read_train
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 

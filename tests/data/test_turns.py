@@ -11,7 +11,8 @@ from support.tool_template import MISTRAL_TOOLS, QWEN_TOOLS
 
 from cqwen_dist.config import DataConfig, UserError
 from cqwen_dist.data.chat import CHATML, Chat
-from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
 
 TOOLS = [{"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}]
 

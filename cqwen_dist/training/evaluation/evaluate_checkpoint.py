@@ -16,7 +16,8 @@ from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.load import load_datasets
 from cqwen_dist.data.loader import EvalLoader
-from cqwen_dist.data.sources import ReadReport, read_texts
+from cqwen_dist.data.records import ReadReport
+from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.intervals import Intervals
 from cqwen_dist.model.backbone import load_base
