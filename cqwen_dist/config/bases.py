@@ -30,14 +30,11 @@ def check_model_type(kind: object, key: str, where: str = "") -> None:
     """Raises `UserError`, with the reason, for a model type that is no base."""
     if kind in ARCHITECTURES:
         return
+    allowed = f"{', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}"
     if kind is None:
-        raise UserError(key, Said("no value"), _allowed(), where)
+        raise UserError(key, Said("no value"), allowed, where)
     why = next((why for part, why in _WHY.items() if part in str(kind)), _OTHER)
-    raise UserError(key, kind, f"{_allowed()} ({why}: docs/bases.md)", where)
-
-
-def _allowed() -> str:
-    return f"{', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}"
+    raise UserError(key, kind, f"{allowed} ({why}: docs/bases.md)", where)
 
 
 def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:

@@ -79,7 +79,8 @@ def _section(path: str, section: dict[str, Any], known: dict[str, Any]) -> Itera
     for name, key in section["properties"].items():
         place = f"{path}.{name}" if path else name
         inner = dict.fromkeys(sections_of(key))
-        one = "$ref" in key or (inner and not {"string", "number", "boolean"} & {*_types(key)})
+        types = {part.get("type") for part in key.get("anyOf", [key])}
+        one = "$ref" in key or (inner and not {"string", "number", "boolean"} & types)
         shown = f"[section](#{_anchor(place)})" if one else _allowed(key)
         default = "" if one else "**required**" if name in section.get("required", ()) else _code(key.get("default"))
         bold = "**" if key.get("x-tier") == "basic" else ""
@@ -90,10 +91,6 @@ def _section(path: str, section: dict[str, Any], known: dict[str, Any]) -> Itera
     yield from rows
     for place, other in below:
         yield from _section(place, other, known)
-
-
-def _types(key: dict[str, Any]) -> list[str]:
-    return [str(part.get("type")) for part in key.get("anyOf", [key])]
 
 
 def _allowed(key: dict[str, Any]) -> str:

@@ -31,11 +31,7 @@ from cqwen_dist.delimited import delimiter_of, read_cells
 BLOCK = 1 << 20  # bytes of lines in a block, about
 _ROWS = 1000  # of a table in a block, at most
 _SHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
-_BUNDLED: dict[str, Callable[[], list[str]]] = {
-    "diabetes": lambda: diabetes_texts("train") + diabetes_texts("test"),
-    "diabetes/train": lambda: diabetes_texts("train"),
-    "diabetes/test": lambda: diabetes_texts("test"),
-}
+_BUNDLED = {"diabetes": ("train", "test"), "diabetes/train": ("train",), "diabetes/test": ("test",)}
 _BROKEN_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
 # A line's record; None for an empty line. Raises `BadLine`.
 ParsedLine = Callable[[bytes], "Mapping[str, Any] | None"]
@@ -60,8 +56,8 @@ def _bundled(source: str, key: str) -> Block:
     name = source.removeprefix("bundled:")
     if name not in _BUNDLED:
         raise UserError(key, source, " or ".join(f"bundled:{known}" for known in _BUNDLED))
-    places = ((f"{source}:{number}", text) for number, text in enumerate(_BUNDLED[name](), 1))
-    return partial(list, [(where, Text(text, where)) for where, text in places])
+    texts = enumerate(chain.from_iterable(map(diabetes_texts, _BUNDLED[name])), 1)
+    return partial(list, [(f"{source}:{number}", Text(text, f"{source}:{number}")) for number, text in texts])
 
 
 def _of_file(path: Path, config: DataConfig, key: str) -> Iterator[Block]:

@@ -51,25 +51,17 @@ class _Row(NamedTuple):
     readings: list[Reading]
     unlearnt: list[int]  # start, end, start, end, ...
 
-    def ids(self) -> bytes:
-        """The ids as bytes of int32, without the end token."""
-        return b"".join([reading.ids for reading in self.readings])
-
-    def overflows(self) -> list[str]:
-        """Literals too large for float64."""
-        return [literal for reading in self.readings for literal in reading.overflows]
-
 
 def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
     """Tokenise texts, with an end token after each. A number that opens a text is no target: nothing predicts it."""
     encoder = recipe.encoder
     rows = _read(texts, encoder)
-    ids = [row.ids() for row in rows]
+    ids = [b"".join([reading.ids for reading in row.readings]) for row in rows]  # of int32, without the end token
     offsets = offsets_of([len(own) // 4 + 1 for own in ids])
     flat = np.frombuffer(np.int32(recipe.end).tobytes().join([*ids, b""]), np.int32)
     numbers = np.fromiter(chain.from_iterable(r.numbers for row in rows for r in row.readings), np.float64)
     numbers_at, targets = _targets(rows, flat, offsets, recipe)
-    overflows = [row.overflows() for row in rows]
+    overflows = [(i, row.text.where, word) for i, row in enumerate(rows) for r in row.readings for word in r.overflows]
     columns = [
         _lists(flat, offsets),
         _lists(numbers, numbers_at),
@@ -77,12 +69,11 @@ def encode_chunk(texts: Sequence[Text], recipe: Recipe) -> Chunk:
         _nested([row.unlearnt for row in rows], np.int32),
         _nested([_labels(text, encoder) for text in texts], np.int32),
         _nested([text.more for text in texts], np.float64),
-        pa.array(map(len, overflows), pa.int32()),
+        pa.array(np.bincount(np.array([i for i, *_ in overflows], np.int64), minlength=len(rows)), pa.int32()),
         pa.array([sum(reading.left for reading in row.readings) for row in rows], pa.int32()),
         pa.array(map(text_digest, texts), pa.binary(32)),
     ]
-    found = [(i, texts[i].where, literal) for i, own in enumerate(overflows) for literal in own]
-    return Chunk(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), found)
+    return Chunk(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), overflows)
 
 
 def _labels(text: Text, encoder: NumberEncoder) -> list[int]:

@@ -8,13 +8,14 @@ score is the last number of each text. 342 patients train, 100 are held out; the
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cqwen_dist.data.cells import as_text
 
 _TRAIN = 342
+# The World Health Organization's, by body mass index
 _WEIGHT_CLASSES = ((18.5, "underweight"), (25.0, "normal"), (30.0, "overweight"), (float("inf"), "obese"))
 _SENTENCE = (
     "A patient of sex {}, age {}, body mass index {} {}, mean blood pressure {}. "
@@ -44,21 +45,17 @@ def diabetes_table() -> DiabetesTable:
     return DiabetesTable(study.data[train], study.target[train], study.data[test], study.target[test])
 
 
-def diabetes_texts(part: Literal["train", "test"]) -> list[str]:
-    """The patients of a part, one text each, in the order of `diabetes_table`."""
+def diabetes_texts(part: str) -> list[str]:
+    """The patients of a part, train or test, one text each, in the order of `diabetes_table`."""
     table = diabetes_table()
     x, y = (table.x_train, table.y_train) if part == "train" else (table.x_test, table.y_test)
     texts = []
     for row, progression in zip(x, y, strict=True):
         age, sex, index, *rest = row
         numbers = [as_text(float(value)) for value in (sex, age, index, *rest, progression)]
-        texts.append(_SENTENCE.format(*numbers[:3], weight_class(index), *numbers[3:]))
+        weight = next(name for limit, name in _WEIGHT_CLASSES if index < limit)
+        texts.append(_SENTENCE.format(*numbers[:3], weight, *numbers[3:]))
     return texts
-
-
-def weight_class(body_mass_index: float) -> str:
-    """The World Health Organization's class."""
-    return next(name for limit, name in _WEIGHT_CLASSES if body_mass_index < limit)
 
 
 class Baselines(NamedTuple):

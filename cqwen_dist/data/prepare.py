@@ -55,18 +55,12 @@ _OF_SAMPLES = {
 Progress = Callable[[int, int], None]
 
 
-def cache_root(config: DataConfig) -> Path:
-    """The folder of prepared data."""
-    named = config.cache_dir or os.environ.get("CQWEN_DATA_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "cqwen" / "data"
-
-
 def prepare(config: DataConfig, tokenizer: NumericalAwareTokenizer, progress: Progress | None = None) -> Path:
     """The folder of this data, made unless it is there. One process makes it, others wait.
 
     Raises: UserError for what is wrong with the data, or a folder that cannot be written; nothing is left then.
     """
-    root = cache_root(config)
+    root = Path(config.cache_dir or os.environ.get("CQWEN_DATA_CACHE") or "~/.cache/cqwen/data").expanduser()
     with writing("data.cache_dir", root, "a folder to write to"):
         root.mkdir(parents=True, exist_ok=True)
         key = data_key(config, tokenizer, root)

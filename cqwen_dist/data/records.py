@@ -46,10 +46,6 @@ class ReadReport:
     skipped: dict[str, int] = field(default_factory=dict)  # kind of bad line -> how many
     first: dict[str, str] = field(default_factory=dict)  # kind of bad line -> place of the first
 
-    def skip(self, kind: str, where: str) -> None:
-        """Counts a bad line."""
-        self.add(ReadReport(skipped={kind: 1}, first={kind: where}))
-
     def add(self, other: ReadReport) -> None:
         """Adds the report of what was read next."""
         self.read += other.read

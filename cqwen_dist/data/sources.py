@@ -46,7 +46,7 @@ def read_block(block: Block, extract: Extractor, report: ReadReport) -> Iterator
         except BadLine as bad:
             if extract.config.on_bad_line != "skip":
                 raise UserError(bad.kind, bad.found, bad.allowed, where) from None
-            report.skip(bad.kind, where)
+            report.add(ReadReport(skipped={bad.kind: 1}, first={bad.kind: where}))
         except UserError as error:  # of a chat template, which all records meet
             raise UserError(error.key, error.found, error.allowed, where) from None
         else:
