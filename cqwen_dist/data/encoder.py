@@ -83,7 +83,7 @@ class NumberEncoder:
 
     def read(self, texts: Sequence[str]) -> list[Reading]:
         """Every text by itself; no token is added."""
-        found = [self._split(text) for text in texts]
+        found = [split(text, self.policy) for text in texts]
         pieces = [own for own, *_ in found]
         ids = self._many(texts, pieces) if sum(map(len, texts)) > _LITTLE else [self._one(own) for own in pieces]
         return [
@@ -101,7 +101,7 @@ class NumberEncoder:
         overflows: list[str] = []
         rows: list[tuple[int, str, int, tuple[int, int]]] = []  # id, token, word, offsets
         for i, text in enumerate(texts):
-            pieces, numbers, odd, numerals = self._split(text)
+            pieces, numbers, odd, numerals = split(text, self.policy)
             values.update(zip(numerals, numbers, strict=True))
             overflows += odd
             parts, spelt, at, words = self._parts(pieces), iter(numerals), 0, 0
@@ -121,32 +121,6 @@ class NumberEncoder:
         state = {**names, **same, "overflowing": [], "sequence_ranges": {}}
         found.__setstate__(json.dumps(state).encode())  # as it is pickled: what can be merged loses its words' numbers
         return found, values, overflows
-
-    def _split(self, text: str) -> tuple[list[str], list[float], list[str], list[str]]:
-        """The n + 1 texts around n numbers (some may be empty), the numbers, literals that overflow, and numerals.
-
-        Raises `UserError` for a lone surrogate, as Python makes of an argument's bytes that are not UTF-8.
-        """
-        if not text.isascii():
-            if (odd := _SURROGATE.search(text)) is not None:
-                raise UserError("text", odd[0], "Unicode text, such as UTF-8 holds: no lone surrogates")
-            # Qwen's tokenizer does this too, but later: a composed letter must bind a numeral as its parts do.
-            text = unicodedata.normalize("NFC", text)
-        pieces: list[str] = []
-        numbers: list[float] = []
-        overflows: list[str] = []
-        numerals: list[str] = []
-        position = 0
-        for start, end, value in find_numbers(text, self.policy) if self.policy is not None else ():
-            if math.isinf(value):
-                overflows.append(text[start:end])
-                continue
-            pieces.append(text[position:start])
-            numbers.append(value)
-            numerals.append(text[start:end])
-            position = end
-        pieces.append(text[position:])
-        return pieces, numbers, overflows, numerals
 
     def _many(self, texts: Sequence[str], pieces: list[list[str]]) -> list[array[int]]:
         if self._ascii is None:
@@ -191,3 +165,30 @@ class NumberEncoder:
             elif piece:
                 parts.append(piece)
         return parts
+
+
+def split(text: str, policy: NumberPolicy | None) -> tuple[list[str], list[float], list[str], list[str]]:
+    """The n + 1 texts around n numbers (some may be empty), the numbers, literals that overflow, and numerals.
+
+    Raises `UserError` for a lone surrogate, as Python makes of an argument's bytes that are not UTF-8.
+    """
+    if not text.isascii():
+        if (odd := _SURROGATE.search(text)) is not None:
+            raise UserError("text", odd[0], "Unicode text, such as UTF-8 holds: no lone surrogates")
+        # Qwen's tokenizer does this too, but later: a composed letter must bind a numeral as its parts do.
+        text = unicodedata.normalize("NFC", text)
+    pieces: list[str] = []
+    numbers: list[float] = []
+    overflows: list[str] = []
+    numerals: list[str] = []
+    position = 0
+    for start, end, value in find_numbers(text, policy) if policy is not None else ():
+        if math.isinf(value):
+            overflows.append(text[start:end])
+            continue
+        pieces.append(text[position:start])
+        numbers.append(value)
+        numerals.append(text[start:end])
+        position = end
+    pieces.append(text[position:])
+    return pieces, numbers, overflows, numerals

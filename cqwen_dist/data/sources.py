@@ -120,8 +120,13 @@ def read_split(config: DataConfig, report: ReadReport, chat: Chat | None = None)
     whatever their order, at least one, and equal texts stay on one side.
     Raises: what `read_texts` raises; UserError when the held-out part would be all.
     """
-    texts = read_train(config, report, chat)
-    train = list(_unique(texts, report) if config.deduplicate else texts)
+    train = list(read_train(config, report, chat))
+    if config.deduplicate:
+        first: dict[bytes, Text] = {}
+        for text in train:
+            first.setdefault(text_digest(text), text)
+        report.duplicates += len(train) - len(first)
+        train = list(first.values())
     if config.eval is not None:
         found = [text for one in as_list(config.eval) for text in read_texts(one, config, report, "data.eval", chat)]
         if not found:
@@ -138,18 +143,6 @@ def text_digest(text: Text) -> bytes:
     """SHA-256 of the text, its labels and its further values [32 bytes]."""
     extra = f"\0{text.labels}{text.more}" if text.labels or text.more else ""
     return hashlib.sha256((text.text + extra).encode()).digest()
-
-
-def _unique(texts: Iterable[Text], report: ReadReport) -> Iterator[Text]:
-    """Each different text once; the others are counted."""
-    seen: set[bytes] = set()
-    for text in texts:
-        digest = text_digest(text)
-        if digest in seen:
-            report.duplicates += 1
-        else:
-            seen.add(digest)
-            yield text
 
 
 def first_of_digests(digests: Iterable[bytes]) -> np.ndarray:

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,8 +25,7 @@ from cqwen_dist.config import NumberPolicy, UserError
 from cqwen_dist.config.bases import line_end_ids, numeral_ids, rows_with_number
 from cqwen_dist.config.errors import reason_of
 from cqwen_dist.data.ascii_words import QWEN2_PATTERN
-from cqwen_dist.data.encoder import NumberEncoder
-from cqwen_dist.data.numbers import find_numbers
+from cqwen_dist.data.encoder import NumberEncoder, split
 from cqwen_dist.data.write_numbers import write_numbers
 
 POLICY_FILE = "number_policy.json"
@@ -285,7 +284,8 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_pieces(texts, policy), trainer)
+    pieces = chain.from_iterable(split(text, policy)[0] for text in texts)
+    tokenizer.train_from_iterator(pieces, trainer)
     end = SPECIAL_TOKENS[0]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -294,12 +294,3 @@ def train_tokenizer(
         additional_special_tokens=list(SPECIAL_TOKENS[1:]),
         clean_up_tokenization_spaces=False,
     )
-
-
-def _pieces(texts: Iterable[str], policy: NumberPolicy) -> Iterable[str]:
-    for text in texts:
-        position = 0
-        for start, end, _ in find_numbers(text, policy):
-            yield text[position:start]
-            position = end
-        yield text[position:]
