@@ -130,7 +130,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         Raises `UserError`.
         """
         model, base = turned_causal(name_or_path, start, num_token_id, calibration_batches, texts, **options)
-        causal = cls(model.config, model)
+        causal = cls(model.config, model).eval()  # as from_pretrained leaves a model
         if base.generation_config is not None:
             causal.generation_config = base.generation_config
         return causal

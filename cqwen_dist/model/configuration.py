@@ -95,6 +95,7 @@ class CausalQwenConfig(PretrainedConfig):
             ("used_rows", self.used_rows, self.used_rows in range(1, rows + 1), f"1 to {rows}"),
             ("scale_activation", self.scale_activation, self.scale_activation in ("softplus", "exp"), "softplus, exp"),
             ("scale_floor", self.scale_floor, _above_0(self.scale_floor), "a number above 0"),
+            ("wide", self.wide, not self.wide or self.number_dims > 0, "0 without number_dims, through which it acts"),
             ("value_periods", self.value_periods, all(map(_above_0, self.value_periods)), "numbers above 0"),
             ("number_types and more_values", both, not (self.number_types and self.more_values), "one of the two"),
         ):

@@ -230,8 +230,12 @@ def test_from_base_calibrated(base_folder: Path) -> None:
     with pytest.raises(UserError, match="texts: found no texts, allowed: texts, or calibration_batches"):
         CausalQwenForCausalLM.from_base(str(base_folder), start="calibrated")
     batches = [random_batch(num=VOCAB - 1)]
-    model = CausalQwenForCausalLM.from_base(str(base_folder), calibration_batches=batches)
+    shape = {"wide": 64, "number_dims": 2}
+    model = CausalQwenForCausalLM.from_base(str(base_folder), calibration_batches=batches, **shape)
     assert float(model.model.action.threshold.detach()[0]) != 0.0
+    assert not model.training  # as from_pretrained leaves it: the wide part reads by all its tables
+    with pytest.raises(UserError, match="wide: found 64, allowed: 0 without number_dims"):
+        CausalQwenForCausalLM.from_base(str(base_folder), calibration_batches=batches, wide=64)
 
 
 def test_from_base_with_texts_starts_as_a_run_does_and_without_it_says_so(
