@@ -72,7 +72,7 @@ def whole_losses(impl: str) -> None:
     one_pass.TILE_BYTES["cpu"] = 4 * 17 * 70
     one_pass.TILE_TOKENS["cpu"] = 17
     leaves, labels = problem(40, 8, 300, gamma=0.1)
-    options = {"class_weights": torch.rand(300), "token_weights": torch.rand(40), "want_prob_sum": True}
+    options = {"class_weights": torch.rand(300, 2)[:, 0], "token_weights": torch.rand(40), "want_prob_sum": True}
     assert_as_exact_as_the_materialised(leaves, labels, impl, **options)
     assert_as_exact_as_the_materialised(leaves, labels, impl, slope_limit=0.3, **options)
     one = [*leaves[:3], leaves[4].detach().mean().requires_grad_()]  # one threshold for all words, no bias

@@ -60,7 +60,7 @@ def ovr_loss(
     targets = Targets(
         torch.where(inside, labels - head.start, -1),
         torch.where(valid, weights * factor, 0.0),
-        None if options.class_weights is None else options.class_weights.detach().to(head.real),
+        None if options.class_weights is None else options.class_weights.detach().to(head.real).contiguous(),
         options.want_prob_sum,
         options.slope_limit,
     )
