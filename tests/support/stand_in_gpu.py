@@ -287,7 +287,12 @@ def _stand_in_for_torch_cuda() -> None:
     answers |= {"is_available": True, "is_initialized": True, "device_count": 1, "is_bf16_supported": True}
     answers |= {"get_device_properties": properties, "get_device_capability": (9, 0), "get_device_name": "stand-in"}
     answers |= {"current_stream": stream, "default_stream": stream, "stream": stream, "device": stream}
-    answers |= {"mem_get_info": (79 << 30, 80 << 30), "memory_stats": {}, "is_current_stream_capturing": False}
+    answers |= {
+        "device_of": stream,
+        "mem_get_info": (79 << 30, 80 << 30),
+        "memory_stats": {},
+        "is_current_stream_capturing": False,
+    }
     answers |= {"get_rng_state": torch.zeros(0, dtype=torch.uint8), "set_rng_state": None, "initial_seed": 0}
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)

@@ -90,7 +90,8 @@ def both_by_triton(loc: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         grid = (-(-rows // words), -(-n // tokens))
         shape = {"N": n, "C": c, "BM": tokens, "BN": words, "BK": width}
         own = loc.contiguous(), scale.contiguous(), weight, found, weight.stride(0), rows
-        _kernel()[grid](*own, **shape, num_warps=warps, enable_fp_fusion=True)  # triton 3.10 leaves it off
+        with torch.cuda.device_of(weight):  # Triton launches on the current device, wherever the tensors are
+            _kernel()[grid](*own, **shape, num_warps=warps, enable_fp_fusion=True)  # triton 3.10 leaves it off
     return found
 
 
@@ -132,10 +133,10 @@ def _kernel() -> Any:
             else:
                 loc = tl.dot(u, tl.trans(w), loc, input_precision="tf32x3")
                 scale = tl.dot(s, tl.trans(tl.abs(w)), scale, input_precision="tf32x3")
-        at = tokens[:, None].to(tl.int64) * rows + words[None, :]
+        at = out_ptr + tokens[:, None].to(tl.int64) * rows + words[None, :]
         inside = of_tokens[:, None] & of_words[None, :]
-        tl.store(out_ptr + at, loc, mask=inside)
-        tl.store(out_ptr + N * rows + at, scale, mask=inside)
+        tl.store(at, loc, mask=inside)
+        tl.store(at + tl.full([], N, tl.int64) * rows, scale, mask=inside)
 
     return triton.jit(both)
 

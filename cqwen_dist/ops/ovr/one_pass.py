@@ -74,11 +74,12 @@ def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileM
     """
     work = _Visit(u, head, targets, need, maths)
     tokens, rows = len(u.loc), head.rows
-    for v0 in range(0, rows, work.n):
-        block = work.open_block(slice(v0, min(rows, v0 + work.n)))
-        for i0 in range(0, tokens, work.t):
-            work.visit_tile(block, slice(i0, min(tokens, i0 + work.t)))
-        work.close_block(block)
+    with torch.cuda.device_of(u.loc):  # Triton launches on the current device, wherever the tensors are
+        for v0 in range(0, rows, work.n):
+            block = work.open_block(slice(v0, min(rows, v0 + work.n)))
+            for i0 in range(0, tokens, work.t):
+                work.visit_tile(block, slice(i0, min(tokens, i0 + work.t)))
+            work.close_block(block)
     return work.sums(), work.gradients()
 
 
