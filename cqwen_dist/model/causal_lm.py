@@ -177,7 +177,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
                 inputs_embeds=inputs_embeds,
             )
         action = self.model.action
-        with at_hand(action):
+        with at_hand(action), torch.autocast(u.loc.device.type, enabled=False):
             u_prime = action.add_noise(u)
             y = action.value(u_prime)
             scored = labels is None or logits_to_keep is not None or output_scales or output_log_probs

@@ -257,9 +257,10 @@ class CausalQwenModel(nn.Module):
             at = context["inputs_embeds"][..., 0] if input_ids is None else input_ids
             numeric_values = torch.zeros(at.shape, dtype=torch.float64, device=at.device)
         features = self.features(input_ids, numeric_values, attention_mask, **context)
-        features = self.with_wide(features, input_ids, numeric_values, attention_mask, **context)
-        with at_hand(self.abduction):
-            return self.abduction(features)
+        with torch.autocast(features.device.type, enabled=False):  # everything behind z is in fp32, whoever asks for it
+            features = self.with_wide(features, input_ids, numeric_values, attention_mask, **context)
+            with at_hand(self.abduction):
+                return self.abduction(features)
 
     def forward(
         self, input_ids: Tensor, numeric_values: Tensor, attention_mask: Tensor | None = None

@@ -59,10 +59,11 @@ class Cauchy(NamedTuple):
         weight [K, C] gives [..., K]; weight [C] gives [...]. bias [K] or scalar.
         Exact for each output by itself; the K outputs are dependent.
         """
-        if weight.ndim == 1:
-            loc, scale = self.loc @ weight, self.scale @ weight.abs()
-        else:
-            loc, scale = F.linear(self.loc, weight), F.linear(self.scale, weight.abs())
+        with torch.autocast(self.loc.device.type, enabled=False):
+            if weight.ndim == 1:
+                loc, scale = self.loc @ weight, self.scale @ weight.abs()
+            else:
+                loc, scale = F.linear(self.loc, weight), F.linear(self.scale, weight.abs())
         return Cauchy(loc if bias is None else loc + bias, scale)
 
     def log_sf(self, c: Tensor | float) -> Tensor:

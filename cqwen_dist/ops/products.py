@@ -24,16 +24,17 @@ def dtype_of(precision: str) -> torch.dtype:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b^T in fp32 (fp64 for fp64), for a [N, C] and b [n, C] of one dtype; differentiable.
 
-    Both are widened to fp32 first, except on a GPU where no gradient is needed.
+    Both are widened to fp32 first, except on a GPU where no gradient is needed. Autocast changes nothing.
     """
     real = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != real and not torch.is_grad_enabled():
         out = a.new_empty(a.shape[0], b.shape[0], dtype=real)
         mm_into(a, b.T, out)
         return out
-    if 1 < a.shape[0] < 6 and not a.is_cuda:  # a few tokens: this order is 2 to 3 times as fast in MKL
-        return (b.to(real) @ a.to(real).T).T
-    return a.to(real) @ b.to(real).T
+    with torch.autocast(a.device.type, enabled=False):
+        if 1 < a.shape[0] < 6 and not a.is_cuda:  # a few tokens: this order is 2 to 3 times as fast in MKL
+            return (b.to(real) @ a.to(real).T).T
+        return a.to(real) @ b.to(real).T
 
 
 def mm_into(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
