@@ -34,7 +34,7 @@ def tile_of(maths, x, g, w, target, dtype=torch.float32, **more):
         g=maths.rows(g.to(dtype)),
         w=w.to(dtype),
         abs_w=maths.rows(w.abs().to(dtype)),
-        work=list(torch.empty(maths.buffers, t, n)),
+        work=torch.empty(maths.buffers, t, n),
         low=torch.empty(0 if wide else 2, t, -(-n // 8) * 8, dtype=dtype)[..., :n],
         target=target,
         **{**given, **more},

@@ -20,12 +20,7 @@ fp8: g and |W| are e4m3 with a factor a row, which is applied to the sum (`produ
 with about 14 bits, so every BK of them have a sum of their own, which is added in fp32. Only this product is in fp8: of
 dloss/dscale a few entries weigh most, so their rounding does not average out (docs/decisions.md, D-fp8).
 
-What it should reach; not yet measured on GPU. H200 (799 TFLOP/s and 4.3 TB/s measured), N=8,192, V=151,936, H=896: a
-product takes 2.8 ms. The kernel has two, 5.6 ms, and 1.2e9 entries of about 80 instructions, 3.4 ms on 132 SMs; with
-one program an SM these do not overlap. It writes 5 GB (1.2 ms, under the maths). A step reads 64 KiB for 4.2 MFLOP
-from L2, 12 TB/s at the full rate; at the 550 TFLOP/s that tiles of 128 x 128 usually reach, the products take 8.1 ms.
-Four products by cuBLAS: 11.2 ms at the peak, 12.7 at 700 TFLOP/s. Casts and sums: 1 ms. Together 21 ms at best, 25 more
-likely; `triton` takes 30. fp8 takes 1.4 ms less at the full rate, and reads 48 KiB a step.
+Not yet measured on GPU; what it should reach: LOG.md, 2026-11-24.
 """
 
 from __future__ import annotations
@@ -261,7 +256,6 @@ class FusedTile(TileMaths):
     def __call__(self, tile: Tile, with_grad: bool) -> Tensor:  # [2, t, n]
         (t, c), n = tile.x.shape, len(tile.w)
         d = tile.low
-        assert isinstance(d, Tensor), "both gradients in one"
         if not (t and n):
             return d
         device = tile.x.device

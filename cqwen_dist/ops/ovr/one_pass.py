@@ -129,16 +129,18 @@ class _Visit:
         n, c = self.x.shape
         self.t, self.n = tile_shape(n, head.rows, c, self.x.device.type, real.itemsize, maths.stacked)
         size = self.t * (-(-self.n // ALIGNED) * ALIGNED)
-        self.work = _Flat(maths.buffers, size, self.x, real)
-        self.low = _Flat(2 if any(need) and (maths.stacked or gemm != real) else 0, size, self.x, gemm)
-        self.rows = _Flat(2 if maths.stacked or head.weight.dtype != gemm else 1, self.n * c, self.x, gemm)
+        low = 2 if any(need) and (maths.stacked or gemm != real) else 0
+        rows = 2 if maths.stacked or head.weight.dtype != gemm else 1
         sums = (2 if maths.stacked or head.weight.dtype != real else 1) if need.weight else 0
-        self.block_sums = _Flat(sums, self.n * c, self.x, real)
+        self.work = self.x.new_empty(maths.buffers, size, dtype=real)
+        self.low = self.x.new_empty(low, size, dtype=gemm)
+        self.rows = self.x.new_empty(rows, self.n * c, dtype=gemm)
+        self.block_sums = self.x.new_empty(sums, self.n * c, dtype=real)
 
     def open_block(self, words: slice) -> _Block:
         """W and |W| of a block of words in the GEMMs' dtype, and where its gradient is summed."""
         shape = (words.stop - words.start, self.x.shape[1])
-        rows: Pair = self.rows.stack(*shape) if self.maths.stacked else self.rows.view(*shape)[::-1]
+        rows: Pair = _cut(self.rows, *shape)
         if len(rows) == 2:
             rows[0].copy_(self.head.weight[words])
         else:
@@ -146,7 +148,7 @@ class _Visit:
         torch.abs(rows[0], out=rows[1])
         sums: Pair | None = None
         if self.d_w is not None:
-            sums = self.block_sums.stack(*shape) if self.maths.stacked else self.block_sums.view(*shape)[::-1]
+            sums = _cut(self.block_sums, *shape)
             sums = sums if len(sums) == 2 else (self.d_w[words], *sums)
         return _Block(words, rows, self.maths.rows(rows[1]), sums)
 
@@ -159,8 +161,8 @@ class _Visit:
             self.g.take(some),
             block.rows[0],
             block.abs_w,
-            self.work.view(*shape),
-            self.low.stack(*shape, ALIGNED) if self.maths.stacked else self.low.view(*shape),
+            _cut(self.work, *shape),
+            _cut(self.low, *shape, ALIGNED if self.maths.stacked else 1),
             self.offset[words],
             self.targets.row[some] - words.start,
             self.targets.token_weights[some],
@@ -275,16 +277,7 @@ class _OnePass(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-class _Flat:
-    """Buffers allocated once; ``view`` cuts a contiguous [a, b] out of each."""
-
-    def __init__(self, count: int, size: int, like: Tensor, dtype: torch.dtype) -> None:
-        self._flat = like.new_empty(count, size, dtype=dtype)
-
-    def view(self, a: int, b: int) -> list[Tensor]:
-        return [flat[: a * b].view(a, b) for flat in self._flat]
-
-    def stack(self, a: int, b: int, multiple: int = 1) -> Tensor:
-        """[count, a, b] of all buffers; rows begin at multiples of so many numbers."""
-        stride = -(-b // multiple) * multiple
-        return self._flat[:, : a * stride].unflatten(1, (a, stride))[..., :b]
+def _cut(buffers: Tensor, a: int, b: int, multiple: int = 1) -> Tensor:
+    """[count, a, b] out of buffers [count, size]; rows begin at multiples of so many numbers."""
+    stride = -(-b // multiple) * multiple
+    return buffers[:, : a * stride].unflatten(1, (a, stride))[..., :b]

@@ -44,8 +44,8 @@ class Tile(NamedTuple):
     g: ScaledRows  # [t, C] in: scale_u
     w: Tensor  # [n, C] in
     abs_w: ScaledRows  # [n, C] in
-    work: list[Tensor]  # `TileMaths.buffers` [t, n] of the maths' own
-    low: Sequence[Tensor] | Tensor  # two [t, n] in the GEMM's dtype for the gradients; empty where that is fp32
+    work: Tensor  # [`TileMaths.buffers`, t, n] of the maths' own
+    low: Tensor  # [2, t, n] in the GEMM's dtype for the gradients; [0, t, n] where that is fp32
     offset: Tensor  # [n] in: C - b
     target: Tensor  # [t] in: the label's column in this tile, or anything outside [0, n)
     token_weights: Tensor  # [t] in: factor of the gradients (not of per_token)
