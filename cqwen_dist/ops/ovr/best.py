@@ -117,10 +117,8 @@ def _shortlisted(u: Cauchy, used: WordHead, near: Tensor) -> Tensor:
     # other words of these groups give their places to one word: the same row again comes from a cache
     listed = z.gather(1, groups.expand_as(words)) >= first.values.amin(1)[:, None, None]
     words = words.where(listed, words[:, :1, :1]).flatten(1).clamp(max=rows - 1)
-    own = used.take(words)
-    loc, scale = (own.weight * u.loc[:, None]).sum(2), (own.weight.abs() * u.scale[:, None]).sum(2)
-    loc = loc if own.bias is None else loc + own.bias
-    ties = _of_best(strength(own.threshold - loc, scale), loc)
+    law, gap = used.take(words).of_own(Cauchy(u.loc[:, None], u.scale[:, None]))
+    ties = _of_best(strength(gap, law.scale), law.loc)
     return words.where(ties == ties.amax(1, keepdim=True), rows).amin(1)  # groups are in no order
 
 

@@ -70,6 +70,14 @@ class WordHead(NamedTuple):
         loc = product(u.loc, self.weight.to(u.loc.dtype))
         return loc if self.bias is None else loc + self.bias.to(loc.dtype)
 
+    def of_own(self, u: Cauchy) -> tuple[Cauchy, Tensor]:
+        """(S, C - loc_S) [...] of one word for each U' [...,C], whose rows these are; in fp32 (fp64), of rows in the
+        tokens' precision."""
+        rows, u = self.weight.to(u.loc.dtype).to(self.real), u.to(self.real)
+        loc = (u.loc * rows).sum(-1)
+        loc = loc if self.bias is None else loc + self.bias.to(self.real)
+        return Cauchy(loc, (u.scale * rows.abs()).sum(-1)), self.threshold.to(self.real) - loc
+
     def check(self, u: Cauchy) -> None:
         """Raises ValueError for a shape and TypeError for a dtype of the head or of U' [N, C] that does not fit.
 

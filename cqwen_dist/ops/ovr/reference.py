@@ -54,9 +54,8 @@ def ovr_partial(u: Cauchy, head: WordHead, words: Tensor, slope_limit: float = 0
 
 def bce_of_rows(u: Cauchy, own: WordHead, is_label: Tensor, slope_limit: float) -> Tensor:
     """BCE [M] of one word a token: U' [M, C], `own` each token's own row, is_label [M] bool."""
-    loc, scale = (u.loc * own.weight).sum(1), (u.scale * own.weight.abs()).sum(1)
-    loc = loc if own.bias is None else loc + own.bias
-    return _bce(own.threshold - loc, scale, is_label, slope_limit)
+    law, gap = own.of_own(u)
+    return _bce(gap, law.scale, is_label, slope_limit)
 
 
 def _bce(gap: Tensor, scale: Tensor, is_label: Tensor, slope_limit: float) -> Tensor:

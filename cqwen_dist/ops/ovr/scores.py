@@ -71,21 +71,14 @@ def _of_labels(u: Cauchy, head: WordHead, labels: Tensor) -> tuple[Tensor, Tenso
         return (torch.zeros(len(labels), dtype=head.real, device=labels.device),) * 2
     at = labels - head.start
     here = (at >= 0) & (at < v)
-    law, gap = _own(u, head.take(at.clamp(0, v - 1)))
+    law, gap = head.take(at.clamp(0, v - 1)).of_own(u)
     return law.loc.where(here, 0.0), log_prob_above(law.scale, gap).where(here, 0.0)
 
 
 def prob_of(u: Cauchy, head: WordHead, words: Tensor) -> Tensor:
     """P of each token's own word, words [N] int64 (all in the slice): [N], the diagonal of `probs`."""
-    law, gap = _own(u, head.take(words - head.start))
+    law, gap = head.take(words - head.start).of_own(u)
     return prob_above(law.scale, gap)
-
-
-def _own(u: Cauchy, own: WordHead) -> tuple[Cauchy, Tensor]:
-    """(S, C - loc_S) [N] of one word for each token; own: the words' rows."""
-    rows = own.weight.to(u.loc.dtype).to(own.real)
-    loc = (u.loc.to(own.real) * rows).sum(1) + (0.0 if own.bias is None else own.bias.to(own.real))
-    return Cauchy(loc, (u.scale.to(own.real) * rows.abs()).sum(1)), own.threshold.to(own.real) - loc
 
 
 def _scores(u: Cauchy, head: WordHead) -> tuple[Tensor, Tensor, Tensor]:
