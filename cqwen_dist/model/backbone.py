@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -98,10 +97,7 @@ def load_base(
     needs (a tokenizer's own `rows_for`); missing rows are added.
     """
     loading = quantized_loading(quantize, device or torch.device("cpu"))
-    looks_local = name_or_path.startswith((".", "/", "~")) or os.path.isdir(name_or_path)
-    path = str(Path(name_or_path).expanduser()) if looks_local else name_or_path
-    if looks_local and not Path(path, "config.json").is_file():
-        raise UserError("model.name_or_path", name_or_path, "a folder with a config.json, or a hub name")
+    path = str(_local_folder(name_or_path) or name_or_path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_model_type(getattr(config, "model_type", None), "model_type", name_or_path)
@@ -229,15 +225,22 @@ def build_base(architecture: dict[str, Any], seed: int) -> PreTrainedModel:
 
 def base_folder_of(name_or_path: str) -> Path:
     """The folder of a base model's files, downloaded where needed. Raises `UserError`."""
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
+    if (folder := _local_folder(name_or_path)) is not None:
         return folder
-    if name_or_path.startswith((".", "/", "~")):
-        raise UserError("model.name_or_path", name_or_path, "a folder with a config.json, or a hub name")
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
         raise base_refusal(name_or_path, error) from None
+
+
+def _local_folder(name_or_path: str) -> Path | None:
+    """The folder that is meant, if none of a hub is. Raises `UserError`."""
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir() and not name_or_path.startswith((".", "/", "~")):
+        return None
+    if not (folder / "config.json").is_file():
+        raise UserError("model.name_or_path", name_or_path, "a folder with a config.json, or a hub name")
+    return folder
 
 
 def base_refusal(name_or_path: str, error: Exception) -> UserError:

@@ -14,8 +14,7 @@ import torch
 
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy, prob_above
-from cqwen_dist.ops.ovr.best import scale_scores
-from cqwen_dist.ops.products import product
+from cqwen_dist.ops.ovr.best import all_scores
 from cqwen_dist.run.files import written_whole
 from experiments.claims.lists import asked_lists
 from experiments.claims.subject import Ask, Positions, calibrated, read, train_heads
@@ -46,9 +45,8 @@ def scored(model: CausalQwenModel, seen: Positions) -> Scores:
         u = model.abduction(part.z)
         u_prime = action.add_noise(u)
         word = action.word_part(u_prime)
-        loc = product(word.loc, used.weight) + action.cls_bias[: head.rows]
-        scale = scale_scores(word.scale, used.weight, head.rows)
-        p = prob_above(scale, used.threshold - loc)
+        gap, (loc, scale) = all_scores(word, used)
+        p = prob_above(scale, gap)
         soft = loc.log_softmax(1)
         found = _of_words(p, scale, soft, part.labels) | _of_numbers(model, u_prime, part)
         found["u_scale"] = action.word_part(u).scale.mean(1)

@@ -7,10 +7,9 @@ import torch
 from support.numerics import assert_close, ovr_top_word
 
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.ops.ovr import WordHead, both_products
+from cqwen_dist.ops.ovr import WordHead
 from cqwen_dist.ops.ovr import best as ovr_best
-from cqwen_dist.ops.ovr.best import best_word, row_sizes, scale_scores
-from cqwen_dist.ops.ovr.both_products import abs_blocks
+from cqwen_dist.ops.ovr.best import best_word, row_sizes
 
 
 def head(rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,7 +48,7 @@ def test_the_best_word_is_the_plain_one(spread: float, threshold: float, tokens:
 
 
 def test_few_words_are_looked_at_where_scales_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovr_best, "scale_scores", lambda *_: pytest.fail("every scale was computed"))
+    monkeypatch.setattr(ovr_best, "all_scores", lambda *_: pytest.fail("every scale was computed"))
     weight, bias, c = head(1003, 37)
     loc, scale = law(3, 37, 0.0)
     best_word(Cauchy(loc, scale), WordHead(weight, bias, c), row_sizes(weight))
@@ -98,16 +97,6 @@ def test_nan_is_no_crash() -> None:
         found = best_word(Cauchy(loc, loc), WordHead(weight, bias, c), sizes, near)
         assert found.shape == (2,)
         assert bool((found < 2000).all())
-
-
-def test_scales_are_computed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(both_products, "BLOCK_BYTES", 64 * 37 * 4)
-    weight, _, _ = head(1003, 37)
-    assert len(list(abs_blocks(weight))) == 16
-    for tokens in (1, 5):
-        _, scale = law(tokens, 37, 1.0)
-        assert_close(scale_scores(scale, weight, 1001), scale @ weight[:1001].abs().T, 1e-6)
-    assert_close(scale_scores(scale, weight.bfloat16(), 1003), scale @ weight.bfloat16().float().abs().T, 1e-6)
 
 
 @pytest.mark.gpu

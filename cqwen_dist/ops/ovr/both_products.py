@@ -44,10 +44,9 @@ def word_scores(u: Cauchy, weight: Tensor) -> Cauchy:
     return Cauchy(*_BOTH_PRODUCTS(u.loc.to(tokens), u.scale.to(tokens), weight))
 
 
-def abs_blocks(weight: Tensor, rows: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """(slice, |W[slice]|) of the first `rows` rows. All blocks use one buffer: each is valid until the next."""
-    rows = weight.shape[0] if rows is None else rows
-    real = torch.promote_types(weight.dtype, torch.float32)
+def abs_blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(slice, |W[slice]|) of all rows. All blocks use one buffer: each is valid until the next."""
+    rows, real = len(weight), torch.promote_types(weight.dtype, torch.float32)
     step = max(64, BLOCK_BYTES // (4 * max(1, weight.shape[1])))
     if weight.is_cuda:
         step *= 16
