@@ -83,7 +83,7 @@ def visit(u: Cauchy, head: WordHead, targets: Targets, need: Needs, maths: TileM
     return work.sums(), work.gradients()
 
 
-Pair = Sequence[Any] | Tensor  # loc's and scale's: two tensors or Nones, or one [2, ...] where the maths is `stacked`
+Pair = Sequence[Tensor] | Tensor  # loc's and scale's: two tensors, or one [2, ...] where the maths is `stacked`
 
 
 class _Block(NamedTuple):
@@ -113,9 +113,7 @@ class _Visit:
 
         # Sums, to which the tiles add. d_gap is the gradient of C - b - x W^T, summed over tokens.
         n, c = self.x.shape
-        self.d_u: Pair = [self.x.new_zeros(n, c, dtype=real) if needed else None for needed in need[:2]]
-        if maths.stacked and any(need[:2]):
-            self.d_u = self.x.new_zeros(2, n, c, dtype=real)
+        self.d_u = self.x.new_zeros(2, n, c, dtype=real) if any(need[:2]) else None
         self.d_w = torch.empty_like(head.weight) if need.weight else None
         self.d_gap = self.x.new_zeros(len(head.weight), dtype=real) if need.bias or need.threshold else None
         self.per_token = torch.zeros(n, dtype=torch.float64, device=self.x.device)
@@ -174,10 +172,11 @@ class _Visit:
             self.targets.skip_labels,
         )
         d = self.maths(tile, any(self.need))
-        if any(self.need[:2]):
-            _spread(d, block.rows, _take(self.d_u, some), True)
+        if self.d_u is not None:
+            _spread(d, block.rows, self.d_u[:, some], True)
         if block.sums is not None:  # the first tile of a block writes
-            _spread(_transposed(d), _take(self.tokens, some), block.sums, some.start > 0)
+            tokens: Pair = self.tokens[:, some] if isinstance(self.tokens, Tensor) else [a[some] for a in self.tokens]
+            _spread(d.mT if isinstance(d, Tensor) else [a.T for a in d], tokens, block.sums, some.start > 0)
 
     def close_block(self, block: _Block) -> None:
         """d_W = D_loc^T x + sign(W) * (D_scale^T g), into the weight's gradient."""
@@ -205,27 +204,17 @@ class _Visit:
                 d_bias = self.d_gap.to(bias.dtype)
             if self.need.threshold:
                 d_threshold = -(self.d_gap if threshold.ndim else self.d_gap.sum()).to(threshold.dtype)
-        d_u = [d.to(self.u.loc.dtype) if needed else None for d, needed in zip(self.d_u, self.need[:2], strict=True)]
+        d_u = [self.d_u[i].to(self.u.loc.dtype) if self.need[i] and self.d_u is not None else None for i in (0, 1)]
         return *d_u, self.d_w, d_bias, d_threshold
 
 
-def _take(pair: Pair, some: slice) -> Pair:
-    """Some rows of both."""
-    return pair[:, some] if isinstance(pair, Tensor) else [None if a is None else a[some] for a in pair]
-
-
-def _transposed(pair: Pair) -> Pair:
-    return pair.transpose(1, 2) if isinstance(pair, Tensor) else [a.T for a in pair]
-
-
 def _spread(d: Pair, by: Pair, into: Pair, add: bool) -> None:
-    """into_k = d_k by_k, or += : for both scores in one launch where they are stacked; not for a None."""
+    """into_k = d_k by_k, or += : for both scores in one launch where they are stacked."""
     if isinstance(d, Tensor):
         mm_into(d, by, into, add)  # type: ignore[arg-type]
         return
     for one, other, out in zip(d, by, into, strict=True):
-        if out is not None:
-            mm_into(one, other, out, add)
+        mm_into(one, other, out, add)
 
 
 def ovr_one_pass(u: Cauchy, head: WordHead, targets: Targets, maths: TileMaths) -> OvrOutput:
