@@ -21,7 +21,7 @@ from cqwen_dist.plan.sizes import FP32, Sizes
 # backward takes twice as long to start (compiled: as long). COMPILED_PASSES: share of elementwise passes left.
 LAUNCH, TENSOR = 16e-6, 20e-6
 KERNELS, COMPILED_KERNELS = 60, 60
-ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage: products alone, PEFT's (`model.fused_lora`)
+ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage: products alone, PEFT's (`model.layers`)
 COMPILED_PASSES = 0.4
 # Bytes read and written for a (token, word) outside products; fused (not measured): 4, and the maths' time as bytes.
 PASSES = {"fused": 12, "triton": 16, "chunked": 160, "reference": 200}

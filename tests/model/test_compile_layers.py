@@ -11,8 +11,7 @@ from torch._dynamo.utils import counters
 
 from cqwen_dist.config import Config, LoraConfig
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.fused_lora import fuse_adapters
-from cqwen_dist.model.layers import compile_layers
+from cqwen_dist.model.layers import compile_layers, fuse_adapters
 from cqwen_dist.model.lora import adapters_disabled, is_lora
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cqwen_dist.bench.launches import counting
 from cqwen_dist.config import LoraConfig
-from cqwen_dist.model.fused_lora import FusedLinear, fuse_adapters
+from cqwen_dist.model.layers import FusedLinear, fuse_adapters
 from cqwen_dist.model.lora import adapters_disabled, inject_lora, is_lora, merge_lora
 
 N, IN, OUT, R = 37, 20, 28, 3

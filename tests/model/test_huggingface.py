@@ -125,27 +125,6 @@ def test_heads_stay_fp32_whatever_dtype_is_asked_for(tmp_path: Path) -> None:
     assert all(bool(t.isfinite().all()) for t in outputs(again))
 
 
-@pytest.mark.parametrize("shape", [{}, {"wide": 64, "random_features": 8, "number_dims": 2, "copies": 2}])
-def test_under_autocast_everything_behind_the_features_is_in_fp32(shape: dict[str, int]) -> None:
-    """As under Trainer's bf16=True. A scale of 1e-3 beside a logit near 15 means nothing in bf16."""
-    model, batch = worn(**shape), random_batch()
-    given = batch.input_ids, batch.numeric_values, batch.attention_mask
-    labels = batch.input_ids.masked_fill(~batch.attention_mask, -100)
-    z = model.model.features(*given)
-    model.model.features.forward = lambda *_, keep=None, **more: z if keep is None else z.flatten(0, 1)[keep]
-    asked = {"labels": labels, "logits_to_keep": 0, "output_scales": True, "output_log_probs": True}
-    with torch.no_grad():
-        plain = model(*given, **asked)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            cast = model(*given, **asked)
-            written = model.generate(*given[:2], max_new_tokens=1, return_numbers=True)
-    for a, b in zip(cast.to_tuple(), plain.to_tuple(), strict=True):
-        assert torch.equal(a, b)
-    again = model.generate(*given[:2], max_new_tokens=1, return_numbers=True)
-    assert torch.equal(written[1].scale, again[1].scale)
-    assert torch.equal(written[1].p_num.nan_to_num(), again[1].p_num.nan_to_num())
-
-
 def test_a_cast_of_the_whole_model_is_refused_by_the_way_that_keeps_the_heads(tmp_path: Path) -> None:
     worn().save_pretrained(tmp_path)
     for model in (worn().to(torch.bfloat16), worn().half(), CausalQwenForCausalLM.from_pretrained(tmp_path).double()):

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.exported import TEXTS, run_snippet, tiny_pair, write_folder
 from support.numerics import assert_close
-from support.tiny import tiny_base
+from support.tiny import random_batch, tiny_base, tiny_causal_lm
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
@@ -244,3 +244,27 @@ def test_the_page_of_libraries_runs_as_it_stands(
     exec(blocks[part], {})
     ends = [None, "trained/model.safetensors", "adapter/adapter_model.safetensors", None]
     assert ends[part] is None or (tmp_path / "out" / str(ends[part])).is_file()
+
+
+@pytest.mark.parametrize("shape", [{}, {"wide": 64, "random_features": 8, "number_dims": 2, "copies": 2}])
+def test_under_autocast_everything_behind_the_features_is_in_fp32(shape: dict[str, int]) -> None:
+    """As under Trainer's bf16=True. A scale of 1e-3 beside a logit near 15 means nothing in bf16."""
+    model, batch = tiny_causal_lm(**shape), random_batch()
+    with torch.no_grad():
+        for part in model.parameters():
+            part.add_(torch.randn(part.shape, generator=torch.Generator().manual_seed(7)) * 0.05)
+    given = batch.input_ids, batch.numeric_values, batch.attention_mask
+    labels = batch.input_ids.masked_fill(~batch.attention_mask, -100)
+    z = model.model.features(*given)
+    model.model.features.forward = lambda *_, keep=None, **more: z if keep is None else z.flatten(0, 1)[keep]
+    asked = {"labels": labels, "logits_to_keep": 0, "output_scales": True, "output_log_probs": True}
+    with torch.no_grad():
+        plain = model(*given, **asked)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = model(*given, **asked)
+            written = model.generate(*given[:2], max_new_tokens=1, return_numbers=True)
+    for a, b in zip(cast.to_tuple(), plain.to_tuple(), strict=True):
+        assert torch.equal(a, b)
+    again = model.generate(*given[:2], max_new_tokens=1, return_numbers=True)
+    assert torch.equal(written[1].scale, again[1].scale)
+    assert torch.equal(written[1].p_num.nan_to_num(), again[1].p_num.nan_to_num())
