@@ -146,9 +146,8 @@ def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def tokenizer_rows(name_or_path: str) -> int | None:
-    """The rows that a model's tokenizer uses, as `data.tokenizer` counts them; None without a tokenizer."""
-    tokenizer = base_tokenizer(name_or_path)
+def tokenizer_rows(tokenizer: Any) -> int | None:
+    """The rows that a tokenizer of transformers uses, as `data.tokenizer` counts them; None without one."""
     return None if tokenizer is None else max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 

@@ -19,7 +19,13 @@ from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.generate.generator import at_hand
 from cqwen_dist.model.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
 from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.backbone import FeatureExtractionNetwork, load_base, rows_with_number_for, tokenizer_rows
+from cqwen_dist.model.backbone import (
+    FeatureExtractionNetwork,
+    base_tokenizer,
+    load_base,
+    rows_with_number_for,
+    tokenizer_rows,
+)
 from cqwen_dist.model.configuration import BESIDE_Z, CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 from cqwen_dist.model.initialise import VALUE_SHARE, apply_preset, inherit_head, inherit_numeral_row
@@ -123,7 +129,7 @@ class CausalQwenModel(nn.Module):
 
     def _of_base(self, name: str, causal_hidden_size: int | None) -> None:
         """The constructor for a base model's name."""
-        used = tokenizer_rows(name)
+        used = tokenizer_rows(base_tokenizer(name))
         base = load_base(name, torch.float32, rows_for=rows_with_number_for(used, used))
         head = base.get_output_embeddings()
         config = CausalQwenConfig(base.config.to_dict(), used, causal_size=causal_hidden_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,18 +32,13 @@ def turned_causal(
 ) -> tuple[CausalQwenModel, PreTrainedModel]:
     """The model, and the base inside it; arguments and errors as `CausalQwenForCausalLM.from_base`."""
     start = _start_of(start, texts, calibration_batches)
-    used = tokenizer_rows(name_or_path)
-
-    @cache
-    def vocabulary() -> dict[str, int]:
-        found = base_tokenizer(name_or_path)
-        return {} if found is None else found.get_vocab()
-
+    found = base_tokenizer(name_or_path)
+    used, vocabulary = tokenizer_rows(found), {} if found is None else found.get_vocab()
     if start == "calibrated" and options.setdefault("num_row_init", "digits") == "digits":
-        options.setdefault("numerals", numeral_ids(vocabulary()))
+        options.setdefault("numerals", numeral_ids(vocabulary))
         options.setdefault("w_num_scale", None if options["numerals"] else 0.2)
     if options.get("wide"):
-        options.setdefault("line_ends", line_end_ids(vocabulary()))
+        options.setdefault("line_ends", line_end_ids(vocabulary))
     rows_for = rows_with_number_for(used, used if num_token_id is None else num_token_id)
     base = load_base(name_or_path, options.pop("dtype", torch.float32), rows_for=rows_for)
     if num_token_id is None:

@@ -98,13 +98,6 @@ class ScaledRows(NamedTuple):
         return ScaledRows(self.values[some], None if self.factor is None else self.factor[some])
 
 
-def rows_into(a: ScaledRows, b: ScaledRows, out: Tensor) -> None:
-    """out [t, n] = a b^T, of [t, C] and [n, C]."""
-    mm_into(a.values, b.values.T, out)
-    if a.factor is not None and b.factor is not None:
-        out.mul_(a.factor[:, None]).mul_(b.factor)
-
-
 def fp8_rows(a: Tensor, holder: torch.dtype) -> ScaledRows:
     """Rows of numbers >= 0 [r, C], rounded to e4m3 (3 bits after the first), the largest of each row to 448.
 

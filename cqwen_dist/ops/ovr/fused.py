@@ -104,18 +104,12 @@ def _add_product(to, a, b):
 
 
 @triton.jit
-def _half(a, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and right halves of [BM, BN]."""
-    return a.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
 def _slices(a, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
     """[BM, BN] as a tuple of PARTS (a power of two) of [BM, BN / PARTS], from left to right."""
     if PARTS == 1:
         return (a,)
     else:
-        left, right = _half(a, BM, BN)
+        left, right = a.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
         return _slices(left, BM, BN // 2, PARTS // 2) + _slices(right, BM, BN // 2, PARTS // 2)
 
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cqwen_dist.ops.products import ScaledRows, fp8_rows, mm_into, rows_into
+from cqwen_dist.ops.products import ScaledRows, fp8_rows, mm_into
 
 MIN_SCALE = 1.2e-38  # replaces scale 0, where atan2(0, 0) = 0. So a P of 0 has -log P of 87 to 92, not inf
 MIN_DENOMINATOR = 1e-30  # keeps gradients finite where q (1-P) vanishes
@@ -60,7 +60,9 @@ class Tile(NamedTuple):
         """loc = x W^T without bias and scale = g |W|^T [t, n], in the first two work buffers."""
         loc, scale = self.work[:2]
         mm_into(self.x, self.w.T, loc)
-        rows_into(self.g, self.abs_w, scale)
+        mm_into(self.g.values, self.abs_w.values.T, scale)
+        if self.g.factor is not None and self.abs_w.factor is not None:
+            scale.mul_(self.g.factor[:, None]).mul_(self.abs_w.factor)
         return loc, scale
 
     def add_to_gap(self, d_loc: Tensor) -> None:
