@@ -100,7 +100,7 @@ def best(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tens
 
 def softmax_sample(action: Any, u_prime: Cauchy, draws: Draws, options: Options, ids: Tensor) -> Tensor:
     """A draw from softmax(loc_S) after the processors, or its argmax without do_sample: [B]."""
-    logits = (u_prime.loc.to(action.cls_weight.dtype) @ action.cls_weight.T + action.cls_bias).float()
+    logits = action.word_head().loc(u_prime.to(action.cls_weight.dtype)).float()
     if options.added_from is not None:
         logits[:, options.added_from :] = -math.inf
     if options.processors is not None:

@@ -257,14 +257,22 @@ def test_under_autocast_everything_behind_the_features_is_in_fp32(shape: dict[st
     labels = batch.input_ids.masked_fill(~batch.attention_mask, -100)
     z = model.model.features(*given)
     model.model.features.forward = lambda *_, keep=None, **more: z if keep is None else z.flatten(0, 1)[keep]
+    logits: list[torch.Tensor] = []
+
+    def seen(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return logits.append(scores.clone()) or scores
+
     asked = {"labels": labels, "logits_to_keep": 0, "output_scales": True, "output_log_probs": True}
     with torch.no_grad():
         plain = model(*given, **asked)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             cast = model(*given, **asked)
             written = model.generate(*given[:2], max_new_tokens=1, return_numbers=True)
+            model.generate(*given[:2], "compatible", max_new_tokens=1, logits_processor=[seen])
     for a, b in zip(cast.to_tuple(), plain.to_tuple(), strict=True):
         assert torch.equal(a, b)
     again = model.generate(*given[:2], max_new_tokens=1, return_numbers=True)
+    model.generate(*given[:2], "compatible", max_new_tokens=1, logits_processor=[seen])
+    assert torch.equal(*logits)
     assert torch.equal(written[1].scale, again[1].scale)
     assert torch.equal(written[1].p_num.nan_to_num(), again[1].p_num.nan_to_num())
