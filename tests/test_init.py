@@ -152,7 +152,7 @@ def test_the_quickstart_of_a_wheel_runs_anywhere(tmp_path: Path) -> None:
     archive.extractall(tmp_path / "site")
     empty = tmp_path / "empty"
     empty.mkdir()
-    done = cqwen("quickstart", "--json", *SHORT, cwd=empty, PYTHONPATH=str(tmp_path / "site"), timeout=280)
+    done = cqwen("quickstart", "--json", *SHORT, cwd=empty, PYTHONPATH=str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ridge_mdae"] == pytest.approx(40.2, abs=0.1)
     assert (empty / "runs" / "quickstart" / "export" / "config.json").is_file()

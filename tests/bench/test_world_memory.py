@@ -18,7 +18,7 @@ WORLDS = (8, 64, 1024)
 
 def planned_over_measured(world: int, *names: str, accelerator: str = "cpu") -> dict[str, float]:
     words = [word for name in names for word in ("--only", name)]
-    done = cqwen("bench", "memory", "--world", world, "--json", *words, timeout=1700, DS_ACCELERATOR=accelerator)
+    done = cqwen("bench", "memory", "--world", world, "--json", *words, DS_ACCELERATOR=accelerator)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert f"rank 0 of {world}" in found["device"]
@@ -51,7 +51,6 @@ def test_one_of_64_holds_what_is_planned() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_of_any_world_holds_what_is_planned(world: int) -> None:
     ratios = planned_over_measured(world)

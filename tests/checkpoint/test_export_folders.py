@@ -273,7 +273,7 @@ def test_the_server_of_the_page_answers_with_text_and_numbers(
             answering = Thread(target=server.handle_request)
             answering.start()
             try:
-                with urlopen(f"http://127.0.0.1:{server.server_port}", json.dumps(body).encode(), timeout=60) as found:
+                with urlopen(f"http://127.0.0.1:{server.server_port}", json.dumps(body).encode()) as found:
                     return json.load(found)
             except HTTPError as error:
                 return json.load(error)

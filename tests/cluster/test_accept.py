@@ -111,9 +111,8 @@ def test_a_signal_to_what_runs_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_ranks_of_this_machine_are_accepted(tmp_path: Path) -> None:
-    done = cqwen("accept", "--ranks", 2, "--folder", tmp_path / "site", "--json", timeout=900, OMP_NUM_THREADS="1")
+    done = cqwen("accept", "--ranks", 2, "--folder", tmp_path / "site", "--json", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "site" / "accept.json").read_text())

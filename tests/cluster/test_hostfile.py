@@ -82,7 +82,7 @@ def test_a_rank_becomes_what_its_order_says(tmp_path: Path) -> None:
     words = ["config", "validate", "nothing.yaml"]
     order = Order("t", words, str(tmp_path), logs=str(logs))
     command = [sys.executable, "-m", "cqwen_dist.cluster.rank", order.encode()]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": "3"}, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": "3"})
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
     assert (logs / "rank-3.log").read_text().startswith("error: rank 3: nothing.yaml: config: found no such file")
     ending = json.loads((logs / "rank-3.ended").read_text())

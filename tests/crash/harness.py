@@ -11,15 +11,15 @@ import json
 import os
 import random
 import signal
-import socket
 import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from support.ranks import fork_server
+from support.ranks import LIMIT_S, Crew, fork_server, held_port, tell
 from support.runs import write_config
 
 WORLD = 2
@@ -100,58 +100,41 @@ def crash_config(folder: Path, **changes: Any) -> Path:
 
 def command(config: Path, *overrides: str, blow: Blow | None = None, world: int = WORLD) -> Ended:
     """One start of a run, with a blow or without; waits for every rank to end."""
-    context = fork_server()
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    results = context.SimpleQueue()
-    began = time.monotonic()
-    ranks = [
-        context.Process(
-            target=_rank, args=(rank, world, port, str(config), overrides, blow, dict(os.environ), results), daemon=True
-        )
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    died: float | None = None
-    try:
-        while any(process.is_alive() for process in ranks):
-            now = time.monotonic()
-            if blow is not None and blow.number == signal.SIGSTOP:
-                wake(ranks[blow.rank].pid)
-            if died is None and any(process.exitcode for process in ranks):
-                died = now
-            limit = died + SURVIVE_S if died is not None else began + 300
-            assert now < limit, f"{[process.exitcode for process in ranks]}: a rank hangs ({blow})"
-            time.sleep(0.005)
-    finally:
-        for process in ranks:
-            process.kill()
-    said, struck = [], False
-    while not results.empty():
-        word = results.get()
-        struck = struck or word == STRUCK
-        said += [] if word == STRUCK else [word]
-    ended = time.monotonic()
+    began, died, said = time.monotonic(), None, []
+    with held_port() as port:
+        crew = Crew(fork_server(), _rank, world, world, port, str(config), overrides, blow, dict(os.environ))
+        try:
+            while any(process.is_alive() for process in crew.processes):
+                said += [word for _, word in crew.hear(0.005) if word]
+                now = time.monotonic()
+                if blow is not None and blow.number == signal.SIGSTOP:
+                    wake(crew.processes[blow.rank].pid)
+                if died is None and any(process.exitcode for process in crew.processes):
+                    died = now
+                limit = died + SURVIVE_S if died is not None else began + LIMIT_S
+                assert now < limit, f"{[process.exitcode for process in crew.processes]}: a rank hangs ({blow})"
+        finally:
+            codes = crew.end()
+        ended = time.monotonic()
+        said += [word for _, word in crew.hear(0) if word]
     return Ended(
-        [int(process.exitcode or 0) for process in ranks],
+        codes,
         ended - began,
         None if died is None else ended - died,
-        said,
-        struck,
+        [word for word in said if word != STRUCK],
+        STRUCK in said,
     )
 
 
 def _rank(
     rank: int,
+    mouth: Connection,
     world: int,
     port: int,
     config: str,
     overrides: tuple[str, ...],
     blow: Blow | None,
     environment: dict[str, str],
-    results: Any,
 ) -> None:
     import torch
 
@@ -168,7 +151,7 @@ def _rank(
     os.dup2(null, 1)
     os.dup2(null, 2)
     if blow is not None and blow.rank in (rank, ALL):
-        deal(blow, results)
+        deal(blow, mouth)
     if SEEN in environment:
         note_samples()
     try:
@@ -176,11 +159,11 @@ def _rank(
     except Stopped:
         os._exit(STOPPED)
     except BaseException:
-        results.put(f"rank {rank}: {traceback.format_exc()}")
+        tell(mouth, f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)
 
 
-def deal(blow: Blow, results: Any) -> None:
+def deal(blow: Blow, mouth: Connection) -> None:
     """Have this process struck at the blow's point; patches the function that is called there."""
     import importlib
 
@@ -191,7 +174,7 @@ def deal(blow: Blow, results: Any) -> None:
     calls = 0
 
     def strike() -> None:
-        results.put(STRUCK)
+        tell(mouth, STRUCK)
         os.kill(os.getpid(), blow.number)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -200,9 +183,12 @@ def deal(blow: Blow, results: Any) -> None:
         if calls == blow.call:
             if blow.number == HANG:
                 time.sleep(100)
-            timer = threading.Timer(blow.after_ms / 1000, strike)
-            timer.daemon = True
-            timer.start()
+            if not blow.after_ms:
+                strike()  # a thread that has yet to begin may be later than what it should interrupt
+            else:
+                timer = threading.Timer(blow.after_ms / 1000, strike)
+                timer.daemon = True
+                timer.start()
             if blow.point == WAIT:
                 return plain(args[0], (time.sleep(100) for _ in range(1)))
         return plain(*args, **kwargs)

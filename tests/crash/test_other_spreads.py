@@ -59,7 +59,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 def difference(alone: tuple[Path, list[float]], run: Path, before: Spread, after: Spread, call: int) -> float:
     """Stopped in its `call`-th step, gone on with otherwise; the largest relative difference of a loss."""
     config, expected = alone
-    stop = Blow(0, "step", call, 1.0, signal.SIGTERM)
+    stop = Blow(0, "step", call, 0.0, signal.SIGTERM)
     stopped = command(config, *before.overrides(), f"run.dir={run}", blow=stop, world=before.ranks)
     assert stopped.codes == [75] * before.ranks, stopped.said
     ended = command(config, *after.overrides(), f"run.dir={run}", world=after.ranks)

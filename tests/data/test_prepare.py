@@ -163,7 +163,7 @@ def test_two_processes_make_one_folder(corpus: str, tmp_path: Path, tokenizer: N
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     command = [sys.executable, "-c", _SCRIPT, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache")]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = {process.communicate(timeout=200)[0] for process in both}
+    said = {process.communicate()[0] for process in both}
     assert [process.returncode for process in both] == [0, 0]
     assert len(said) == 1
     whole = [path for path in (tmp_path / "cache").iterdir() if path.is_dir() and path.name != "contents"]
@@ -327,7 +327,7 @@ def test_ranks_share_a_folder_where_they_share_a_disk_and_their_statistics(
     corpus: str, tmp_path: Path, tokenizer: NumericalAwareTokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    found = run_ranks(_load, 3, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache"), timeout=150)
+    found = run_ranks(_load, 3, corpus, str(tmp_path / "tokenizer"), str(tmp_path / "cache"))
     assert found[0] == found[1] == found[2]
     whole = load_datasets(DataConfig(train=corpus), tokenizer).train
     assert found[0][1] == whole.statistics()

@@ -65,7 +65,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, train__checkpoint_every=4, model__lora__dropout=0.1, **steps)
 
 
-@pytest.mark.timeout(900)  # four starts of the real launcher: a minute where nothing else runs
 def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(config: Path) -> None:
     run = config.parent / "run"
 
@@ -160,7 +159,7 @@ def test_two_commands_on_one_folder(config: Path) -> None:
 def test_a_users_mistake_on_two_ranks_is_one_line_and_no_hang(config: Path) -> None:
     bad = config.parent / "bad.jsonl"
     bad.write_text('{"text": "a 1"}\n{oops\n')
-    done = cqwen("launch", config, "--ranks", 2, f"data.train={bad}", f"run.dir={config.parent}/bad", timeout=100)
+    done = cqwen("launch", config, "--ranks", 2, f"data.train={bad}", f"run.dir={config.parent}/bad")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith(f"error: {bad}:2: broken JSON")

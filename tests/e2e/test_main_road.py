@@ -113,9 +113,7 @@ def test_eval_gives_the_runs_own_figures_as_one_json_document(run: Path, exporte
 
 def test_an_export_loads_elsewhere_and_is_the_same_model(run: Path, exported: dict[str, Path]) -> None:
     command = [sys.executable, "-c", LOAD_ELSEWHERE, str(run / "base"), *map(str, exported.values())]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=command_environment(), cwd=run.parent, timeout=200
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=command_environment(), cwd=run.parent)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["own"] == found["auto"]
@@ -174,10 +172,9 @@ def test_a_run_that_was_moved_is_read_where_it_lies(run: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_whole_quickstart_beats_the_median_and_keeps_its_words(tmp_path: Path) -> None:
     began = time.monotonic()
-    figures = one_document(cqwen("quickstart", f"run.dir={tmp_path / 'run'}", "--json", timeout=800, cwd=ROOT))
+    figures = one_document(cqwen("quickstart", f"run.dir={tmp_path / 'run'}", "--json", cwd=ROOT))
     sys.stdout.write(f"quickstart: {time.monotonic() - began:.0f} s, {figures}\n")
     assert figures["eval/reg_mdae"] < 0.8 * figures["eval/baseline_mdae"]
     assert figures["eval/accuracy"] >= figures["eval/base_accuracy"] - 0.02
@@ -185,13 +182,12 @@ def test_the_whole_quickstart_beats_the_median_and_keeps_its_words(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_gsm8k_with_the_real_vocabulary_runs_and_its_loss_falls(tmp_path: Path) -> None:
     data = shared_path("data/gsm8k/train.jsonl")
     tokenizer = shared_path("tokenizers/qwen2.5")
     run = tmp_path / "run"
     overrides = [f"data.train={data}", f"model.tokenizer={tokenizer}", f"run.dir={run}", "data.limit=800"]
-    done = cqwen("launch", ROOT / "configs" / "gsm8k.yaml", "--ranks", 2, *overrides, timeout=800)
+    done = cqwen("launch", ROOT / "configs" / "gsm8k.yaml", "--ranks", 2, *overrides)
     assert done.returncode == 0, done.stderr
     records = metrics(run)
     assert len(records) == 20

@@ -65,7 +65,6 @@ def test_the_line_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
         [sys.executable, "-m", "torch.distributed.run", *line.split()],
         capture_output=True,
         text=True,
-        timeout=120,
         cwd=tmp_path,
         env=command_environment(),
     )

@@ -78,7 +78,7 @@ def test_it_trains_and_the_plain_export_has_its_vocabulary(tmp_path: Path) -> No
         f"train: {{global_batch_size: 2, micro_batch_size: 2}}\nrun: {{dir: {tmp_path / 'run'}}}\n",
         encoding="utf-8",
     )
-    train_run(path, timeout=900.0)
+    train_run(path)
     model, tokenizer = load_trained(tmp_path / "run")
     assert (model.config.added_rows, tokenizer.num_token_id) == (64, 49_152)
     out = export(tmp_path / "run", tmp_path / "plain", as_base=True)
@@ -104,7 +104,7 @@ def test_its_start_knows_what_a_numeral_is(tmp_path: Path) -> None:
         f"train: {{global_batch_size: 8, micro_batch_size: 8}}\nrun: {{dir: {tmp_path / 'run'}}}\n",
         encoding="utf-8",
     )
-    train_run(path, timeout=900.0)
+    train_run(path)
     start = json.loads((tmp_path / "run" / "start.json").read_text(encoding="utf-8"))
     figures = start["eval"]
     assert figures["eval/num_f1"] > 0.95

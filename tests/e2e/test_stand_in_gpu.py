@@ -36,7 +36,7 @@ def stand_in(*words: object) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
     environment = {**os.environ, **SETTINGS, ASKED: "1", "PYTHONPATH": path}
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_it_refuses_what_a_gpu_refuses() -> None:

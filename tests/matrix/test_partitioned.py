@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_training_from_files_is_the_oracles_and_no_rank_holds_it_whole(folder: str) -> None:
     case = Case(3, 3, 3, "fp32", 2, BOTH)
-    for sizes, found in run_ranks(train_from_files, 3, folder, case, train_plainly(BOTH), timeout=120):
+    for sizes, found in run_ranks(train_from_files, 3, folder, case, train_plainly(BOTH)):
         assert max(found[:3]) <= TOLERANCE, found
         for held, partitioned, whole in sizes:
             assert held == 0

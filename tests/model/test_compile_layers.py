@@ -74,7 +74,6 @@ def kinds_compiled(layers: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_layers_share_their_code_and_no_kind_is_given_up():
     """More than dynamo's limit of 8: from there on it would run the layers uncompiled, with a warning alone."""
     few, given_up = kinds_compiled(2)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import Crew, fork_server, held_port, run_ranks, tell
 
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.groups import build_groups
@@ -89,3 +92,31 @@ def wait_for_nobody() -> None:
 def test_the_helper_tells_the_failing_ranks_reason_and_never_hangs() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 of 2:[\s\S]*ValueError: the reason"):
         run_ranks(fail_on_rank_one, 2)
+
+
+def say_and_leave(rank: int, mouth: Connection) -> None:
+    tell(mouth, torch.full((3,), rank))
+
+
+def be_killed_within_a_word(rank: int, mouth: Connection) -> None:
+    os.write(mouth.fileno(), (1000).to_bytes(4, "big") + b"the first of a thousand bytes")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_ranks_told_outlives_them_and_half_a_word_is_none() -> None:
+    crew = Crew(fork_server(), say_and_leave, 2)
+    for process in crew.processes:
+        process.join()
+    words = crew.hear(60)
+    assert [rank for rank, word in words if word is not None] == [0, 1]
+    assert all(torch.equal(word, torch.full((3,), rank)) for rank, word in words if word is not None)
+    crew = Crew(fork_server(), be_killed_within_a_word, 1)
+    assert crew.hear(60) == [(0, None)]
+    assert crew.end(60) == [-signal.SIGKILL]
+
+
+def test_a_held_port_is_for_the_store_and_for_nobody_else() -> None:
+    with held_port() as port, socket.socket() as other:
+        with pytest.raises(OSError):
+            other.bind(("127.0.0.1", port))
+        assert dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).port == port

@@ -431,6 +431,6 @@ def run_checks(sizes: list[int]) -> list[str]:
 
 @pytest.mark.parametrize(("world", "sizes"), [(2, [1, 2]), (4, [1, 2, 4])])
 def test_ranks_equal_one_process(world: int, sizes: list[int]) -> None:
-    found = run_ranks(run_checks, world, sizes, timeout=240)
+    found = run_ranks(run_checks, world, sizes)
     assert len(found) == world
     assert all(len(done) == len(sizes) * (len(CHECKS) + 1) for done in found)

@@ -45,5 +45,4 @@ def look(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
     )

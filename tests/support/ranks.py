@@ -9,11 +9,15 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from support import rounding, stand_in_gpu
 
+LIMIT_S = 400.0  # for what takes seconds where nothing else runs; pytest's own limit is longer, and says less
 # Two thirds of a tiny run are imports: DeepSpeed decorates an optimizer with torch.compile, which imports inductor.
 PRELOADED = [
     "torch.distributed",
@@ -31,6 +36,8 @@ PRELOADED = [
     "pyarrow.parquet",
 ]
 
+_telling = threading.Lock()  # of the threads of a process
+
 
 def fork_server() -> Any:
     """The multiprocessing context whose processes begin with the package imported."""
@@ -40,61 +47,105 @@ def fork_server() -> Any:
     return context
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, staged: str = "") -> list[Any]:
+class Crew:
+    """Processes that tell this one what they find, each by a pipe of its own.
+
+    Of one that is killed, no half-told word is waited for, and no lock is missed, as those of a common queue would be.
+    """
+
+    def __init__(self, context: Any, target: Callable[..., None], world: int, *args: Any) -> None:
+        """target(rank, mouth, *args) in each of them; it may `tell(mouth, word)`."""
+        self.processes, self._ears = [], {}
+        for rank in range(world):
+            ear, mouth = context.Pipe(duplex=False)
+            process = context.Process(target=target, args=(rank, mouth, *args), daemon=True)
+            process.start()
+            mouth.close()  # so that nothing holds it when the process has ended
+            self.processes.append(process)
+            self._ears[ear] = rank
+
+    def hear(self, seconds: float) -> list[tuple[int, Any]]:
+        """(rank, word) of all that have told something since; waits for the first. A rank that has ended tells None."""
+        words = []
+        for ear in wait(list(self._ears), max(seconds, 0.0)):
+            assert isinstance(ear, Connection)
+            try:
+                while ear.poll():
+                    words.append((self._ears[ear], pickle.loads(ear.recv_bytes())))
+            except (EOFError, OSError):  # the latter within a word
+                words.append((self._ears.pop(ear), None))
+        return words
+
+    def end(self, patience: float = 0.0) -> list[int]:
+        """Kill those that do not end within so many seconds; the exit codes."""
+        for process in self.processes:
+            process.join(patience)
+            process.kill()
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+
+def tell(mouth: Connection, word: Any) -> None:
+    """As bytes: a pipe would send a tensor as a handle, which is void when its process ends before it is read."""
+    with _telling:
+        mouth.send_bytes(pickle.dumps(word))
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port for rank 0 to listen on, bound meanwhile: one that was only looked for may be somebody else's by then."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
+
+
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = LIMIT_S, staged: str = "", lost: int | None = None
+) -> list[Any]:
     """fn(*args) on `world` ranks with the process group up; what each returns, by rank.
 
     staged: "cuda": all ranks on one GPU, their collectives by way of the host (`parallel.staged`); "cpu": the same
-    copies to and fro, of tensors on the CPU.
+    copies to and fro, of tensors on the CPU. lost: a rank of which nothing is heard (None); the others do not wait
+    for each other then.
 
     fn is a top-level function (it is pickled by name); it may return anything that pickles. The first rank that
     raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds, after every rank
     has said on stderr where it stands.
     """
     context = mp.get_context("spawn") if staged == "cuda" else fork_server()  # DeepSpeed looks for a GPU only once
-    results = context.SimpleQueue()
     environment = {**os.environ, **({"DS_ACCELERATOR": staged} if staged else {})}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: its port stays ours
-    ranks = [
-        context.Process(
-            target=_rank, args=(fn, rank, world, store.port, results, timeout, environment, staged, args), daemon=True
-        )
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    found: dict[int, Any] = {}
     deadline = time.monotonic() + timeout
+    crew = Crew(context, _rank, world, fn, world, store.port, timeout, environment, staged, lost is None, args)
+    found: dict[int, Any] = {} if lost is None else {lost: None}
     try:
-        while len(found) < world:
-            if not results.empty():
-                rank, value, error = pickle.loads(results.get())
-                if error is not None:
-                    raise AssertionError(f"rank {rank} of {world}:\n{error}")
-                found[rank] = value
-            elif time.monotonic() > deadline:
-                raise AssertionError(f"ranks {sorted(set(range(world)) - set(found))} not done after {timeout} s")
-            elif any(p.exitcode not in (None, 0) for p in ranks) and results.empty():
-                raise AssertionError(f"a rank died: exit codes {[p.exitcode for p in ranks]}")
-            else:
-                time.sleep(0.01)
-        for process in ranks:
-            process.join(10)
+        while missing := sorted(set(range(world)) - set(found)):
+            words = crew.hear(deadline - time.monotonic())
+            if not words and time.monotonic() > deadline:
+                raise AssertionError(f"ranks {missing} not done after {timeout} s")
+            # All of them: a rank that fails since another one did may come before it
+            errors = [f"rank {rank} of {world}:\n{word[1]}" for rank, word in words if word and word[1]]
+            if errors:
+                raise AssertionError("\n".join(errors))
+            found |= {rank: word[0] for rank, word in words if word}
+            if any(word is None and rank not in found for rank, word in words):
+                raise AssertionError(f"a rank died: exit codes {crew.end(1)}")
     finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
+        crew.end(10 if len(found) == world and lost is None else 0)
     return [found[rank] for rank in range(world)]
 
 
 def _rank(
-    fn: Callable[..., Any],
     rank: int,
+    mouth: Connection,
+    fn: Callable[..., Any],
     world: int,
     port: int,
-    results: Any,
     timeout: float,
     environment: dict[str, str],
     staged: str,
+    together: bool,
     args: tuple[Any, ...],
 ) -> None:
     os.environ.clear()  # the server's is of when it was started
@@ -107,13 +158,14 @@ def _rank(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(_backend(staged), store=store, rank=rank, world_size=world)
-        value = fn(*args)
-        # As bytes: the queue would send a tensor as a handle, which is void when the rank ends before it is read
-        results.put(pickle.dumps((rank, value, None)))
-        dist.barrier()
-        dist.destroy_process_group()
+        tell(mouth, (fn(*args), None))
+        if together:
+            dist.barrier()
+            dist.destroy_process_group()
+        else:
+            time.sleep(timeout)  # a rank that leaves would end the others' waiting
     except BaseException:  # whatever it is, the parent tells it
-        results.put(pickle.dumps((rank, None, traceback.format_exc())))
+        tell(mouth, (None, traceback.format_exc()))
 
 
 def _backend(staged: str) -> str:

@@ -84,9 +84,9 @@ def write_config(folder: Path, **overrides: Any) -> Path:
     return path
 
 
-def train_run(config: Path, *overrides: str, world: int = 1, timeout: float = 120.0) -> dict[str, Any]:
+def train_run(config: Path, *overrides: str, world: int = 1) -> dict[str, Any]:
     """Train as `cqwen train` does, on `world` ranks; rank 0's last figures."""
-    return run_ranks(_train, world, str(config), list(overrides), timeout=timeout)[0]
+    return run_ranks(_train, world, str(config), list(overrides))[0]
 
 
 def as_rank() -> Any:
@@ -125,31 +125,28 @@ def losses(run: Path) -> list[float]:
     return [record["train/total_loss"] for record in metrics(run)]
 
 
-def cqwen(
-    *args: object, timeout: float = 200.0, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def cqwen(*args: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "cqwen_dist", *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=timeout,
         cwd=cwd,
         env=command_environment(**environment),
     )
 
 
-def cqwen_forked(*args: object, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+def cqwen_forked(*args: object) -> subprocess.CompletedProcess[str]:
     """The command in a fork of the server that `run_ranks` uses: a process of its own without the imports' seconds."""
     with tempfile.TemporaryDirectory() as folder:
         argv = ["cqwen", *map(str, args)]
         environment = command_environment(DS_ACCELERATOR=stand_in_gpu.device().type)
         process = fork_server().Process(target=_command, args=(argv, folder, environment), daemon=True)
         process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            raise AssertionError(f"not done after {timeout} s: {argv}")
+        try:
+            process.join()
+        finally:
+            process.kill()  # where the test's time is over
         out, err = (Path(folder, name).read_text(encoding="utf-8") for name in ("1", "2"))
     return subprocess.CompletedProcess(argv, process.exitcode, out, err)
 

@@ -17,7 +17,7 @@ def spread(folder: Path, ranks: int) -> tuple[list[float], dict[str, torch.Tenso
     """Losses and last parameters of 10 steps, LoRA and all heads training, on so many ranks of 8 / ranks batches."""
     config = folder / "config.yaml"
     run = folder / f"run{ranks}"
-    train_run(config, f"run.dir={run}", world=ranks, timeout=300)
+    train_run(config, f"run.dir={run}", world=ranks)
     saved = load_checkpoint(checkpoint_folder(run, STEPS), (0, 2**62))
     return losses(run), {**saved.features, **saved.heads, **saved.rows}
 

@@ -134,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data__eval_fraction=0.0,
         model__lora={"r": 4, "alpha": 16},
     )
-    run_ranks(_three, 1, str(config), timeout=300)
+    run_ranks(_three, 1, str(config))
     return folder
 
 

@@ -88,7 +88,7 @@ def test_steps_on_the_heads_alone_are_shorter_by_what_operations_predict(tmp_pat
         train__micro_batch_size=8,
         loss__constraint={"mode": "off"},
     )
-    (found,) = run_ranks(step_times, 1, str(config), timeout=500)
+    (found,) = run_ranks(step_times, 1, str(config))
     print(f"\n{shape}: " + ", ".join(f"{name} {value:.3g}" for name, value in found.items()))
     assert found["predicted"] > 1.0
     if found["predicted"] > 2.0:

@@ -97,7 +97,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float] |
         stages__1__steps=2,
         train__checkpoint_every=100,
     )
-    return run_ranks(_train_all, 1, config, timeout=200)[0]
+    return run_ranks(_train_all, 1, config)[0]
 
 
 def _train_all(config: Path) -> dict[str, list[float] | str]:

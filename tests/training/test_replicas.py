@@ -91,7 +91,7 @@ def test_a_passing_fault_is_found_and_told_and_the_run_is_the_undisturbed_one(tm
     config = write_config(tmp_path, train__micro_batch_size=3, train__check_ranks_every=1)
     train_run(config, *spread, world=world)
     run = tmp_path / "struck"
-    said = run_ranks(flipped, world, str(config), [*spread, f"run.dir={run}"], rank, part, [5], timeout=120.0)
+    said = run_ranks(flipped, world, str(config), [*spread, f"run.dir={run}"], rank, part, [5])
     assert said == [""] * world
     assert losses(run) == losses(tmp_path / "run")
     assert weights(run) == weights(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_a_passing_fault_is_found_and_told_and_the_run_is_the_undisturbed_one(tm
 
 def test_a_fault_that_comes_again_ends_the_run_and_one_before_any_checkpoint_is_lost_time_alone(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__check_ranks_every=1)
-    again = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'a'}"], 1, "b_noise", [5, 5], timeout=120.0)
+    again = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'a'}"], 1, "b_noise", [5, 5])
     assert again[0] == again[1]
     assert "action.b_noise is not equal on rank 0, 1" in again[0]
     status = read_status(tmp_path / "a")
@@ -116,18 +116,18 @@ def test_a_fault_that_comes_again_ends_the_run_and_one_before_any_checkpoint_is_
     assert good is not None
     assert good.name == "step-00000004", "what differs is never saved"
 
-    stopped = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'c'}"], 1, "stop", [5], timeout=120.0)
+    stopped = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'c'}"], 1, "stop", [5])
     assert "action.b_noise is not equal" in stopped[0]
     last = latest_checkpoint(tmp_path / "c")
     assert last is not None
     assert last.name == "step-00000004", "nor where the run is told to stop"
 
-    early = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'b'}"], 1, "b_noise", [1], timeout=120.0)
+    early = run_ranks(flipped, 2, str(config), [f"run.dir={tmp_path / 'b'}"], 1, "b_noise", [1])
     assert "and was equal after step 0" in early[0]
     assert read_status(tmp_path / "b")["status"] == "running", "the same command may go on"
 
 
 def test_without_the_check_nothing_is_noticed_until_a_save(tmp_path: Path) -> None:
     config = write_config(tmp_path, train__check_ranks_every=0, train__checkpoint_every=100)
-    assert run_ranks(flipped, 2, str(config), [], 1, "b_noise", [2], timeout=120.0) == ["", ""]
+    assert run_ranks(flipped, 2, str(config), [], 1, "b_noise", [2]) == ["", ""]
     assert alarms(tmp_path / "run") == []

@@ -76,7 +76,7 @@ def waits(cases: list[tuple[int, str, bool]], accumulation: int) -> dict[str, Co
 
 @pytest.mark.parametrize(("world", "accumulation", "most"), [(1, 2, 1), (2, 1, 2)])
 def test_a_step_waits_for_the_norm_and_between_ranks_for_the_counts(world: int, accumulation: int, most: int) -> None:
-    for found in run_ranks(waits, world, CASES if world == 1 else CASES[::2], accumulation, timeout=280):
+    for found in run_ranks(waits, world, CASES if world == 1 else CASES[::2], accumulation):
         for case, places in found.items():
             assert sum(places.values()) <= most, f"{case}: {dict(places)}"
             assert any("_finite_norm" in place for place in places), f"{case}: a NaN would go unnoticed"
@@ -161,5 +161,5 @@ def few_and_many(zero: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_the_step_does_not_know_how_many_adapters_there_are(zero: int) -> None:
-    ((few, many),) = run_ranks(few_and_many, 1, zero, timeout=120)
+    ((few, many),) = run_ranks(few_and_many, 1, zero)
     assert few == many, "Python calls and operations of a step, with 28 tensors and with 84"
