@@ -8,10 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples on every machine and in every run; others: --hypothesis-profile=default
-settings.register_profile("same", derandomize=True)
+# The same examples on every machine and in every run, however slow it is; others: --hypothesis-profile=default
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("default"), derandomize=True)
 settings.load_profile("same")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

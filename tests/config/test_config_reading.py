@@ -170,7 +170,7 @@ raw = st.sampled_from(["[", "{a: 1, a: 2}", "[heads]", "{5: 0.5}", "3", "0.5", "
 dotted = st.sampled_from(sorted(place.replace(".N", ".0") for place in _places(Config, "")))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
 def test_what_is_written_is_read_back(tree):
     value, _ = yaml_text.parse(yaml_text.dump(tree)) if _distinct(tree) else (tree, None)
@@ -224,7 +224,7 @@ def test_a_limit_of_the_norm_that_cannot_be_is_refused(load, found):
     assert refusal.value.key == "train.max_grad_norm"
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sections=st.dictionaries(st.sampled_from(list(Config.model_fields)), trees, max_size=4),
     overrides=st.lists(st.tuples(dotted, plain | raw), max_size=3),
@@ -240,7 +240,7 @@ def test_any_tree_with_any_overrides_is_a_config_or_a_user_error(load, sections,
         assert load(config.to_yaml()) == config
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=40) | st.text(alphabet="ab:-[]{}&*!?#'\" \n\t0.e~<%@|>", max_size=40).map(str.encode))
 def test_any_bytes_are_a_config_or_a_user_error(tmp_path, data):
     path = tmp_path / "c.yaml"

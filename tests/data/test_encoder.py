@@ -12,7 +12,7 @@ from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, t
 SMALL = NumericalAwareTokenizer(train_tokenizer([f"A patient aged {a}, 价格é {a}元.\n" for a in range(50)], 320))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(texts | st.text(max_size=20).filter(lambda t: t.isprintable()), max_size=20), policies)
 def test_in_bulk_and_one_by_one_are_alike(some: list[str], policy: NumberPolicy) -> None:
     many = [*some, "", "a \U0010fffe 5", "<NUM> 6", "e\u0301 5\u0338 \u1e9b\u0323"] * 3
@@ -25,7 +25,7 @@ def test_in_bulk_and_one_by_one_are_alike(some: list[str], policy: NumberPolicy)
         assert read == [tokenizer.encoder.read([text])[0] for text in many]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(st.text(st.characters(max_codepoint=127) | st.sampled_from("  '\n\r\t\v\x1c"), max_size=25), max_size=20)
 )

@@ -133,7 +133,7 @@ def test_what_is_no_number_is_written_but_not_read() -> None:
         assert find_numbers(text) == []
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(texts, policies)
 def test_every_number_is_read_back_as_the_same_float64(text: str, policy: NumberPolicy) -> None:
     for span in find_numbers(text, policy):
@@ -212,7 +212,7 @@ def test_neither_a_value_nor_their_count_changes_where_a_text_is_written_again(
     assert again == [span.value for span in find_numbers(text, policy)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(texts, policies)
 def test_values_and_their_count_are_kept_under_every_policy(text: str, policy: NumberPolicy) -> None:
     pieces = _pieces(text, policy)
@@ -220,7 +220,7 @@ def test_values_and_their_count_are_kept_under_every_policy(text: str, policy: N
     assert repr([p for p in again if type(p) is float]) == repr([p for p in pieces if type(p) is float])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(texts, policies)
 def test_the_quick_way_is_the_policys(text: str, policy: NumberPolicy) -> None:
     """Most numerals are taken without the policy's pattern, where that could find nothing else."""

@@ -47,7 +47,7 @@ def test_accounting_is_a_switch_and_only_for_groups_of_three() -> None:
     assert write_numbers(["a ", -1234.0, " b"], on) == "a -1234 b"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(texts, policies)
 def test_numbers_and_what_is_left_cover_every_ascii_digit_once(text: str, policy: NumberPolicy) -> None:
     spans = sorted([(s, e) for s, e, _ in find_numbers(text, policy)] + [(s, e) for s, e, _ in find_left(text, policy)])
@@ -56,7 +56,7 @@ def test_numbers_and_what_is_left_cover_every_ascii_digit_once(text: str, policy
     assert all(i in covered for i, letter in enumerate(text) if letter in "0123456789")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["(", " of ", " = ", " $", "价"]), st.floats(allow_nan=False, allow_infinity=False))

@@ -73,7 +73,7 @@ def test_streamed_statistics_are_exact(name: str, count: int, world: int, parts:
     assert found.log_scale == (meant.log_scale if exact else pytest.approx(meant.log_scale, rel=1e-13))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-1e300, 1e300), max_size=40), st.integers(1, 5))
 def test_few_numbers_and_empty_shares(values: list[float], parts: int) -> None:
     found, meant = _on_ranks(np.array(values), 2, parts), _oracle(np.array(values))

@@ -53,7 +53,7 @@ def test_text_between_numbers_is_cut_as_qwen_cuts_it(qwen: NumericalAwareTokeniz
     assert [v for v in values if v] == [5.0, 7.0]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(texts, policies)
 def test_decoded_text_gives_the_same_ids_and_values(
     small: NumericalAwareTokenizer, text: str, policy: NumberPolicy
@@ -61,7 +61,7 @@ def test_decoded_text_gives_the_same_ids_and_values(
     _round_trip(NumericalAwareTokenizer(small.tokenizer, policy=policy), text)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(texts)
 def test_decoded_text_gives_the_same_ids_and_values_with_the_real_vocabulary(
     qwen: NumericalAwareTokenizer, text: str
