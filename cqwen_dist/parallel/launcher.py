@@ -7,8 +7,10 @@ rank waits for the end of `cqwen launch`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import secrets
 import select
 import signal
 import socket
@@ -23,10 +25,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # "sto
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on, for the ranks' rendezvous."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port of this machine that nothing listens on, for the ranks' rendezvous, some seconds later.
+
+    Below those that Linux gives to any connection, which could take it until then.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_768)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("", port))
+            return port
 
 
 def taken() -> tuple[signal.Signals, ...]:

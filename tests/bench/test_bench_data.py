@@ -36,7 +36,9 @@ def test_the_watch_sees_what_a_process_that_was_started_holds() -> None:
             child = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert child.stdout is not None
             child.stdout.readline()
-            time.sleep(1.5)
+            deadline = time.monotonic() + 60
+            while watch.peaks.get(child.pid, 0.0) < 150 and time.monotonic() < deadline:
+                time.sleep(0.05)
             child.communicate(b"")
         if watch.peaks[child.pid] < 0.9 * watch.root_mib or watch.root_mib < 250:
             break

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,29 +54,21 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("host", ["another", platform.node()])
-def test_another_machine_that_still_gives_a_sign_is_at_work(elsewhere: Path, host: str) -> None:
+def test_another_machine_that_still_gives_a_sign_is_at_work(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
     """Also one of the same name: containers are often named alike."""
     (elsewhere / "lock").write_text(json.dumps({"host": host, "boot": "another", "pid": 7}))
-    ended = threading.Event()
-
-    def touch() -> None:
-        while not ended.wait(0.02):
-            os.utime(elsewhere / "lock")
-
-    thread = threading.Thread(target=touch)
-    thread.start()
-    try:
-        with pytest.raises(UserError, match=f"process 7 on {host} at work in it"), run_lock(elsewhere):
-            pass
-    finally:
-        ended.set()
-        thread.join()
+    meanwhile = SimpleNamespace(sleep=lambda _: os.utime(elsewhere / "lock", ns=(7, 7)))
+    monkeypatch.setattr(lock, "time", meanwhile)
+    with pytest.raises(UserError, match=f"process 7 on {host} at work in it"), run_lock(elsewhere):
+        pass
 
 
 def test_another_host_that_gives_none_any_more_has_died(elsewhere: Path) -> None:
     with run_lock(elsewhere):
         before = (elsewhere / "lock").stat().st_mtime_ns
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (elsewhere / "lock").stat().st_mtime_ns == before:
             assert time.monotonic() < deadline, "the holder gives no sign"
             time.sleep(0.01)
@@ -85,20 +78,21 @@ def test_where_there_are_no_locks_one_of_two_gets_it(tmp_path: Path, monkeypatch
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(lock, "BEAT_S", 0.5)
+    monkeypatch.setattr(lock, "BEAT_S", 2.5)  # a fifth of it for two that come at once
     monkeypatch.setattr(fcntl, "flock", none)
     got: list[int] = []
     refused: list[UserError] = []
-    together = threading.Barrier(2)
+    together, one_is_refused = threading.Barrier(2), threading.Event()
 
     def take(number: int) -> None:
         together.wait()
         try:
             with run_lock(tmp_path):
                 got.append(number)
-                time.sleep(3.0)
+                one_is_refused.wait(60)
         except UserError as error:
             refused.append(error)
+            one_is_refused.set()
 
     threads = [threading.Thread(target=take, args=(n,)) for n in range(2)]
     for thread in threads:

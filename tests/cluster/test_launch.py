@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -69,7 +70,8 @@ open(sys.argv[1] + "/pid", "w").write(str(child.pid))
     end_of(monkeypatch, config, script)
     pid = int((config.parent / "run" / "pid").read_text())
     assert time.monotonic() - began < 20
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_command_on_ranks_that_was_asked_to_stop_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,7 +90,10 @@ def test_nothing_of_the_users_is_read_by_a_shell() -> None:
 
 
 def test_ports_differ_and_are_free() -> None:
-    assert len({module.free_port() for _ in range(5)}) > 1
+    ports = [module.free_port() for _ in range(5)]
+    assert len(set(ports)) > 1
+    # No connection gets these while ranks import: of those from 32768 on, 400 sockets took one in thirty.
+    assert all(20_000 <= port < 32_768 for port in ports)
 
 
 def test_what_no_rank_need_be_started_for(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:

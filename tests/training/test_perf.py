@@ -1,7 +1,7 @@
 """FLOPs against torch's own counter, the clock against a slow loader, MFU against both."""
 
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cqwen_dist.config import Config
 from cqwen_dist.plan.flops import Work
+from cqwen_dist.training.telemetry import perf
 from cqwen_dist.training.telemetry.perf import Clock, device_peak, work_of
 
 CPU = torch.device("cpu")
@@ -68,18 +69,18 @@ def test_adapters_learn_where_frozen_matrices_only_pass_gradients_on() -> None:
         assert each[1] - each[0] == products * adapted.adapters > 0
 
 
-def test_the_clock_tells_waiting_from_working() -> None:
+def test_the_clock_tells_waiting_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((0.0, 100.0, 100.05, 100.15))  # made, asked for data, has it, done
+    monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     model = tiny_model()
     clock = Clock(counted(model), CPU, world=2, peak=0.5)
     batch = random_batch(4, 24)
     clock.data()
-    time.sleep(0.05)
     clock.work([batch])
-    time.sleep(0.1)
     groups = frozenset(["embedding", "classifier"])
     figures = clock.metrics(tokens=400, groups=groups)
-    assert 0.05 <= figures["perf/data_wait_s"] < 0.09
-    assert 0.15 <= figures["perf/step_s"] < 0.3
+    assert figures["perf/data_wait_s"] == pytest.approx(0.05)
+    assert figures["perf/step_s"] == pytest.approx(0.15)
     assert figures["perf/tokens_per_s"] == pytest.approx(400 / figures["perf/step_s"])
     each = clock.of.flops(200 / 4, groups, cached=False)
     flops = 200 * each.backbone + int(batch.label_mask.sum()) * each.heads
