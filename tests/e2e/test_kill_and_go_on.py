@@ -4,24 +4,20 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import psutil
 import pytest
-from support.runs import command_environment, cqwen, cqwen_forked, losses, metrics, train_run, write_config
+from support.runs import command_environment, cqwen, cqwen_forked, losses, metrics, train_run, wait_for, write_config
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.run.status import read_status
 
 STEPS = 16  # of each of the two stages
-
-
-def wait_for(what: str, condition: object, timeout: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"{what}: not after {timeout} s"
-        time.sleep(0.01)
+_logs = count()
 
 
 class Launched:
@@ -29,26 +25,59 @@ class Launched:
 
     def __init__(self, config: Path, *overrides: str) -> None:
         command = [sys.executable, "-m", "cqwen_dist", "launch", str(config), "--ranks", "2", *overrides]
-        self.log = (config.parent / "log").open("a+")
-        self.process = subprocess.Popen(command, env=command_environment(), stdout=self.log, stderr=self.log)
+        self.log = config.parent / f"log-{next(_logs)}"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=command_environment(), stdout=log, stderr=log)
+
+    def at_work(self, run: Path) -> list[psutil.Process]:
+        """All that it has started, once the run has begun; found before what is to be interrupted, as it takes time."""
+        wait_for("ranks", lambda: read_status(run)["status"] == "running")
+        return self.family()
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def rank(self, number: int) -> psutil.Process:
-        for process in self.family():
-            if "train" in process.cmdline() and process.environ().get("RANK") == str(number):
-                return process
-        raise AssertionError(f"no rank {number} among {self.family()}")
-
-    def end(self, family: list[psutil.Process], timeout: float = 180.0) -> int:
+    def end(self, family: list[psutil.Process]) -> int:
         """The exit code; nobody of the family may be left."""
-        code = self.process.wait(timeout)
-        alive = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        code = self.process.wait()
+        alive = alive_of(family)
         for process in alive:
             process.kill()
         assert not alive, f"orphans: {alive}"
         return code
+
+
+def alive_of(family: list[psutil.Process]) -> list[psutil.Process]:
+    alive = []
+    for process in family:
+        with suppress(psutil.NoSuchProcess):  # it may end at any moment
+            alive += [process] if process.is_running() and process.status() != psutil.STATUS_ZOMBIE else []
+    return alive
+
+
+def rank_of(family: list[psutil.Process], number: int) -> psutil.Process:
+    for process in family:
+        if "train" in process.cmdline() and process.environ().get("RANK") == str(number):
+            return process
+    raise AssertionError(f"no rank {number} among {family}")
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Launched]]:
+    """Starts a `Launched`; whatever becomes of the test, none of it outlives it."""
+    started: list[Launched] = []
+
+    def begin(config: Path, *overrides: str) -> Launched:
+        started.append(Launched(config, *overrides))
+        return started[-1]
+
+    yield begin
+    for launched in started:
+        if launched.process.poll() is None:
+            for process in launched.family():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            launched.process.kill()
 
 
 def step_of(run: Path) -> int:
@@ -65,12 +94,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(folder, train__checkpoint_every=4, model__lora__dropout=0.1, **steps)
 
 
-def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(config: Path) -> None:
+def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted(
+    config: Path, launch: Callable[..., Launched]
+) -> None:
     run = config.parent / "run"
 
-    told = Launched(config)
-    wait_for("a checkpoint", lambda: step_of(run) >= 4)
-    family = told.family()
+    told = launch(config)
+    family = told.at_work(run)
+    wait_for("a checkpoint", lambda: step_of(run) >= 4, every=0.01)
     told.process.send_signal(signal.SIGTERM)
     assert told.end(family) == 75
     status = read_status(run)
@@ -78,10 +109,11 @@ def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted
     assert (status["status"], status["step"], status["restarts"]) == ("preempted", stopped_at, 0)
     assert 4 <= stopped_at < 2 * STEPS, "the test was too late to stop it"
 
-    killed = Launched(config)
-    wait_for("a checkpoint", lambda: step_of(run) >= stopped_at + 4)
-    family = killed.family()
-    killed.rank(1).send_signal(signal.SIGKILL)
+    killed = launch(config)
+    family = killed.at_work(run)
+    rank = rank_of(family, 1)
+    wait_for("a checkpoint", lambda: step_of(run) >= stopped_at + 4, every=0.01)
+    rank.send_signal(signal.SIGKILL)
     assert killed.end(family) == 1
     killed_at = step_of(run)
     assert killed_at < 2 * STEPS, "the test was too late to interrupt"
@@ -110,48 +142,47 @@ def test_stopped_and_killed_and_gone_on_it_is_the_run_that_was_never_interrupted
     ("number", "ranks"),
     [(signal.SIGTERM, 0), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))],
 )
-def test_a_signal_to_the_command_alone_leaves_nobody(config: Path, number: signal.Signals, ranks: int) -> None:
+def test_a_signal_to_the_command_alone_leaves_nobody(
+    config: Path, launch: Callable[..., Launched], number: signal.Signals, ranks: int
+) -> None:
     """SIGTERM and SIGUSR1 as a batch system sends them, SIGINT as Ctrl-C does; also before a rank is there to hear."""
     run = config.parent / f"{number.name}-{ranks}"
-    launched = Launched(config, f"run.dir={run}")
-    if ranks:
-        wait_for("ranks", lambda: read_status(run)["status"] == "running")
-    else:
-        wait_for("the launcher", lambda: launched.family())
-    family = launched.family()
+    launched = launch(config, f"run.dir={run}", "stages.0.steps=1000000")
+    if not ranks:
+        wait_for("the launcher", launched.family)
+    family = launched.at_work(run) if ranks else launched.family()
     launched.process.send_signal(number)
     assert launched.end(family) == 75
     assert read_status(run)["status"] in ("preempted", "unknown")
-    assert "stopping the ranks" in (config.parent / "log").read_text()
+    assert "stopping the ranks" in launched.log.read_text()
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_at_once(config: Path) -> None:
+def test_a_second_ctrl_c_ends_it_at_once(config: Path, launch: Callable[..., Launched]) -> None:
     run = config.parent / "twice"
-    launched = Launched(config, f"run.dir={run}", "stages.0.steps=1000000")
+    launched = launch(config, f"run.dir={run}", "stages.0.steps=1000000")
     wait_for("steps", lambda: read_status(run).get("step", 0) >= 4)
     family = launched.family()
     for process in family:
         if "train" in process.cmdline():
             process.suspend()  # ranks that will not hear of it
     launched.process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    wait_for("an answer to the first", lambda: "stopping the ranks" in launched.log.read_text())
     launched.process.send_signal(signal.SIGINT)
     assert launched.end(family) == 1
 
 
 @pytest.mark.slow
-def test_two_commands_on_one_folder(config: Path) -> None:
+def test_two_commands_on_one_folder(config: Path, launch: Callable[..., Launched]) -> None:
     """The second is refused in one line, and the first does not notice."""
     run = config.parent / "shared"
     long = (f"run.dir={run}", "stages.0.steps=1000000")
-    first = Launched(config, *long)
-    wait_for("ranks", lambda: read_status(run)["status"] == "running")
+    first = launch(config, *long)
+    family = first.at_work(run)
     second = cqwen_forked("train", config, *long)
     assert (second.returncode, len(second.stderr.splitlines())) == (2, 1), second.stderr
     assert "run.dir: found process" in second.stderr
     assert read_status(run)["status"] == "running"
-    family = first.family()
     first.process.send_signal(signal.SIGTERM)
     assert first.end(family) == 75
 

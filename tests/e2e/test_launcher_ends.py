@@ -6,12 +6,12 @@ import pty
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from support.runs import command_environment, cqwen_forked, write_config
+from support.runs import command_environment, cqwen_forked, wait_for, write_config
 
 LONG = [{"name": "heads", "train": ["heads", "embedding"], "steps": 100_000, "lr": 1e-3}]
 
@@ -23,33 +23,30 @@ def status(run: Path) -> dict[str, object]:
         return {}
 
 
-def started(command: list[object], run: Path, **options: object) -> subprocess.Popen[bytes]:
+def started(
+    command: list[object], run: Path, terminal: int | None = None, **options: object
+) -> subprocess.Popen[bytes]:
+    """At its first steps. terminal: the side of it that somebody reads until then; a full one would hold the run up."""
     words = [sys.executable, "-m", "cqwen_dist", *map(str, command)]
     process = subprocess.Popen(words, env=command_environment(), start_new_session=True, **options)  # type: ignore[call-overload]
-    began = time.monotonic()
-    while not status(run).get("step"):
+
+    def has_begun() -> bool:
         assert process.poll() is None, "it ended before it began"
-        assert time.monotonic() - began < 200, "it did not begin"
-        time.sleep(0.2)
+        if terminal is not None:
+            with suppress(BlockingIOError):
+                os.read(terminal, 1 << 16)
+        return bool(status(run).get("step"))
+
+    wait_for("a step", has_begun)
     return process
 
 
 def at_work(run: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        try:
-            if str(run.parent / "config.yaml") in process.cmdline():
-                found.append(process)
-        except psutil.Error:
-            pass
+        with suppress(psutil.Error):
+            found += [process] if str(run.parent / "config.yaml") in process.cmdline() else []
     return found
-
-
-def nobody_left(run: Path, seconds: float = 60.0) -> bool:
-    began = time.monotonic()
-    while at_work(run) and time.monotonic() - began < seconds:
-        time.sleep(0.2)
-    return not at_work(run)
 
 
 @pytest.mark.parametrize("blow", ["the terminal closes", pytest.param("kill -9", marks=pytest.mark.slow)])
@@ -57,20 +54,22 @@ def test_a_launcher_that_is_gone_takes_its_ranks_with_it_in_order(tmp_path: Path
     config = write_config(tmp_path, stages=LONG, train__checkpoint_every=50_000)
     run = tmp_path / "run"
     ours, theirs = pty.openpty()
-    process = started(["launch", config, "--ranks", 2], run, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    os.set_blocking(ours, False)
     try:
+        process = started(["launch", config, "--ranks", 2], run, ours, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
         assert len(at_work(run)) >= 4, "launcher, DeepSpeed's two, ranks"
         if blow == "kill -9":
             process.kill()
         else:
             os.close(ours)
             process.send_signal(signal.SIGHUP)  # the kernel's part, where it is the controlling terminal
-        process.wait(100)
-        assert nobody_left(run)
+        process.wait()
+        wait_for("the end of all", lambda: not at_work(run))
     finally:
         for left in at_work(run):
-            left.kill()
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
     assert {"status": "preempted"}.items() <= status(run).items(), "steps were lost"
     assert status(run)["checkpoint"] == f"step-{status(run)['step']:08d}"
 
@@ -84,7 +83,7 @@ def test_under_nohup_a_terminal_that_closes_stops_nothing_and_nobody_need_read(t
     process = started(["train", config], run, stdout=writing, stderr=writing, **ignoring)
     os.close(writing)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(100) == 0
+    assert process.wait() == 0
     assert status(run)["status"] == "done"
 
 

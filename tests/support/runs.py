@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from support import rounding, stand_in_gpu
-from support.ranks import fork_server, run_ranks
+from support.ranks import LIMIT_S, fork_server, run_ranks
 
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.config import load_config
@@ -123,6 +125,13 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def losses(run: Path) -> list[float]:
     return [record["train/total_loss"] for record in metrics(run)]
+
+
+def wait_for(what: str, condition: Callable[[], object], timeout: float = LIMIT_S, every: float = 0.1) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {timeout:.0f} s"
+        time.sleep(every)
 
 
 def cqwen(*args: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

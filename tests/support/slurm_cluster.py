@@ -17,8 +17,9 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from support.runs import wait_for
 
 BINARIES = {
     "slurmctld": "slurmctld",
@@ -130,13 +131,6 @@ def why_not() -> str | None:
     bridge = ["unshare", "--net", "ip", "link", "add", "br0", "type", "bridge"]
     made = subprocess.run(bridge, capture_output=True, text=True)
     return f"may not make a bridge: {made.stderr.strip()}" if made.returncode else None
-
-
-def wait_for(what: str, condition: Callable[[], object], timeout: float = 120.0, every: float = 0.1) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not after {timeout:.0f} s"
-        time.sleep(every)
 
 
 class Cluster:

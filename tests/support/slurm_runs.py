@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.runs import losses, metrics, write_config
-from support.slurm_cluster import Cluster, wait_for
+from support.runs import losses, metrics, wait_for, write_config
+from support.slurm_cluster import Cluster
 
 from cqwen_dist.cluster.batch import read_history
 from cqwen_dist.run.status import HistoryEntry, read_status
