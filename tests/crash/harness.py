@@ -27,7 +27,7 @@ ALL = -1  # every rank
 HANG = 0  # instead of a signal: the rank stays where it is
 STOPPED = 75
 SEEN, STRUCK = "seen.jsonl", "struck"
-SURVIVE_S = 20.0  # how long the other rank may take to find out
+SURVIVE_S = 60.0  # how long the other rank may take to find out
 # Where a blow can fall: the function that is called there, at most how often in a run, and for how many milliseconds.
 POINTS: dict[str, tuple[str, str, int, float]] = {
     "step": ("cqwen_dist.training.step:Stepper", "__call__", 9, 40.0),
