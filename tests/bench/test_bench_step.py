@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.ranks import run_ranks
+from support.runs import as_rank
 
 from cqwen_dist.bench.memory_check import Case, cases, config_of
 from cqwen_dist.bench.parts import Marks
@@ -26,11 +27,8 @@ TINY: dict[str, Any] = {
 
 
 def bench(folder: str) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
 
     from cqwen_dist.bench.step import run
-    from cqwen_dist.parallel.runtime import Runtime
     from cqwen_dist.plan.machine import MACHINES
 
     config = Config.model_validate(
@@ -44,12 +42,7 @@ def bench(folder: str) -> dict[str, Any]:
             "train": {"micro_batch_size": 2, "global_batch_size": 4},
         }
     )
-    import os
-
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert dist.get_world_size() == 1
-    runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
-    return run(config, TINY, runtime, MACHINES["cpu"], 1e11, rounds=2, profile=Path(folder))
+    return run(config, TINY, as_rank(), MACHINES["cpu"], 1e11, rounds=2, profile=Path(folder))
 
 
 @pytest.fixture(scope="module")
@@ -185,17 +178,11 @@ def test_the_configurations_that_are_tried(kind):
 
 
 def planned_over_measured(chosen: list[Case]) -> list[tuple[str, float]]:
-    import os
-
-    import torch
 
     from cqwen_dist.bench.memory_check import measure
     from cqwen_dist.parallel.groups import build_groups
-    from cqwen_dist.parallel.runtime import Runtime
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    runtime = Runtime(0, 1, torch.device("cpu"), 60.0)
-    groups = build_groups(1)
+    runtime, groups = as_rank(), build_groups(1)
     return [(case.name, measure(config_of(case), case.architecture, runtime, groups)["ratio"]) for case in chosen]
 
 

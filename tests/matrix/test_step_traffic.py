@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from support.ranks import run_ranks
+from support.runs import as_rank
 
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.runtime import Runtime
@@ -64,10 +62,7 @@ def config_of(zero: int, group: int, precision: str, accumulation: int, world: i
 
 def said(cases: list[tuple[int, int, str, int, dict[str, Any]]]) -> list[tuple[Counter[Any], Counter[Any], int, int]]:
     """(counted, planned) bytes by operation and group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    runtime = Runtime(rank, world, torch.device("cpu"), 60.0)
-    traffic = Traffic(time.perf_counter)
+    runtime, traffic = as_rank(), Traffic(time.perf_counter)
     with traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
         return [_of_one(traffic, runtime, *case) for case in cases]
 

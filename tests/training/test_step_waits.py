@@ -5,7 +5,6 @@ Counted on a CPU by `bench.launches`, as if the batches were on the host and all
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from types import FrameType
@@ -13,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.ranks import run_ranks
+from support.runs import as_rank
 
 from cqwen_dist.bench.launches import counting
 from cqwen_dist.bench.rig import Rig, build_rig
 from cqwen_dist.config import Config
-from cqwen_dist.parallel.runtime import Runtime
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen2",
@@ -34,8 +32,7 @@ CASES = [(zero, precision, pack) for zero in (1, 2, 3) for precision, pack in ((
 
 
 def rig_of(zero: int, precision: str, pack: bool, layers: int = 2, accumulation: int = 1) -> Rig:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    runtime = as_rank()
     sizes = {**SIZES, "num_hidden_layers": layers}
     config = Config.model_validate(
         {
@@ -48,13 +45,13 @@ def rig_of(zero: int, precision: str, pack: bool, layers: int = 2, accumulation:
             "parallel": {"zero_stage": zero},
             "train": {
                 "micro_batch_size": 2,
-                "global_batch_size": 2 * accumulation * world,
+                "global_batch_size": 2 * accumulation * runtime.world_size,
                 "precision": precision,
                 "max_grad_norm": 1e-3,
             },
         }
     )
-    return build_rig(config, sizes, Runtime(rank, world, torch.device("cpu"), 60.0))
+    return build_rig(config, sizes, runtime)
 
 
 def waits(cases: list[tuple[int, str, bool]], accumulation: int) -> dict[str, Counter[str]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.ranks import run_ranks
+from support.runs import as_rank
 
 from cqwen_dist.config import Config
-from cqwen_dist.parallel.runtime import Runtime
 
 TINY: dict[str, Any] = {
     "model_type": "qwen2",
@@ -28,18 +26,17 @@ TINY: dict[str, Any] = {
 def compare(precision: str, zero: int) -> dict[str, Any]:
     from cqwen_dist.bench.rig import build_rig
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    runtime = as_rank()
     config = Config.model_validate(
         {
             "model": {"architecture": TINY},
             "data": {"train": "unused", "sequence_length": 16},
             "stages": [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 5}],
             "parallel": {"zero_stage": zero},
-            "train": {"micro_batch_size": 2, "global_batch_size": 2 * world, "precision": precision},
+            "train": {"micro_batch_size": 2, "global_batch_size": 2 * runtime.world_size, "precision": precision},
         }
     )
-    rig = build_rig(config, TINY, Runtime(rank, world, torch.device("cpu"), 60.0))
+    rig = build_rig(config, TINY, runtime)
     plan = rig.enter(0)
     rig.step(rig.batches(plan), plan)
     optimizer = rig.engine.engine.optimizer
