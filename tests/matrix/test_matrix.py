@@ -13,7 +13,7 @@ import pytest
 import torch
 from matrix.plain_training import COLUMN, KINDS, Trained, train_plainly
 from matrix.sharded_training import Case, Found, run_cases, train_alone
-from support.ranks import run_ranks
+from support.ranks import LIMIT_S, run_ranks
 
 TOLERANCE = 1e-5  # relative for losses and norms, absolute for parameters of order 1
 ON_GPU = 1e-4  # the same: kernels sum in other orders, and Adam divides by the root of what may be small
@@ -80,8 +80,7 @@ def check(
     tolerance: float = TOLERANCE,
 ) -> None:
     """Each case against its oracle. staged: as of `run_ranks`."""
-    seconds = 60 + 20 * len(cases) if staged else 15 + 12 * len(cases)
-    results = run_ranks(run_cases, cases[0].world, cases, oracles, timeout=seconds, staged=staged)[0]
+    results = run_ranks(run_cases, cases[0].world, cases, oracles, timeout=LIMIT_S + 20 * len(cases), staged=staged)[0]
     wrong = []
     for case, found in results:
         if case.precision == "fp32":
@@ -103,7 +102,7 @@ def test_a_choice_of_the_matrix(world: int, oracles: dict[str, Trained], bf16_sp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", GROUPS)
 def test_the_whole_matrix(world: int, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
     check(WHOLE[world], oracles, bf16_spread)
@@ -117,7 +116,7 @@ def test_collectives_by_way_of_the_host_train_the_same(
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
 def test_two_ranks_on_one_gpu_equal_one(oracles: dict[str, Trained]) -> None:
     """The whole matrix of two ranks on one GPU, with the GPU's kernels; the oracle is one rank on that GPU.
