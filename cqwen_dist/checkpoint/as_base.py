@@ -48,7 +48,7 @@ def folded_head(model: CausalQwenForCausalLM) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrainedModel, Tensor]:
-    """The plain model, and the bias [V] that it leaves out. The backbone's tensors are shared; adapters are merged.
+    """The plain model, and the bias [V] that it leaves out. The backbone's tensors are shared; it has no adapters.
 
     V: the base's own rows. Raises `UserError` if the bias is more than rounding, unless drop_bias is set.
     """
@@ -59,8 +59,6 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
         found = f"a bias of up to {size:.3g} in the logits (std {float(bias.std()):.3g} over the words)"
         allowed = "none, as these models have no place for one; --drop-bias leaves it out (the model card says so)"
         raise UserError(OPTION, Said(found), allowed)
-    if model.config.lora is not None:
-        model.merge_adapters()
     own = {key: value for key, value in model.config.base.items() if key != "added_rows"}
     config = AutoConfig.for_model(**{**own, "vocab_size": words, "tie_word_embeddings": False})
     with torch.device("meta"):

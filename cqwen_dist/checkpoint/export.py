@@ -31,7 +31,7 @@ from cqwen_dist.checkpoint.portable import write_code
 from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.custom import TRUST
-from cqwen_dist.config.errors import Said
+from cqwen_dist.config.errors import Said, reason_of
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
@@ -160,30 +160,27 @@ def run_of(path: str | Path) -> tuple[Config, Path]:
 
 
 def assemble(state: TrainState, config: Config, source: object = "") -> CausalQwenForCausalLM:
-    """The model of a whole checkpoint: the run's base model with all trained tensors. source: for errors."""
+    """The model of a whole checkpoint: the run's base model with all trained tensors. source: for errors.
+
+    Raises `UserError` unless the tensors' names, shapes and dtypes are the parameters'.
+    """
     saved = {k: v for k, v in state.state["model"].items() if k not in ("model_type", "transformers_version")}
     dtype = dtype_of(config.train.precision)
     shape = CausalQwenConfig(**saved)
-    rows = shape.vocab_size
-    base = load_base(config.base_folder, dtype, config.model.trust_remote_code, rows_for=lambda _: rows)
-    network = loaded_abduction(shape.abduction, config.run.dir)
-    model = CausalQwenModel(shape, base=base, abduction=network)
-    trained = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
-    _put(trained, state.features, source)  # all else is the base's
-    heads = torch.nn.ModuleDict(model.heads)
-    _put(dict(heads.named_parameters()), {**state.heads, **state.rows}, source)
+    trust = config.model.trust_remote_code
+    base = load_base(config.base_folder, dtype, trust, rows_for=lambda _: int(shape.vocab_size))
+    model = CausalQwenModel(shape, base=base, abduction=loaded_abduction(shape.abduction, config.run.dir))
+    parameters = {n: p for n, p in model.features.named_parameters() if n in EMBEDDING or is_lora(n)}
+    parameters |= torch.nn.ModuleDict(model.heads).named_parameters()  # all else is the base's
+    found = {**state.features, **state.heads, **state.rows}
+    refuse_strange(found, {name: parameter.shape for name, parameter in parameters.items()}, source)
+    with torch.no_grad():
+        for name, value in found.items():
+            parameters[name].copy_(value)
     causal = CausalQwenForCausalLM(shape, model)
     if base.generation_config is not None:
         causal.generation_config = base.generation_config
     return causal
-
-
-@torch.no_grad()
-def _put(parameters: dict[str, torch.nn.Parameter], tensors: dict[str, Tensor], source: object) -> None:
-    """Copy by name. Raises `UserError` unless all names, shapes and dtypes are the parameters'."""
-    refuse_strange(tensors, {name: parameter.shape for name, parameter in parameters.items()}, source)
-    for name, value in tensors.items():
-        parameters[name].copy_(value)
 
 
 def export(
@@ -208,29 +205,27 @@ def export(
     out = Path(out)
     _check_options(out, dtype, shard_size)
     model, tokenizer = load_trained(path)
-    about = _about(Path(path))
-    if merge and model.config.lora is not None:
-        model.merge_adapters()
-        about["adapter"] = "merged"
-    about |= _rounded(model, dtype)
+    about = _about(Path(path)) | _merged_and_cast(model, merge or as_base, dtype)
     plain, bias = plain_model(model, drop_bias) if as_base else (None, None)
     if bias is not None:
-        about["adapter"] = about["adapter"] and "merged"
         about["bias"] = size if (size := float(bias.abs().max())) > HELD else None
-    with appearing(out, "OUT") as folder:
-        if plain is None:
-            model.save_pretrained(folder, max_shard_size=shard_size)
-            _write_all_but_weights(model, tokenizer, folder, about["base"])
-        else:
-            plain.save_pretrained(folder, max_shard_size=shard_size)
-            plain_tokenizer(tokenizer.tokenizer, model.config).save_pretrained(str(folder))
-        card = model_card(out.name, model.config, about, None if plain is None else type(plain).__name__)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        _write_json(folder / ABOUT, {k: about.get(k) for k in ("base", "step", "stages", "figures", "adapter")})
-        if bias is None:
-            _compare(model, folder)
-        else:
-            _compare_plain(model, bias, folder)
+    try:
+        with appearing(out, "OUT") as folder:
+            if plain is None or bias is None:
+                model.save_pretrained(folder, max_shard_size=shard_size)
+                _write_all_but_weights(model, tokenizer, folder, about["base"])
+                _compare(model, folder)
+            else:
+                plain.save_pretrained(folder, max_shard_size=shard_size)
+                plain_tokenizer(tokenizer.tokenizer, model.config).save_pretrained(str(folder))
+                _compare_plain(model, bias, folder)
+            card = model_card(out.name, model.config, about, None if plain is None else type(plain).__name__)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            _write_json(folder / ABOUT, {k: about.get(k) for k in ("base", "step", "stages", "figures", "adapter")})
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error" not in str(error):  # of safetensors and tokenizers
+            raise
+        raise UserError("OUT", str(out), f"a folder on a disk that takes the model ({reason_of(error)})") from None
     return out
 
 
@@ -296,28 +291,33 @@ def _about(path: Path) -> dict[str, Any]:
         return {"base": None, "adapter": None, **read_object(path / ABOUT)}
     config, folder = run_of(path)
     state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    measured = {k: v for k, v in (state.get("figures") or {}).items() if isinstance(v, (int, float))}
-    built = config.model.architecture
+    measured, built = state.get("figures") or {}, config.model.architecture
     return {
         "base": public_name(config.model.name_or_path) or (f"a {built['model_type']} from scratch" if built else None),
         "step": state.get("step"),
         "stages": ", ".join(stage.name for stage in config.stages),
-        "figures": {k: v for k, v in measured.items() if math.isfinite(v)},
-        "adapter": None if config.model.lora is None else "in place, and separately in PEFT's format",
+        "figures": {k: v for k, v in measured.items() if isinstance(v, (int, float)) and math.isfinite(v)},
+        "adapter": None,
     }
 
 
-# ---- another dtype, and what it changes ----
+# ---- merging, another dtype, and what they change ----
 
 
-def _rounded(model: CausalQwenForCausalLM, dtype: str | None) -> dict[str, Any]:
-    """Cast the backbone unless dtype is None; the card's entries on the dtype and on what the rounding changes."""
-    before = probe(model)
-    if dtype is not None:
-        cast(model, DTYPES[dtype])
+def _merged_and_cast(model: CausalQwenForCausalLM, merge: bool, dtype: str | None) -> dict[str, Any]:
+    """Merge adapters and cast the backbone, where asked; the card's entries on both and on what rounding changed."""
+    if dtype == "fp32":
+        cast(model, torch.float32)  # first, as a merge rounds to the weights' dtype
+    before, about = probe(model), {}
+    if model.config.lora is not None:
+        about["adapter"] = "merged" if merge else "in place, and separately in PEFT's format"
+        if merge:
+            model.merge_adapters()
+    if dtype == "bf16":
+        cast(model, torch.bfloat16)
     rounding = changes(before, probe(model))
-    known = {value: key for key, value in DTYPES.items()}
-    return {"dtype": known.get(model.dtype, str(model.dtype)), "rounding": rounding if any(rounding.values()) else None}
+    dtype = next((key for key, its in DTYPES.items() if its == model.dtype), str(model.dtype))
+    return {**about, "dtype": dtype, "rounding": rounding if max(rounding.values()) > ROUNDING else None}
 
 
 @torch.no_grad()

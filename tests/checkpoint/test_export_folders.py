@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import torch
 from support.exported import ROWS, run_snippet, tiny_pair, write_folder
 from support.numerics import assert_close
-from support.runs import command_environment
+from support.runs import command_environment, train_run, write_config
 from support.tiny import HIDDEN
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,6 +106,20 @@ def test_bf16_halves_the_backbone_and_leaves_the_heads(tmp_path: Path) -> None:
     same(again, load_trained(back)[0], 0.05)
     for name, buffer in again.named_buffers():
         assert buffer.dtype == torch.float32, f"{name}: a rounded rotary frequency is a wrong one"
+
+
+def test_a_merge_into_bf16_says_what_it_rounds_and_into_fp32_rounds_nothing(tmp_path: Path) -> None:
+    _, folder = folder_of(tmp_path, lora=LORA)
+    half = export(folder, tmp_path / "half", dtype="bf16")
+    whole = load_trained(export(half, tmp_path / "whole", dtype="fp32"))[0]
+    for as_base in (False, True):
+        merged = export(half, tmp_path / f"merged{as_base}", merge=True, as_base=as_base, drop_bias=True)
+        card = (merged / "README.md").read_text()
+        assert "| adapters | merged |" in card
+        assert "Rounded to bf16; largest relative change" in card
+    out = export(half, tmp_path / "out", merge=True, dtype="fp32")
+    same(whole, load_trained(out)[0])
+    assert "Rounded" not in (out / "README.md").read_text()
 
 
 def test_shards_auto_classes_and_a_tokenizer_folder(tmp_path: Path) -> None:
@@ -328,7 +343,26 @@ def test_a_run_s_own_figures_are_on_the_card(one_rank: Path, tmp_path: Path) -> 
             assert "has measured nothing" in card
         assert str(one_rank) not in card + (folder / "training.json").read_text()
         assert (folder / "adapter" / "adapter_config.json").is_file()
+        assert "| adapters | in place, and separately in PEFT's format |" in card
     same(load_trained(one_rank)[0], load_trained(again)[0])
+
+
+def test_a_run_without_a_stage_of_adapters_has_none_on_its_card(tmp_path: Path) -> None:
+    train_run(write_config(tmp_path, stages=[{"name": "heads", "train": ["heads"], "steps": 1}]))
+    assert "adapters" not in (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
+
+
+@pytest.mark.parametrize("as_base", [False, True])
+def test_a_disk_that_does_not_take_the_model_is_one_line_and_leaves_nothing(tmp_path: Path, as_base: bool) -> None:
+    _, folder = folder_of(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))  # Python ignores its signal
+    try:
+        with pytest.raises(UserError, match=r"OUT: found .*, allowed: a folder on a disk that takes .*os error 27"):
+            export(folder, tmp_path / "out", as_base=as_base, drop_bias=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("*out*"))
 
 
 # ---- large models ----
