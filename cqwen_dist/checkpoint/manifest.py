@@ -7,6 +7,7 @@ without a manifest, or that disagrees with it, is not a checkpoint.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.run.files import BEST, CHECKPOINTS, LATEST, MANIFEST, file_record, read_object, read_small, sync
+from cqwen_dist.run.files import BEST, CHECKPOINTS, CONFIG, LATEST, MANIFEST, file_record, read_object, read_small, sync
 
 FORMAT = 2
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
@@ -174,7 +175,8 @@ def resolve_checkpoint(path: str | Path) -> tuple[Path, Path]:
     if read_manifest(path) is not None:
         if problems := verify(path):
             raise UserError("checkpoint", Said(problems[0]), "a whole checkpoint", str(path))
-        return path.parent.parent, path
+        run = Path(os.path.abspath(path)).parents[1]  # of a link to another disk: the run that has the link
+        return run if (run / CONFIG).is_file() else path.resolve().parents[1], path
     folder = latest_checkpoint(path)
     if folder is None:
         refuse_pickles(path)

@@ -61,6 +61,21 @@ def test_a_good_checkpoint_is_good_and_the_latest(tmp_path: Path) -> None:
     assert resolve_checkpoint(tmp_path) == resolve_checkpoint(folder) == (tmp_path, folder)
 
 
+def test_the_run_of_a_checkpoint_is_found_from_inside_and_by_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(run := tmp_path / "run", 7)
+    (run / "config.yaml").touch()
+    for place, name in ((folder, "."), (folder.parent, folder.name), (folder, f"../{folder.name}")):
+        monkeypatch.chdir(place)
+        assert resolve_checkpoint(name)[0] == run
+    (run / "best").symlink_to(folder)
+    assert resolve_checkpoint(run / "best")[0] == run
+    folder.rename(elsewhere := tmp_path / "kept")
+    folder.symlink_to(elsewhere)
+    assert resolve_checkpoint(folder)[0] == run
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_damage_is_named_with_its_file(tmp_path: Path, damage: str) -> None:
     folder = make_checkpoint(tmp_path, 7)
