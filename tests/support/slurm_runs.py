@@ -11,7 +11,7 @@ from support.runs import losses, metrics, wait_for, write_config
 from support.slurm_cluster import Cluster
 
 from cqwen_dist.cluster.batch import read_history
-from cqwen_dist.run.status import HistoryEntry, read_status
+from cqwen_dist.run.status import read_status
 
 STEPS = 60  # of each of the two stages
 EVERY = 10  # steps between checkpoints
@@ -53,14 +53,14 @@ class SlurmRun:
 
         wait_for(f"a checkpoint of step {step} in {self.run}", there, timeout, every=0.02)
 
-    def history(self) -> list[HistoryEntry]:
+    def history(self) -> list[dict[str, Any]]:
         """Empty until the first start: the batch script begins some time after `submit` returns."""
         return read_history(self.run)
 
     def endings(self) -> list[str]:
         return [entry["how"] for entry in self.history() if entry["event"] == "end"]
 
-    def starts(self) -> list[HistoryEntry]:
+    def starts(self) -> list[dict[str, Any]]:
         return [entry for entry in self.history() if entry["event"] == "start"]
 
     def output(self, job: str) -> str:
