@@ -161,6 +161,8 @@ def predict(
     from cqwen_dist.generate.table import predict_rows, prompts_of
 
     columns, table = _table_of(rows, decimal_comma)
+    if not table:
+        return []
     if within is None:
         within = 0 if template is None else 8
     learnt = template is None

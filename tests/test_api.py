@@ -161,6 +161,7 @@ def test_predictions_are_the_commands(ran: Any, tmp_path: Path) -> None:
     assert [row["predicted"] for row in read[0]] == [row["predicted"] for row in read[1]]
     assert read[1][2]["amount"] is None
     assert [row["low_90"] for row in read[0]] == [row["low_90"] for row in predict(pair, table, TEMPLATE)]
+    assert predict(pair, [], TEMPLATE) == predict(run, pandas.DataFrame(table)[:0], TEMPLATE) == []
     odd_ones = ((["a"], "row 1: rows: found 'a'"), ([*table, {"item": "x"}], "row 4: rows"))
     for odd, match in (*odd_ones, ("no.csv", "FILE"), (tmp_path / "no.parquet", "FILE: found no file")):
         with pytest.raises(UserError, match=match):
