@@ -51,6 +51,7 @@ class StartingBase:
             w_num_scale=None if self.tokenizer.numeral_ids else 0.2,
             lora=LORA.model_dump(),
         )
+        self.width = model.config.hidden_size
         self._device, self._precision = torch.device("cuda" if torch.cuda.is_available() else "cpu"), precision
         self.features = model.features.eval().requires_grad_(False).to(self._device)
         self.parameters = [member.parameter for member in feature_members(self.features)]
@@ -102,22 +103,26 @@ class KeptZ:
         return torch.stack([kept[key] for key in keys])
 
 
-class Adapted(Stored):
-    """z at the last token of prompts, by a base whose adapters learn; standardised as z at the start (`still`)."""
+class Adapted:
+    """z at the last token of prompts, by a base whose adapters learn; standardised as `still` is.
+
+    still: z at the start, by what it is on the rows to learn from.
+    """
 
     rates, batch = RATES, BATCH
 
     def __init__(self, base: StartingBase, prompts: Sequence[str], z: Tensor, train: np.ndarray, epochs: int) -> None:
         """z [n,H]: of the prompts at the start. train: indices of the rows to learn from."""
-        self.epochs, self._base, self._rows = epochs, base, base.encode(prompts)
+        self.epochs, self.width, self._base, self._rows = epochs, base.width, base, base.encode(prompts)
         self._start = [parameter.detach().clone() for parameter in base.parameters]
         self.still = Stored(z, train, floor=0.01 * float(z.square().mean().sqrt()))  # what is constant may move later
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """With gradients."""
+        """x [m,H] of rows [m], with gradients."""
         return (self._base.z([self._rows[row] for row in rows.tolist()]) - self.still.centre) / self.still.unit
 
     def begin(self) -> list[nn.Parameter]:
+        """What learns, as it was at the start."""
         with torch.no_grad():
             for parameter, value in zip(self._base.parameters, self._start, strict=True):
                 parameter.copy_(value)

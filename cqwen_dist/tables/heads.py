@@ -1,7 +1,7 @@
 """Heads that a benchmark compares: squared error, quantiles, and digits one after another.
 
-An `Arm` is a head's shape, its loss, and how its outputs are read. It learns from features: those of a base that stays
-as it is (`Stored`), or of a base with adapters, which learn with it (`adapted.Adapted`).
+An `Arm` is a head's shape, its loss, and how its outputs are read. It learns from `Features`: those of a base that
+stays as it is (`Stored`), or of a base with adapters, which learn with it (`adapted`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +25,25 @@ READ = 32  # rows at once, without gradients
 DIGITS, SAMPLES = 3, 64  # of a value between the least and the greatest; as regress-lm samples
 
 
+class Features(Protocol):
+    """x [m,H] fp32 of rows, by their indices [m]. rates, epochs (one up to these), batch: of a training."""
+
+    rates: Sequence[float]
+    epochs: int
+    batch: int
+    width: int
+
+    def __call__(self, rows: Tensor) -> Tensor: ...
+
+    def begin(self) -> list[nn.Parameter]:
+        """What learns with a head, as it was at the start."""
+        ...
+
+
 class Stored:
-    """z [n,H] that does not change, standardised by the rows to learn from.
+    """z [n,H] that does not change, standardised by the rows to learn from."""
 
-    rates, epochs (one up to these), batch: of a training.
-    """
-
-    rates: tuple[float, ...] = (1e-4, 1e-3, 1e-2)
-    epochs, batch = 50, 64
+    rates, epochs, batch = (1e-4, 1e-3, 1e-2), 50, 64
 
     def __init__(self, z: Tensor, train: np.ndarray, floor: float = 1e-6) -> None:
         """z [n,H] fp32; train: indices of the rows to learn from; floor: the least unit."""
@@ -41,11 +52,9 @@ class Stored:
         self.width = z.shape[1]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """x [m,H] fp32 of rows, by their indices [m]."""
         return self.x[rows]
 
     def begin(self) -> list[nn.Parameter]:
-        """What learns with a head, as it was at the start."""
         return []
 
 
@@ -133,7 +142,7 @@ def _standardised(y: np.ndarray, train: np.ndarray) -> tuple[Tensor, float, floa
     return torch.from_numpy((y - centre) / unit).float(), centre, unit
 
 
-def learnt(arm: Arm, stages: Sequence[Stored], train: np.ndarray, valid: np.ndarray, test: np.ndarray) -> Predicted:
+def learnt(arm: Arm, stages: Sequence[Features], train: np.ndarray, valid: np.ndarray, test: np.ndarray) -> Predicted:
     """The law of each test row by a head of two layers, which learns on one of the features after the other.
 
     train, valid: indices of the rows to learn from, and to choose rates and epochs by, which are then learnt from too.
@@ -156,7 +165,9 @@ def learnt(arm: Arm, stages: Sequence[Stored], train: np.ndarray, valid: np.ndar
         return arm.read(head, _read(best_features, test), test, least)
 
 
-def _further(arm: Arm, features: Stored, head_of: HeadOf, train: np.ndarray, valid: np.ndarray) -> tuple[HeadOf, float]:
+def _further(
+    arm: Arm, features: Features, head_of: HeadOf, train: np.ndarray, valid: np.ndarray
+) -> tuple[HeadOf, float]:
     """(rows -> the head that head_of gives for them, trained on these features, its loss on `valid`), as `best`."""
 
     def epochs(rate: float, rows: np.ndarray) -> Iterator[nn.Module]:
@@ -175,7 +186,7 @@ def _further(arm: Arm, features: Stored, head_of: HeadOf, train: np.ndarray, val
     return best(epochs, lost, features.rates, train)
 
 
-def _read(features: Stored, rows: np.ndarray) -> Tensor:
+def _read(features: Features, rows: np.ndarray) -> Tensor:
     """x [m,H] of rows [m]."""
     return torch.cat([features(some) for some in torch.from_numpy(rows).split(READ)])
 
