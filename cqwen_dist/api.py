@@ -244,7 +244,8 @@ def _columns_learnt(data: DataConfig) -> list[str]:
     except UserError as error:
         allowed = f"the prompt of a row: {source} has the columns of the run's {{*}}, but {error.found}"
         raise UserError("--template", "none", allowed) from None
-    return [name for name in columns_of(records) if name not in named_fields(data)]
+    named = named_fields(data)
+    return [name for name in columns_of(records) if name not in named]
 
 
 def _folder(model: TrainResult | str | Path) -> Path:

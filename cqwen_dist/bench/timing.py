@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from cqwen_dist.config.errors import reason_of
+
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -43,8 +45,8 @@ def in_turn(
 
 
 def said(error: Exception) -> str:
-    """An error in a cell of a table."""
-    return f"{type(error).__name__}: {error}"[:200]
+    """An error in one line, for a cell of a table."""
+    return f"{type(error).__name__}: {reason_of(error, 200)}"
 
 
 def wait_for(device: torch.device) -> None:

@@ -86,15 +86,17 @@ def launch(
         raise UserError("--ranks", ranks, "1 or more")
     if env_file is not None and hostfile is None:
         raise UserError("--env-file", str(env_file), "with --hostfile (ranks of this machine have this environment)")
+    hosts = None if hostfile is None else read_hostfile(hostfile)
+    environment = {} if hosts is None else read_environment(env_file)
     config = preflight(path, overrides)
-    refuse_ranks(config.parallel.vocab_group_size, sum(read_hostfile(hostfile).values()) if hostfile else ranks)
+    refuse_ranks(config.parallel.vocab_group_size, ranks if hosts is None else sum(hosts.values()))
     run_dir = Path(config.run.dir)
     if is_done(config):
         (sys.stderr if quiet else sys.stdout).write(f"already done: {run_dir}\n")
         return 0
     before, shared = read_status(run_dir), run_dir.absolute()
-    start = partial(_run_words, ranks=ranks, hostfile=hostfile, shared=shared, env_file=env_file)
-    if hostfile and look_first and (red := start(["doctor", "--quick", "--folder", str(shared)])[0]):
+    start = partial(_run_words, ranks=ranks, hosts=hosts, environment=environment, shared=shared)
+    if hosts and look_first and (red := start(["doctor", "--quick", "--folder", str(shared)])[0]):
         sys.stderr.write("the hosts cannot run this: see the red lines above\n")
         return red
     code, stopped = start(["train", str(path.absolute()), *overrides], quiet=quiet)
@@ -117,22 +119,25 @@ def run_words(words: list[str], ranks: int, hostfile: Path | None, shared: Path,
 
     quiet: as `launch`.
     """
-    code, stopped = _run_words(words, ranks, hostfile, shared.absolute(), quiet)
+    hosts = None if hostfile is None else read_hostfile(hostfile)
+    environment = {} if hosts is None else read_environment(None)
+    code, stopped = _run_words(words, ranks, hosts, environment, shared.absolute(), quiet)
     return STOPPED if stopped else code
 
 
 def _run_words(
-    words: list[str], ranks: int, hostfile: Path | None, shared: Path, quiet: bool = False, env_file: Path | None = None
+    words: list[str],
+    ranks: int,
+    hosts: dict[str, int] | None,
+    environment: dict[str, str],
+    shared: Path,
+    quiet: bool = False,
 ) -> tuple[int, bool]:
-    """(exit code, whether it was asked to stop). hostfile None: ranks on this machine."""
-    if hostfile is None:
+    """(exit code, whether it was asked to stop). hosts None: ranks on this machine; environment: of hosts' ranks."""
+    if hosts is None:
         own = {**os.environ, **rank_environment(ranks), LAUNCHER: str(os.getpid())}
         return _run_to_its_end(launch_command(words, ranks, free_port()), own, quiet)
-    with prepared(words, read_hostfile(hostfile), read_environment(env_file), shared, free_port()) as (
-        command,
-        own,
-        ask,
-    ):
+    with prepared(words, hosts, environment, shared, free_port()) as (command, own, ask):
         # Every host has the folder `/`, where DeepSpeed starts the ranks.
         return _run_to_its_end(command, own, quiet, ask, "/")
 

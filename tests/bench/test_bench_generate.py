@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 from cqwen_dist.bench import generate as bench
+from cqwen_dist.bench.timing import said
 from cqwen_dist.generate.modes import MODES
 
 
@@ -59,3 +60,8 @@ def test_both_contenders_are_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.tensor([[3, 8, 41, 7]])
     theirs = seen["base"].generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=0)
     assert torch.equal(seen["causal"].generate(ids, mode="compatible", max_new_tokens=6), theirs)
+
+
+def test_why_a_contender_failed_is_one_line() -> None:
+    """A cell of a table, also of one in Markdown; a compiler's error has many lines."""
+    assert said(RuntimeError("no kernel\n  at a.py:1\n")) == "RuntimeError: no kernel at a.py:1"
