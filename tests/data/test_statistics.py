@@ -77,7 +77,8 @@ def test_streamed_statistics_are_exact(name: str, count: int, world: int, parts:
 @given(st.lists(st.floats(-1e300, 1e300), max_size=40), st.integers(1, 5))
 def test_few_numbers_and_empty_shares(values: list[float], parts: int) -> None:
     found, meant = _on_ranks(np.array(values), 2, parts), _oracle(np.array(values))
-    assert (found.median, found.count) == (meant.median, meant.count)
+    assert found.count == meant.count
+    assert found.median == pytest.approx(meant.median, rel=0, abs=1e-320)  # half of a subnormal number loses a bit
     assert found.scale == pytest.approx(meant.scale, rel=1e-13)
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from cqwen_dist.config import NumberPolicy, UserError
+from cqwen_dist.data.encoder import split
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer, train_tokenizer
 
 CORPUS = [f"A patient aged {a} weighs {a * 1.5} kg, 价格是{a}元.\n" for a in range(20, 60)]
@@ -70,6 +71,10 @@ def test_decoded_text_gives_the_same_ids_and_values_with_the_real_vocabulary(
 
 
 def _round_trip(tokenizer: NumericalAwareTokenizer, text: str) -> None:
+    if split(text, tokenizer.policy)[2]:  # a number that float64 does not hold
+        with pytest.raises(UserError, match="numbers that float64 holds"):
+            tokenizer.encode(text)
+        return
     first = tokenizer.encode_batch([text])[0]
     second = tokenizer.encode_batch([tokenizer.decode(first.ids, first.values)])[0]
     assert second.ids == first.ids
