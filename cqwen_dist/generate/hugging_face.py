@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -110,6 +111,7 @@ def translate(
         asked.setdefault("digits", streamer.digits)
     merged = _merged(own, asked, mode)
     options = {name: merged[name] for name in (*PASSED_ON, *PLAIN) if name in merged}
+    mask = _mask_of(model, ids, merged) if mask is None else mask
     options |= {"mode": mode, "attention_mask": mask, "max_new_tokens": 64}
     if merged.get("max_new_tokens") is not None:
         options["max_new_tokens"] = int(merged["max_new_tokens"])
@@ -124,6 +126,24 @@ def translate(
         options["temperature"] = merged.get("temperature")
     options["watch"] = _watch(ids, merged, stopping_criteria, streamer, tokenizer)
     return options, int(merged.get("num_return_sequences") or 1), bool(merged.get("return_dict_in_generate"))
+
+
+def _mask_of(model: Any, ids: Tensor, merged: dict[str, Any]) -> Tensor | None:
+    """Where a prompt has no padding at its ends [B,T], for which transformers looks where no mask is given; None: all.
+
+    A token that also ends a text may be text: rows that begin with it, where others do not, are warned of.
+    """
+    base = model.config.base_config
+    pad, ends = merged.get("pad_token_id", base.pad_token_id), merged.get("eos_token_id", base.eos_token_id)
+    if pad is None or pad < 0:
+        return None
+    if pad not in (ends if isinstance(ends, list | tuple) else [ends]):
+        text = ids.ne(pad)
+        return (text.cumsum(1) * text.flip(1).cumsum(1).flip(1) > 0).long()
+    if len(ids[:, 0].eq(pad).unique()) > 1:
+        said = f"generate: rows begin with pad_token_id, {pad}, which is read as text where there is no attention_mask"
+        warnings.warn(said, stacklevel=5)
+    return None
 
 
 def _set(config: GenerationConfig | None, known: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -306,8 +306,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
         if copies > 1:
             ids = ids.repeat_interleave(copies, 0)
             numeric_values = None if numeric_values is None else numeric_values.repeat_interleave(copies, 0)
-            if attention_mask is not None:
-                options["attention_mask"] = attention_mask.repeat_interleave(copies, 0)
+            if options["attention_mask"] is not None:
+                options["attention_mask"] = options["attention_mask"].repeat_interleave(copies, 0)
         written, numbers = generate(self.model, ids, numeric_values, **options)
         if streamer is not None:
             streamer.end()

@@ -70,6 +70,30 @@ def test_compatible_does_what_the_base_does(pair, prompts, options: dict[str, An
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_without_a_mask_padding_is_seen_as_transformers_sees_it(pair, prompts, copies: int) -> None:
+    base, model = pair
+    ids, mask = prompts
+    ids = ids.masked_fill(ids == 3, 4).masked_fill(mask == 0, 3)
+    given = {"pad_token_id": 3, "eos_token_id": 17, "max_new_tokens": 8}
+    expected = base.generate(ids, do_sample=False, **given)
+    assert torch.equal(model.generate(ids, mode="compatible", do_sample=False, **given), expected)
+    given |= {"num_return_sequences": copies, "seed": 1, "mode": "causal"}
+    assert torch.equal(model.generate(ids, **given), model.generate(ids, attention_mask=mask, **given))
+    with pytest.raises(UserError, match="padding on the left only"):
+        model.generate(ids.flip(1), **given)
+
+
+def test_padding_that_may_be_text_is_read_as_text_with_a_warning(pair, prompts) -> None:
+    _, model = pair
+    ids, mask = prompts
+    ids = ids.masked_fill(ids == 3, 4).masked_fill(mask == 0, 3)
+    given = {"pad_token_id": 3, "eos_token_id": [3], "max_new_tokens": 2}
+    with pytest.warns(UserWarning, match="rows begin with pad_token_id, 3, which is read as text"):
+        found = model.generate(ids, **given)
+    assert torch.equal(found, model.generate(ids, attention_mask=torch.ones_like(ids), **given))
+
+
 def test_processors_of_the_users_own(pair, prompts) -> None:
     base, model = pair
     ids, mask = prompts
