@@ -7,7 +7,8 @@ docs/numbers.md, example by example; `NumberPolicy` switches parts of it. What t
 - A minus directly in front is a sign at the start of a line, behind a space, an opening bracket, an operator, "=", ":"
   or a CJK character. It is an operator, so text, behind a numeral, "%" or a closing bracket, also with spaces between;
   behind a letter or a dot it is a hyphen.
-- "(1,234)" is -1234 (`accounting`) only with thousands in it, and not behind a letter, a digit or a closing bracket.
+- "(1,234)" is -1234 (`accounting`) only with thousands in it, and not behind a letter, a digit or a closing bracket,
+  nor directly in front of a numeral.
 - A letter or "_" in front binds a numeral to a word; letters behind bind only where a digit follows them, and "x"
   between numerals is a product. CJK counts as no letter.
 - Digits in front of "=" are arithmetic, never a date or a phone number.
@@ -212,7 +213,9 @@ class _Scan:
 
 
 def _in_brackets(plain: str, start: int, end: int) -> bool:
-    """Whether brackets stand directly around, and they are no product's or function's."""
+    """Whether brackets stand directly around, they are no product's or function's, and no numeral follows at once."""
+    if plain[end + 1 : end + 3].lstrip(".")[:1].isdecimal():
+        return False
     before = plain[start - 2 : start - 1] if start > 1 else ""
     around = start > 0 and plain[start - 1] == "(" and plain[end : end + 1] == ")"
     return around and plain[start] != "-" and not (before.isdecimal() or before in (")", "]") or _LETTER.match(before))

@@ -41,9 +41,9 @@ def test_a_row_of_text_has_no_number(text: str) -> None:
 
 def test_accounting_is_a_switch_and_only_for_groups_of_three() -> None:
     on = NumberPolicy(accounting=True)
-    text = "(1,234) (1,234.5) (12) f(1,234) 2(1,234) (-1,234) ($1,234) (1,234"
+    text = "(1,234) (1,234.5) (12) f(1,234) 2(1,234) (-1,234) ($1,234) (1,234)5 (1,234).5 (1,234"
     values = [span.value for span in find_numbers(text, on)]
-    assert values == [-1234, -1234.5, 12, 1234, 2, 1234, -1234, 1234, 1234]
+    assert values == [-1234, -1234.5, 12, 1234, 2, 1234, -1234, 1234, 1234, 5, 1234, 0.5, 1234]
     assert write_numbers(["a ", -1234.0, " b"], on) == "a -1234 b"
 
 
