@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -109,6 +110,7 @@ def distributed(
     limit = timedelta(seconds=timeout_s)
     chosen = "gloo" if device.type == "cpu" else staged.BACKEND if backend == "gloo" else "nccl"
     place = local_rank if device.index is None else device.index  # DeepSpeed takes LOCAL_RANK for the GPU's number
+    hook = sys.excepthook
     with nullcontext(dist.HashStore()) if alone else _meeting_place(rank, world, place, limit) as store:
         dist.init_process_group(
             chosen,
@@ -122,6 +124,8 @@ def distributed(
             yield Runtime(rank, world, device, timeout_s, stop or StopFlag())
         finally:
             dist.destroy_process_group()
+            if world == 1:  # torch puts "[rank0]: " before this process's tracebacks, for good
+                sys.excepthook = hook
 
 
 _stores: list[Any] = []  # the launcher's store, once this process has connected to it

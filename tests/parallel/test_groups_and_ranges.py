@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from multiprocessing.connection import Connection
 
 import pytest
@@ -42,6 +43,7 @@ def test_one_process_gets_a_group_of_one_and_leaves_no_trace(monkeypatch: pytest
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    hook = sys.excepthook
     for _ in range(2):  # a second run in the same process works, too
         with distributed() as runtime:
             assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
@@ -53,6 +55,7 @@ def test_one_process_gets_a_group_of_one_and_leaves_no_trace(monkeypatch: pytest
         assert not dist.is_initialized()
         assert "MASTER_ADDR" not in os.environ
         assert "RANK" not in os.environ
+        assert sys.excepthook is hook  # torch's would name rank 0 in every later traceback
 
 
 def test_many_ranks_without_a_master_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
