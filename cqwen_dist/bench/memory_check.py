@@ -117,6 +117,7 @@ def _on_cpu() -> list[Case]:
         case("packed without a mask, long", WITHIN | _batch(768, 1)),
         case("packed without a mask, q and v", WITHIN | QV),
         case("accumulation", {"train.global_batch_size": 12}),
+        case("accumulation, bf16", BF16 | {"train.global_batch_size": 12, "model.lora.r": 64}),
         case("a large vocabulary", vocab_size=40_000),
         case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
         case("a large vocabulary, heads, bf16", BF16, HEADS, vocab_size=40_000),

@@ -55,8 +55,9 @@ def kept(s: Sizes) -> Iterator[Part]:
 
 def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
     """The phases of a step that may need most, and what each holds in addition to `kept`. Parts may be empty."""
-    gradients = _head_gradients(s) + _feature_gradients(s)
-    earlier = Part("accumulated gradients", gradients * (s.accumulation > 1), "of earlier micro-batches")
+    gradients, apart = _head_gradients(s) + _feature_gradients(s), _kept_apart(s)
+    before = (_head_gradients(s) + (apart or _feature_gradients(s))) * (s.accumulation > 1)
+    earlier = Part("accumulated gradients", before, "of earlier micro-batches")
     held = (_activations(s), earlier, _gathered(s, s.graph))
     found: dict[str, tuple[Part, ...]] = {
         "the loss": (*held, *_loss(s)),
@@ -68,8 +69,8 @@ def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
         found["a look at the constraint"] = (*held[:2], *_heads_backward(s, looking=True))
     if s.graph:
         layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
-        own = Part("gradients", gradients, "heads in fp32; features in the weights' dtype")
-        found["backward of the last layer"] = (*held, own, layer)
+        own = Part("gradients", gradients + apart, "fp32; features of this micro-batch in the weights' dtype")
+        found["backward of the last layer"] = (held[0], held[2], own, layer)
     else:  # also where z is cached: this forward pass makes the cache
         layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
         found["forward"] = (earlier, layer, _gathered(s, True))
@@ -169,11 +170,18 @@ def _head_gradients(s: Sizes) -> int:
 
 
 def _feature_gradients(s: Sizes) -> int:
-    """Bytes of the engine's gradients in backward, and of the fp32 share that ZeRO-2 has of earlier micro-batches."""
-    if not s.graph or s.zero == 3:
+    """Bytes of the engine's gradients in backward."""
+    return s.trained_features * s.width * (s.graph and s.zero < 3)
+
+
+def _kept_apart(s: Sizes) -> int:
+    """Bytes of the engine's gradients of earlier micro-batches in fp32 (`zero.flat_step`): ZeRO-2's share, and in 16
+    bits all of ZeRO-1's. Others are added to in place."""
+    if not s.graph or s.accumulation == 1 or s.zero == 3:
         return 0
-    earlier = ceil_div(s.trained_features, s.world) * FP32 * (s.zero == 2 and s.accumulation > 1)
-    return s.trained_features * s.width + earlier
+    if s.zero == 2:
+        return ceil_div(s.trained_features, s.world) * FP32
+    return s.trained_features * FP32 * (s.width < FP32 and s.config.parallel.offload != "optimizer")
 
 
 def _features_and_u(s: Sizes, forward: bool) -> int:

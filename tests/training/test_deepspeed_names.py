@@ -25,6 +25,7 @@ NAMES = {
         *BOTH,
         *("single_partition_of_fp32_groups", "bit16_groups", "averaged_gradients", "all_grad_tensors"),
         *("reset_cpu_buffers", "overflow", "flatten", "reduce_bucket_size", "_grad_acc_hooks"),
+        *("partition_gradients", "dtype"),
         *("parallel_partitioned_bit16_groups", "round_robin_bit16_groups", "bit16_groups_flat"),
         *("scaled_global_norm", "reduce_gradients", "overlapping_partition_gradients_reduce_epilogue"),  # replaced
     ),

@@ -125,8 +125,9 @@ class Engine:
                 self.config.parallel.zero_stage,
                 f"another stage: DeepSpeed's {type(engine.optimizer).__name__} has no place to join the heads' norm",
             )
+        self.flat = None
         if is_flat(engine.optimizer):
-            FlatStep(engine.optimizer, lambda norm_sq: clip_coefficient(self._over_limit(norm_sq)))
+            self.flat = FlatStep(engine.optimizer, lambda norm_sq: clip_coefficient(self._over_limit(norm_sq)))
         else:
             patch_norm(engine.optimizer, self._over_limit)
         return engine
@@ -176,6 +177,8 @@ class Engine:
             self.engine.set_gradient_accumulation_boundary(last)
             with naming("DeepSpeed's backward"):
                 self.engine.backward(loss, scale_wrt_gas=False)
+            if self.flat is not None and not last:
+                self.flat.add_up()
         else:
             loss.backward()
 

@@ -4,7 +4,7 @@ An adapter set has hundreds of small tensors (338 in Qwen2.5-0.5B) and some MB. 
 gradient into a bucket and from there into its partition, flattens that, and steps group by group. Here:
 
     after backward   all gradients into one flat tensor, over the number of ranks; one all-reduce
-                     (ZeRO-1 after the last micro-batch, ZeRO-2 after each, summed in fp32)
+                     (ZeRO-1 after the last micro-batch, ZeRO-2 after each); micro-batches are summed in fp32
     the step         this rank's part in fp32: one norm, one clip, one fused AdamW, rounded into the weights;
                      one all-gather a parameter group
 
@@ -41,6 +41,7 @@ class FlatStep:
         self.group = optimizer.dp_process_group
         self.size, self.rank = self.group.size(), self.group.rank()
         self.parts: dict[int, Tensor] = {}  # by parameter group: this rank's part of the gradients, fp32
+        self.earlier: Tensor | None = None  # under ZeRO-1 in 16 bits: the sum of the micro-batches till now, fp32
         for hook in optimizer._grad_acc_hooks:
             hook.remove()
         optimizer._grad_acc_hooks.clear()
@@ -49,25 +50,44 @@ class FlatStep:
         optimizer.step = self.step
 
     @torch.no_grad()
+    def add_up(self) -> None:
+        """After a micro-batch that is not the last: its gradients in fp32. In 16 bits a small one would be lost."""
+        if self.optimizer.partition_gradients or self.optimizer.dtype == torch.float32:
+            return
+        flat = self._taken().float()
+        self.earlier = flat if self.earlier is None else self.earlier.add_(flat)
+
+    @torch.no_grad()
     def collect(self, pipeline_parallel: bool = False) -> None:
         """Average all gradients over the ranks; add this rank's part to what it has."""
-        trained = [
-            (i, group) for i, group in enumerate(self.optimizer.round_robin_bit16_groups) if group[0].requires_grad
-        ]
-        parameters = [p for _, group in trained for p in group]
-        flat = self.optimizer.flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
-        for p in parameters:
-            p.grad = None
+        flat = self._taken()
+        if self.earlier is not None:
+            flat = flat.copy_(self.earlier.add_(flat))
+            self.earlier = None
         if self.size > 1:
             flat.div_(self.size)
             for bucket in flat.split(self.optimizer.reduce_bucket_size):
                 sum_over(bucket, self.group)
+        trained = self._trained()
         sizes = [sum(p.numel() for p in group) for _, group in trained]
         for (i, _), whole in zip(trained, flat.split(sizes), strict=True):
             share = self.optimizer.single_partition_of_fp32_groups[i].numel()
             part = whole[self.rank * share : (self.rank + 1) * share].float()
             part = F.pad(part, (0, share - len(part)))
             self.parts[i] = self.parts[i] + part if i in self.parts else part
+
+    def _trained(self) -> list[tuple[int, list[Tensor]]]:
+        """The parameter groups that train, by number."""
+        groups = enumerate(self.optimizer.round_robin_bit16_groups)
+        return [(i, group) for i, group in groups if group[0].requires_grad]
+
+    def _taken(self) -> Tensor:
+        """The gradients of all that trains, flat, in the weights' dtype; the parameters have none any more."""
+        parameters = [p for _, group in self._trained() for p in group]
+        flat: Tensor = self.optimizer.flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+        for p in parameters:
+            p.grad = None
+        return flat
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
