@@ -105,7 +105,11 @@ def command(config: Path, *overrides: str, blow: Blow | None = None, world: int 
         crew = Crew(fork_server(), _rank, world, world, port, str(config), overrides, blow, dict(os.environ))
         try:
             while any(process.is_alive() for process in crew.processes):
-                said += [word for _, word in crew.hear(0.005) if word]
+                heard = [word for _, word in crew.hear(0.005) if word]
+                said += heard
+                if STRUCK in heard and blow is not None and (blow.rank, blow.point) == (ALL, "prepare"):
+                    for process in crew.processes[1:]:  # these never come there
+                        os.kill(process.pid, blow.number)
                 now = time.monotonic()
                 if blow is not None and blow.number == signal.SIGSTOP:
                     wake(crew.processes[blow.rank].pid)

@@ -89,7 +89,7 @@ class Soak:
         for _ in range(min(BLOWS_A_RUN, most)):
             point = self.draw.choice(OF_RUNS)
             blow = Blow.drawn_at(self.draw, point, layout.world, self.draw.choice(SIGNALS))
-            if point == "setup" and blow.number in (signal.SIGTERM, signal.SIGHUP):
+            if point in ("setup", "prepare") and blow.number in (signal.SIGTERM, signal.SIGHUP):
                 blow = replace(blow, rank=ALL)  # as launchers send it; a rank alone is lost to the others there
             blows.append(blow)
             ended = command(self.config, *options, blow=blow, world=layout.world)
