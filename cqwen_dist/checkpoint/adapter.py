@@ -25,6 +25,10 @@ from cqwen_dist.model.lora import ADAPTER, is_lora, peft_config
 FOLDER = "adapter"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _OURS, _PEFT = "backbone.transformer.", "base_model.model.model."
+# PEFT's settings under which the same tensors are added in another way, and starts that leave the base as it is
+_OTHER_SUMS = ("alpha_pattern", "rank_pattern", "layer_replication", "alora_invocation_tokens", "use_qalora",
+               "use_bdlora", "arrow_config", "kasa_config", "monteclora_config")  # fmt: skip
+_KEEPS_BASE = ("gaussian", "orthogonal", "eva")
 
 
 def to_peft(features: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -75,7 +79,7 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
     try:
         saved = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError("adapter", Said(str(error)), f"a {CONFIG} that can be read", str(folder)) from None
+        raise UserError("adapter", Said(str(error)), f"an {CONFIG} that can be read", str(folder)) from None
     kind = saved.get("peft_type") if isinstance(saved, dict) else None
     if kind != "LORA":
         raise UserError("peft_type", kind, "LORA", str(folder / CONFIG))
@@ -88,3 +92,10 @@ def refuse_lora_changes(folder: Path, lora: LoraConfig) -> None:
             ours, theirs = (sorted(ours) if isinstance(ours, set) else ours), sorted(theirs)
         if ours != theirs:
             raise UserError(f"model.lora.{key}", ours, f"{theirs!r}, as in {folder / CONFIG}")
+    for key in _OTHER_SUMS:
+        if saved.get(key):
+            raise UserError(key, saved[key], "none: adapters that are added in one way", str(folder / CONFIG))
+    start = saved.get("init_lora_weights")
+    if isinstance(start, str) and start not in _KEEPS_BASE:
+        allowed = f"true, false, {', '.join(_KEEPS_BASE)}: others change the base too (save with PEFT's conversion)"
+        raise UserError("init_lora_weights", start, allowed, str(folder / CONFIG))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.runs import command_environment, train_run, write_config
 
 from cqwen_dist.checkpoint import adapter
@@ -23,6 +24,7 @@ for name in ("deepspeed", "cqwen_dist"):
     sys.modules[name] = None  # an import of it fails
 from pathlib import Path
 import torch
+from safetensors.torch import save_file
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -158,3 +160,45 @@ def test_a_pickle_is_refused_by_its_name(run: Path, tmp_path: Path, name: str) -
         begin_with(run, tmp_path, foreign)
     with pytest.raises(UserError, match="a pickle"):
         load_trained(foreign)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type: found 'LOHA', allowed: LORA"),
+        ({"lora_alpha": 32}, "model.lora.alpha: found 16, allowed: 32, as in"),
+        ({"use_dora": True}, "model.lora.dora: found False, allowed: True"),
+        ({"target_modules": ["q_proj"]}, "model.lora.target_modules: found .*, allowed: .'q_proj'., as in"),
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern: found {'q_proj': 64}, allowed: none"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: found 'pissa_niter_4', allowed: true, false, gau"),
+        ({"init_lora_weights": "gaussian"}, None),
+        ({}, None),
+    ],
+)
+def test_an_adapter_that_peft_would_add_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str | None
+) -> None:
+    lora = LoraConfig(alpha=16)
+    adapter.write_config(tmp_path, lora.model_dump(), None)
+    known = json.loads((tmp_path / adapter.CONFIG).read_text())
+    (tmp_path / adapter.CONFIG).write_text(json.dumps({**known, **changes}))
+    if says is None:
+        adapter.refuse_lora_changes(tmp_path, lora)
+        return
+    with pytest.raises(UserError, match=says):
+        adapter.refuse_lora_changes(tmp_path, lora)
+
+
+def test_an_adapter_that_cannot_be_read_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"found no adapter_model\.safetensors, allowed: an adapter that PEFT saved"):
+        adapter.read_adapter(tmp_path)
+    (tmp_path / adapter.WEIGHTS).write_bytes(b"\x07" * 30)
+    with pytest.raises(UserError, match="allowed: safetensors that can be read"):
+        adapter.read_adapter(tmp_path)
+    save_file({"base_model.model.score.weight": torch.zeros(2)}, tmp_path / adapter.WEIGHTS)
+    with pytest.raises(
+        UserError, match=r"found 'base_model\.model\.score\.weight', allowed: adapters of a causal base"
+    ):
+        adapter.read_adapter(tmp_path)
+    with pytest.raises(UserError, match=r"allowed: an adapter_config\.json that can be read"):
+        adapter.refuse_lora_changes(tmp_path, LoraConfig())
