@@ -10,13 +10,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cqwen_dist.config import Config, UserError, source_files
+from cqwen_dist.config.errors import Said
 from cqwen_dist.plan.architecture import read_architecture
 from cqwen_dist.plan.machine import machine
 from cqwen_dist.plan.make import Plan, plan
-from cqwen_dist.plan.search import scaling, search, with_layout
+from cqwen_dist.plan.search import of_layout, scaling, search, with_layout
 from cqwen_dist.plan.show import head_lines, render, render_scaling
 
-NOTHING_FITS = "no layout fits: more ranks, more memory, shorter texts, or bf16 where it is fp32"
+WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 where it is fp32"
 COUNTED_BYTES = 2**30  # a file of texts larger than this is not counted through
 
 
@@ -45,12 +46,23 @@ def run(
     points = scaling(config, **options) if scale else None
     options |= {"nodes": nodes, "gpus_per_node": gpus_per_node, "sequences": sequences or count_sequences(config)}
     options["text"] = text_tokens
-    planned = plan(config, **options)
+    planned: Plan | None = None
+    notes: list[RenderableType] = []
+    try:
+        planned = plan(config, **options)
+    except UserError as error:
+        if not (searching and of_layout(error)):
+            raise
+        notes = [Text(f"As it is, the config cannot run here ({error}). This is the best layout.", style="yellow")]
     choices = search(config, **options) if searching else []
-    document, shown = planned.to_dict(), [*render(planned, choices).renderables]
+    if planned is None:
+        if not choices:
+            raise UserError("--search", Said("no layout that fits"), WHAT_MAY_FIT)
+        planned = choices[0].plan
+    document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
     if searching:
         document["choices"] = [choice.to_dict() for choice in choices]
-        shown += [] if choices else [Text(NOTHING_FITS, style="red")]
+        shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
     if points is not None:
         document["scaling"] = [asdict(point) for point in points]
         shown += [render_scaling(points)]

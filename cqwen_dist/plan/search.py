@@ -112,15 +112,20 @@ def search(config: Config, **options: Any) -> list[FittingLayout]:
         try:
             planned = plan(with_layout(config, layout), **options)
         except UserError as error:
-            if error.key.startswith(("train.micro", "parallel.", "model.lora.dora", "model.quantize")):
-                continue
-            raise
+            if not of_layout(error):
+                raise
+            continue
         if planned.fits:
             kinds.setdefault(layout.plainness, []).append(FittingLayout(layout, planned))
     picked = [min(_near(kind), key=lambda found: found.plan.device_gib) for kind in kinds.values()]
     near = sorted(_near(picked), key=lambda found: found.layout.plainness)
     rest = sorted((found for found in picked if found not in near), key=lambda found: -found.tokens_per_s)
     return [*near, *rest][:MOST]
+
+
+def of_layout(error: UserError) -> bool:
+    """Whether what a plan refused may be otherwise in another layout."""
+    return error.key.startswith(("train.micro", "parallel.", "model.lora.dora", "model.quantize"))
 
 
 def _near(found: list[FittingLayout]) -> list[FittingLayout]:

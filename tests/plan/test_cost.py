@@ -6,13 +6,14 @@ import io
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from cqwen_dist.config import Config, UserError
-from cqwen_dist.plan import Architecture, plan
+from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.plan import Architecture, command, plan
 from cqwen_dist.plan.architecture import known_architecture
 from cqwen_dist.plan.cost import stage_cost
 from cqwen_dist.plan.flops import cache_ratio, flops, of_stage, softmax_head_ratio
@@ -258,3 +259,37 @@ def test_scaling_ends_at_1024_and_begins_at_one():
 )
 def test_a_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
     assert peak_tflops(name) == tflops
+
+
+def asked(settings: Config, **how: Any) -> tuple[dict[str, Any], str]:
+    """`cqwen plan`'s document and what it shows, 100 columns wide."""
+    found, shown = command.run(settings, **{"nodes": 1, "gpus_per_node": 1, "gpu_memory_gib": None, **how})
+    out = io.StringIO()
+    Console(file=out, width=100).print(shown)
+    return found, out.getvalue()
+
+
+def test_a_config_of_more_ranks_than_here_are_is_searched_for_those_that_are_here(tmp_path: Path) -> None:
+    settings = config(parallel={"vocab_group_size": 8})
+    with pytest.raises(UserError, match=r"parallel\.vocab_group_size: found 8"):
+        asked(settings)
+    found, said = asked(settings, searching=True, write=tmp_path / "best.yaml")
+    assert "the config cannot run here (parallel.vocab_group_size: found 8" in said
+    best = load_config(tmp_path / "best.yaml")
+    assert best.parallel.vocab_group_size == 1
+    assert asked(best)[0]["device_gib"] == pytest.approx(found["device_gib"])
+    with pytest.raises(UserError, match="--search: found no layout that fits"):
+        asked(settings, searching=True, gpu_memory_gib=4.0)
+    with pytest.raises(UserError, match="--nodes: found 0"):
+        asked(settings, searching=True, nodes=0)
+    with pytest.raises(UserError, match=r"--write: found .*, allowed: a file that does not exist yet"):
+        asked(best, write=tmp_path / "best.yaml")
+    with pytest.raises(UserError, match=r"--write: found .*, allowed: a place that can be written"):
+        asked(best, write=tmp_path / "no" / "best.yaml")
+
+
+def test_the_scaling_has_a_line_for_each_number_of_gpus() -> None:
+    found, said = asked(config(), gpus_per_node=8, scale=True)
+    lines = [line.split("│")[1].strip() for line in said.split("Weak scaling")[1].splitlines() if line.startswith("│")]
+    assert lines == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1,024"]
+    assert {point["ranks"] for point in found["scaling"]} == {int(line.replace(",", "")) for line in lines}
