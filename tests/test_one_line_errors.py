@@ -6,10 +6,12 @@ import os
 import resource
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors import SafetensorError
 from support.exported import tiny_pair, write_folder
-from support.runs import cqwen_forked
+from support.runs import cqwen, cqwen_forked
 
 from cqwen_dist import cli
 from cqwen_dist.checkpoint.export import export
@@ -133,3 +135,13 @@ def test_too_few_open_files_are_told_before_ranks_meet(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match="config: found no such file"):
         runs.train(tmp_path / "config.yaml")
     assert limits[-1] == (4096, 100_000)
+
+
+def test_a_folder_that_datasets_cannot_read_is_one_line_without_its_log(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("two tables of other columns")
+    for name, column in (("a", "price"), ("b", "cost")):
+        pq.write_table(pa.table({"wine": ["red"] * 40, column: range(40)}), tmp_path / f"{name}.parquet")
+    done = cqwen("fit", tmp_path, "--target", "price")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"error: FILE: found '{tmp_path}', allowed: what `datasets` can load (")

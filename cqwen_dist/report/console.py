@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def quiet_libraries() -> None:
-    """Keep transformers, DeepSpeed and tokenizers from printing over the progress line; no hub telemetry."""
+    """Keep transformers, datasets, DeepSpeed and tokenizers from printing over the progress line; no hub telemetry."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what fails there is raised too
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import logging
@@ -26,7 +27,8 @@ def quiet_libraries() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    for name in ("DeepSpeed", "huggingface_hub.repocard"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
 
 
