@@ -140,6 +140,20 @@ def test_every_option_together(impl):
     )
 
 
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+@pytest.mark.parametrize(("options", "words"), [({}, 300), ({"used_rows": 280}, 280), ({"vocab_size": 900}, 900)])
+def test_the_mean_is_the_sum_over_the_number_of_words(impl, options, words):
+    """Of the whole head, of the rows in use, and of a vocabulary that this is a slice of."""
+    leaves, labels = problem(11, 20, 300, gamma=0.05)
+    labels = labels.clamp(max=279)
+    total = gradients(leaves, labels, torch.float64, impl=impl, **options)
+    mean = gradients(leaves, labels, torch.float64, impl=impl, vocab_reduction="mean", **options)
+    torch.testing.assert_close(mean[0] * words, total[0], rtol=1e-12, atol=0)
+    for one, other in zip(mean[1], total[1], strict=True):
+        torch.testing.assert_close(one * words, other, rtol=1e-9, atol=1e-12)
+    assert torch.equal(mean[2], total[2]), "a token's own loss is a sum over words either way"
+
+
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("label", [0, 1], ids=["at the label", "elsewhere"])
 def test_z_over_the_whole_range(impl, label):
