@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support import tiny
 from support.ranks import run_ranks
-from support.runs import VOCAB, cqwen_forked, metrics
+from support.runs import VOCAB, cqwen_forked, metrics, train_run, write_config
 from transformers import AutoModelForCausalLM
 
 from cqwen_dist.batch import Batch
@@ -22,7 +22,8 @@ from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.training.evaluation.evaluate_checkpoint import measure_base
+from cqwen_dist.report.samples import sample_texts
+from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint, measure_base
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.spread import Spread
 
@@ -309,3 +310,16 @@ def test_who_may_read_a_runs_folder_may_read_what_is_in_it(one_rank: Path) -> No
     files = [path for path in one_rank.rglob("*") if path.is_file()]
     assert any(path.suffix == ".safetensors" for path in files)
     assert [path.name for path in files if path.stat().st_mode & 0o444 != allowed & 0o444] == []
+
+
+def test_held_out_rows_that_the_wide_part_was_fit_to_are_read_by_the_fit_without_them(tmp_path: Path) -> None:
+    """In `eval` and in the report's samples as in the run."""
+    config = write_config(tmp_path, model__wide=64, model__wide_from_eval=True, data__eval_fraction=0.3)
+    train_run(config)
+    run = tmp_path / "run"
+    last = metrics(run)[-1]
+    found = evaluate_checkpoint(run, None)
+    for name in ("eval/cls_loss_mean", "eval/reg_mdae"):
+        assert found[name] == pytest.approx(last[name], rel=1e-5)
+    seen = [sample["written"][-1]["step"] for sample in sample_texts(run, load_config(config), 2)]
+    assert seen == [last["step"]] * 2
