@@ -47,7 +47,6 @@ class HeadOptimizer:
 
     def enter_stage(self, plan: StagePlan, newly_trained: frozenset[str]) -> None:
         """Set which groups train; those in `newly_trained` begin with zero moments and Adam step 0."""
-        self.drop_gradients()
         for share in self.shares:
             share.member.parameter.requires_grad_(share.member.group in plan.stage.groups)
             if share.member.group in newly_trained:

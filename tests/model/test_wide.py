@@ -280,6 +280,11 @@ def test_g_survives_the_dtype_of_z(dtype, tolerance):
     assert torch.equal(spread, h.to(dtype))
 
 
+def test_gradient_descent_leaves_it_alone():
+    """Also under a trainer that trains whatever asks for a gradient: its tables are those of the closed form."""
+    assert [name for name, p in worn_part().named_parameters() if p.requires_grad] == []
+
+
 def test_there_are_as_many_tables_as_folds_of_like_size():
     part, (ids, values) = WidePart(64, NUM, VOCAB), texts(800)
     folds = [t.fold for t in texts_before(part, batch_of(ids, values, torch.zeros(800)), torch.arange(800) * 9 + 8)]

@@ -37,6 +37,8 @@ def test_the_best_word_has_the_largest_score():
     torch.testing.assert_close(best.loc, s.loc.gather(1, best.word[:, None])[:, 0], rtol=1e-4, atol=1e-5)
     p = torch.atan2(torch.ones_like(best.score), -best.score) / math.pi
     torch.testing.assert_close(p, s.sf(inputs[4]).amax(1), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="scale_u"):
+        ovr_top_word(inputs[0], inputs[1][:, 1:], *inputs[2:])
     by_loc = ovr_top_word(*inputs, rank_by="loc")
     torch.testing.assert_close(by_loc.score, s.loc.amax(1), rtol=1e-5, atol=1e-5)
     assert torch.equal(by_loc.word, s.loc.argmax(1))
