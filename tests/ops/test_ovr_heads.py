@@ -51,6 +51,13 @@ def test_ranking_does_not_saturate():
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("rank_by", ["ovr", "loc"])
+def test_of_equal_words_the_first_is_taken(rank_by):
+    best = ovr_top_word(torch.ones(2, 4), torch.ones(2, 4), torch.ones(300, 4), None, 0.0, rank_by=rank_by)
+    assert best.word.tolist() == [0, 0]
+
+
+@pytest.mark.usefixtures("chunks")
 def test_scale_zero_ranks_by_loc():
     inputs = head()
     inputs[1] = torch.zeros_like(inputs[1])
