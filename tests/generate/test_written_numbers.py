@@ -45,6 +45,15 @@ def test_digits_as_asked() -> None:
             shown(1.0, 0.0, digits)
 
 
+def test_a_half_is_rounded_as_python_rounds_it() -> None:
+    """To even where it is one exactly, above and below the point; to its own side where float64 is a little off it."""
+    halves = [k * 10.0**e + 5 * 10.0 ** (e - 1) for e in (6, 3, 2, 1) for k in range(1, 10)]
+    halves += [k + 0.5 for k in range(1, 10)] + [k / 4 + 0.125 for k in range(8)] + [2.675, 1.005, 1.015, 0.15, 0.35]
+    for value in halves:
+        for digits in (1, 2, 3):
+            assert shown(-value, 0.0, digits) == -shown(value, 0.0, digits) == -float(f"{value:.{digits}g}"), value
+
+
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.95])
 def test_the_interval_of_a_cauchy_holds_its_share(level: float) -> None:
     """Its own quantiles, through the target's transform: 1e5 draws, three deviations."""
