@@ -191,11 +191,12 @@ def _trained(s: Sizes) -> int:
 def checkpoint_bytes(s: Sizes) -> int:
     """Bytes of a checkpoint of the last stage, in fp32.
 
-    It holds adapters and embedding with two moments, all heads, and moments of the heads that have trained. It does not
-    hold the frozen backbone.
+    It holds adapters and embedding with two moments, all heads and the wide part, and moments of the heads that have
+    trained. It does not hold the frozen backbone.
     """
     v = s.base.vocab
     heads = sum(s.whole_heads.values()) + v * s.words + v + (1 if s.config.train.thresholds == "scalar" else v)
+    heads += s.wide_part
     return (s.trained_features + heads) * FP32 + (s.trained_features + s.head(s.ever_trainable)) * ADAM_MOMENTS
 
 

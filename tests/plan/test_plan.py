@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
+from support.runs import train_run, write_config
 
-from cqwen_dist.config import Config, UserError
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.config import Config, UserError, load_config
 from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.plan import Architecture, Plan, activations, command, memory, plan, read_architecture, render
 from cqwen_dist.plan.command import count_sequences
+from cqwen_dist.plan.make import checkpoint_bytes
 from cqwen_dist.plan.memory import GIB
 from cqwen_dist.plan.sizes import stage_sizes
 
@@ -357,3 +361,16 @@ def test_the_texts_of_an_epoch_are_counted_by_line_or_not_at_all(tmp_path: Path)
 def test_the_memory_is_that_of_the_gpu_that_is_named(gpu: str, gib: float) -> None:
     document, _ = command.run(config(), nodes=1, gpus_per_node=8, gpu_memory_gib=None, gpu=gpu)
     assert document["gpu_memory_gib"] == gib
+
+
+@pytest.mark.parametrize("changes", [{}, {"train__thresholds": "scalar"}, {"model__wide": 64}], ids=str)
+def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Of its tensors to the byte."""
+    settings = write_config(tmp_path, stages__0__steps=1, stages__1__steps=1, **changes)
+    train_run(settings)
+    folder = latest_checkpoint(tmp_path / "run")
+    assert folder is not None
+    tensors = [t for file in folder.rglob("*.safetensors") for t in load_file(file).values()]
+    config = load_config(settings)
+    last = stage_sizes(config, Architecture.of(read_architecture(config)), world=1, kind="cpu")[-1]
+    assert sum(t.numel() * t.element_size() for t in tensors) == checkpoint_bytes(last)

@@ -21,6 +21,7 @@ from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
+from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.report.samples import sample_texts
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint, measure_base
@@ -85,6 +86,29 @@ def test_the_figures_are_what_their_names_say(one_rank: Path, data: Datasets, he
     }
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@torch.no_grad()
+def test_precision_and_recall_where_num_is_said_at_right_and_wrong_places(
+    one_rank: Path, data: Datasets, held_out: Batch
+) -> None:
+    model = load_trained(one_rank)[0].model
+    num, keep = model.config.num_token_id, held_out.labels >= 0
+    true = held_out.labels[keep] == num
+    for _ in range(100):  # until it is said at half of the places
+        loc, scale, _, _ = model(held_out.input_ids, held_out.numeric_values, held_out.attention_mask)
+        said = ((loc - model.action.threshold) / scale)[keep].argmax(-1) == num
+        if said.double().mean() > 0.5:
+            break
+        model.action.cls_bias[num] += 0.05 * scale[..., num].median()
+    hits = int((said & true).sum())
+    assert 0 < hits < int(true.sum()) + int(said.sum()) - hits, "some are right, some are not"
+    with distributed(alone=True):
+        batches = EvalLoader(data.eval, rank=0, world=1, micro_batch_size=8)
+        found = Evaluator(model, model.kept_features, batches, build_groups(1), baseline_value=1.0)()
+    assert found["eval/num_precision"] == pytest.approx(hits / int(said.sum()))
+    assert found["eval/num_recall"] == pytest.approx(hits / int(true.sum()))
+    assert found["eval/num_f1"] == pytest.approx(2 * hits / int(said.sum() + true.sum()))
 
 
 LAWS = {
