@@ -14,7 +14,7 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.plan.architecture import read_architecture
 from cqwen_dist.plan.machine import machine
 from cqwen_dist.plan.make import Plan, plan
-from cqwen_dist.plan.search import of_layout, scaling, search, with_layout
+from cqwen_dist.plan.search import FittingLayout, of_layout, scaling, search, with_layout
 from cqwen_dist.plan.show import head_lines, render, render_scaling
 
 WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 where it is fp32"
@@ -46,19 +46,7 @@ def run(
     points = scaling(config, **options) if scale else None
     options |= {"nodes": nodes, "gpus_per_node": gpus_per_node, "sequences": sequences or count_sequences(config)}
     options["text"] = text_tokens
-    planned: Plan | None = None
-    notes: list[RenderableType] = []
-    try:
-        planned = plan(config, **options)
-    except UserError as error:
-        if not (searching and of_layout(error)):
-            raise
-        notes = [Text(f"As it is, the config cannot run here ({error}). This is the best layout.", style="yellow")]
-    choices = search(config, **options) if searching else []
-    if planned is None:
-        if not choices:
-            raise UserError("--search", Said("no layout that fits"), WHAT_MAY_FIT)
-        planned = choices[0].plan
+    planned, choices, notes = _planned(config, searching, options)
     document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
     if searching:
         document["choices"] = [choice.to_dict() for choice in choices]
@@ -76,6 +64,25 @@ def run(
         document["written"] = str(write)
         shown += [Text(f"written: {write}")]
     return document, Group(*shown)
+
+
+def _planned(
+    config: Config, searching: bool, options: dict[str, Any]
+) -> tuple[Plan, list[FittingLayout], list[RenderableType]]:
+    """(the plan, the layouts that a search found, a note): the best layout's plan where only another layout can run."""
+    try:
+        planned, refused = plan(config, **options), None
+    except UserError as error:
+        if not (searching and of_layout(error)):
+            raise
+        refused = error
+    choices = search(config, **options) if searching else []
+    if refused is None:
+        return planned, choices, []
+    if not choices:
+        raise UserError("--search", Said("no layout that fits"), WHAT_MAY_FIT)
+    note = f"As it is, the config cannot run here ({refused}). This is the best layout."
+    return choices[0].plan, choices, [Text(note, style="yellow")]
 
 
 def write_config(path: Path, config: Config, planned: Plan, command: str) -> None:
