@@ -24,7 +24,6 @@ for name in ("deepspeed", "cqwen_dist"):
     sys.modules[name] = None  # an import of it fails
 from pathlib import Path
 import torch
-from safetensors.torch import save_file
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

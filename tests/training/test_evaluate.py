@@ -337,7 +337,7 @@ def test_who_may_read_a_runs_folder_may_read_what_is_in_it(one_rank: Path) -> No
 
 
 def test_held_out_rows_that_the_wide_part_was_fit_to_are_read_by_the_fit_without_them(tmp_path: Path) -> None:
-    """In `eval` and in the report's samples as in the run."""
+    """`eval` comes to the run's figures; the report's samples are of such a model too."""
     config = write_config(tmp_path, model__wide=64, model__wide_from_eval=True, data__eval_fraction=0.3)
     train_run(config)
     run = tmp_path / "run"
