@@ -81,9 +81,9 @@ def packed(found: dict[str, Any]) -> Rows:
 
 
 def pages(out: Path) -> Path:
-    """OUT/pages.jsonl: the paragraphs of the README, LOG.md and docs/, real texts of very different lengths."""
+    """OUT/pages.jsonl: the paragraphs of the README and docs/, real texts of very different lengths."""
     root = Path(__file__).parents[1]
-    found = [root / "README.md", root / "LOG.md", *sorted((root / "docs").glob("*.md"))]
+    found = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     texts = [text for page in found for text in page.read_text(encoding="utf-8").split("\n\n") if text.strip()]
     path = out / "pages.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")

@@ -17,8 +17,8 @@ MADE = {"config.md", "changelog.md"}  # by `make docs`
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    named = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]))
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert named >= pages | MADE, "a new page belongs into mkdocs.yml, nav"
 
 
@@ -54,3 +54,17 @@ def test_the_readme_links_to_files_that_are_there() -> None:
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).exists() and Path(link).name not in MADE]
+
+
+def test_every_log_entry_has_a_row_in_the_index() -> None:
+    folder = ROOT / "docs" / "log"
+    entries = set()
+    for page in folder.glob("2*.md"):
+        for title in re.findall(r"^## (.+)", page.read_text(), re.M):
+            anchor = re.sub(r"[^-\w ]", "", title.lower()).replace(" ", "-")  # as GitHub and mkdocs.yml make it
+            entries.add(f"{page.name}#{anchor}")
+    rows = re.findall(r"\]\((2[^)]+)\) \|", (folder / "index.md").read_text())
+    assert set(rows) == entries
+    assert len(rows) == len(entries), "each once"
+    linked = re.findall(r"\]\((2[^)]+)\)", (folder / "did-not-work.md").read_text())
+    assert set(linked) <= entries

@@ -1,9 +1,10 @@
 """What a step asks of the device, counted without one: operations launched, and places where the host waits.
 
 Eager PyTorch launches a kernel or a few for each operation that it dispatches; views and allocations launch nothing. So
-the number of dispatched operations tells how long the host is busy (16 us each on an H200's machine, LOG.md), and can
-be counted on a CPU. The host waits where it reads a number, a shape that depends on values, or a copy that is not
-`non_blocking`. A CPU run is read as if the batches that are given were on the host and all else on a device.
+the number of dispatched operations tells how long the host is busy (16 us each on an H200's machine,
+docs/log/2026-11-20.md), and can be counted on a CPU. The host waits where it reads a number, a shape that depends on
+values, or a copy that is not `non_blocking`. A CPU run is read as if the batches that are given were on the host and
+all else on a device.
 
 Operations inside a compiled region are not those of its kernels: there the profiler counts (`parts.device_counts`).
 """

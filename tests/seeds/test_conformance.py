@@ -20,7 +20,7 @@ def test_what_a_row_names_exists():
 
 
 def test_every_decision_is_a_rows():
-    """A decision that no requirement needs belongs in LOG.md."""
+    """A decision that no requirement needs belongs in docs/log."""
     used = {d for row in rows().values() for d in row.get("decisions", [])}
     assert set(decisions_there()) - used == set()
 

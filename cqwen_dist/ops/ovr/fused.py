@@ -20,7 +20,7 @@ fp8: g and |W| are e4m3 with a factor a row, which is applied to the sum (`produ
 with about 14 bits, so every BK of them have a sum of their own, which is added in fp32. Only this product is in fp8: of
 dloss/dscale a few entries weigh most, so their rounding does not average out (docs/decisions.md, D-fp8).
 
-Not yet measured on GPU; what it should reach: LOG.md, 2026-11-24.
+Not yet measured on GPU; what it should reach: docs/log/2026-11-24.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FAR = tl.constexpr(FAR)
 
 
 class Shape(NamedTuple):
-    """How the kernel is cut. Registers, spills and shared memory of each: LOG.md."""
+    """How the kernel is cut. Registers, spills and shared memory of each: docs/log/2026-11-24.md."""
 
     bm: int  # tokens of a program
     bn: int  # words of a program
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
     programs: int  # on an SM
 
 
-# None of them spills: registers and shared memory in LOG.md. `cqwen bench loss` times those of its device.
+# None of them spills (docs/log/2026-11-24.md). `cqwen bench loss` times those of its device.
 SHAPES = {
     "sm_90": Shape(128, 128, 64, 8, 8, 3, 1),
     "sm_90 fp8": Shape(128, 128, 128, 8, 8, 2, 1),
