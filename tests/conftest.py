@@ -5,7 +5,9 @@ And the runs that several test files look at, trained once a session.
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -42,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.stand_in_gpu import ask
 
         ask()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    """`support.ranks.Pool`: pool(fn, world, *args) runs fn on ranks that stay up for the file's tests."""
+    from support.ranks import Pool
+
+    ranks = Pool()
+    yield ranks
+    ranks.end()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Crew, fork_server, held_port, run_ranks, tell
+from support.ranks import Crew, Pool, fork_server, held_port, run_ranks, tell
 
 from cqwen_dist.config import UserError
 from cqwen_dist.parallel.groups import build_groups
@@ -95,6 +95,14 @@ def wait_for_nobody() -> None:
 def test_the_helper_tells_the_failing_ranks_reason_and_never_hangs() -> None:
     with pytest.raises(AssertionError, match=r"rank 1 of 2:[\s\S]*ValueError: the reason"):
         run_ranks(fail_on_rank_one, 2)
+
+
+def test_a_pool_goes_on_with_fresh_ranks_after_one_raised(pool: Pool) -> None:
+    first = pool(os.getpid, 2)
+    assert pool(os.getpid, 2) == first, "they stay up"
+    with pytest.raises(AssertionError, match=r"rank 1 of 2:[\s\S]*in fail_on_rank_one[\s\S]*ValueError: the reason"):
+        pool(fail_on_rank_one, 2)
+    assert not {*pool(os.getpid, 2)} & {*first}
 
 
 def say_and_leave(rank: int, mouth: Connection) -> None:

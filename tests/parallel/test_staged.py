@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import Pool
 from support.runs import cqwen, losses, write_config
 
 from cqwen_dist.config import UserError
@@ -21,31 +21,42 @@ WORLD = 4
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
 
 
-def every_collective(kind: str) -> int:
-    """On this rank: each collective that the package and DeepSpeed's ZeRO use, against its sum written out."""
+KIND = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+
+
+def of_the_package(kind: str, dtype: torch.dtype) -> None:
+    """On this rank: each collective that the package uses, against its sum written out."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device(kind)
     groups = build_groups(2)
     assert isinstance(groups.world, StagedGroup)
     assert isinstance(groups.vocab, StagedGroup)
     limit_wait(groups.world, 60.0)
+    mine = torch.arange(6, device=device).to(dtype) + 10 * rank
+    total = sum(torch.arange(6) + 10 * r for r in range(world)).to(dtype)
+    assert torch.equal(sum_over(mine.clone()).cpu(), total)
+    mates = dist.get_process_group_ranks(groups.vocab)
+    of_mates = sum(torch.arange(6) + 10 * r for r in mates).to(dtype)
+    assert torch.equal(sum_over(mine.clone(), groups.vocab).cpu(), of_mates)
+    everyone = torch.empty(6 * world, dtype=dtype, device=device)
+    all_gather_into(everyone, mine)
+    assert everyone.cpu().tolist() == [i + 10 * r for r in range(world) for i in range(6)]
+    part = torch.empty(2, dtype=dtype, device=device)
+    reduce_scatter_into(part, mine[:4].contiguous(), groups.vocab)
+    place = dist.get_rank(groups.vocab)
+    assert part.cpu().tolist() == [sum(i + 10 * r for r in mates) for i in range(2 * place, 2 * place + 2)]
+    assert gather_objects(rank) == list(range(world))
+    barrier()
 
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        mine = torch.arange(6, device=device).to(dtype) + 10 * rank
-        total = sum(torch.arange(6) + 10 * r for r in range(world)).to(dtype)
-        assert torch.equal(sum_over(mine.clone()).cpu(), total)
-        mates = dist.get_process_group_ranks(groups.vocab)
-        assert torch.equal(
-            sum_over(mine.clone(), groups.vocab).cpu(), sum(torch.arange(6) + 10 * r for r in mates).to(dtype)
-        )
-        everyone = torch.empty(6 * world, dtype=dtype, device=device)
-        all_gather_into(everyone, mine)
-        assert everyone.cpu().tolist() == [i + 10 * r for r in range(world) for i in range(6)]
-        part = torch.empty(2, dtype=dtype, device=device)
-        reduce_scatter_into(part, mine[:4].contiguous(), groups.vocab)
-        place = dist.get_rank(groups.vocab)
-        assert part.cpu().tolist() == [sum(i + 10 * r for r in mates) for i in range(2 * place, 2 * place + 2)]
 
-    # As DeepSpeed calls them: into a view of the input, asynchronously, with a list
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@KIND
+def test_collectives_of_the_package_by_way_of_the_host(pool: Pool, kind: str, dtype: torch.dtype) -> None:
+    pool(of_the_package, WORLD, kind, dtype, staged=kind)
+
+
+def of_deepspeed(kind: str) -> None:
+    """As DeepSpeed calls them: into a view of the input, asynchronously, with a list."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device(kind)
     flat = torch.arange(8.0, device=device) + rank
     own = flat.chunk(world)[rank]
     dist.reduce_scatter_tensor(own, flat)
@@ -72,15 +83,12 @@ def every_collective(kind: str) -> int:
             dist.all_gather_into_tensor(output, torch.full((output.numel() // world,), float(rank), device=device))
     both.wait()
     assert outputs[1].cpu().tolist() == [float(r) for r in range(world) for _ in range(2)]
-    assert gather_objects(rank) == list(range(world))
-    barrier()
     dist.new_group(backend="gloo", timeout=timedelta(seconds=30))  # as the saving thread's
-    return rank
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
-def test_every_collective_by_way_of_the_host(kind: str) -> None:
-    assert run_ranks(every_collective, WORLD, kind, staged=kind) == list(range(WORLD))
+@KIND
+def test_collectives_of_deepspeed_by_way_of_the_host(pool: Pool, kind: str) -> None:
+    pool(of_deepspeed, WORLD, kind, staged=kind)
 
 
 def test_ranks_share_a_gpu_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """The sharded loss on gloo ranks against one process with the whole vocabulary: losses, sums, every gradient.
 
-Ranks are spawned once for each world size; every check runs there, and makes its own data from a seed, alike on all.
+The ranks stay up for the whole file; each case builds its data from a seed, alike on all ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.numerics import assert_close, ovr_prob_at, ovr_top_word
-from support.ranks import run_ranks
+from support.ranks import Pool
 from support.tiny import random_batch, tiny_model
 from torch import Tensor
 
@@ -37,6 +39,27 @@ from cqwen_dist.parallel.vocab_parallel import (
 C = 6
 COUNTS = {2: [(3, 4), (5, 0), (0, 0)], 4: [(4, 0, 7, 1), (0, 0, 2, 0), (3, 3, 3, 3)]}  # tokens by rank
 VOCABULARIES = (13, 9, 3)  # on 4 ranks: 4 4 4 1, 3 3 3 0, 1 1 1 0
+GROUPS = {
+    f"{world} ranks in groups of {size}": (world, size) for world, size in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+}
+IN_GROUPS = pytest.mark.parametrize(("world", "group"), GROUPS.values(), ids=GROUPS)
+SHARES = ["uneven", "one rank has all", "even"]  # of COUNTS
+OF_TOKENS = pytest.mark.parametrize("tokens", range(3), ids=SHARES)
+OF_WORDS = pytest.mark.parametrize("v", VOCABULARIES, ids=[f"{v} words" for v in VOCABULARIES])
+
+
+@cache
+def groups_of(size: int) -> Groups:
+    return build_groups(size)
+
+
+def with_groups(check: Callable[..., None], size: int, *args: Any) -> None:
+    """On a rank: check(groups, *args)."""
+    check(groups_of(size), *args)
+
+
+def counts_of(tokens: int) -> tuple[int, ...]:
+    return COUNTS[dist.get_world_size()][tokens]
 
 
 class Problem:
@@ -129,67 +152,107 @@ def check_loss(groups: Groups, problem: Problem, **options: Any) -> None:
         assert error <= 1e-5 * size, f"gradient of {name}: {error:.1e} of {size:.1e}"
 
 
-def losses(groups: Groups) -> None:
-    for v in VOCABULARIES:
-        for counts in COUNTS[dist.get_world_size()]:
-            check_loss(groups, Problem(v, counts))
-    check_loss(groups, Problem(13, COUNTS[dist.get_world_size()][0], scalar=True))
-    check_loss(groups, Problem(13, COUNTS[dist.get_world_size()][0]), class_weights=True, vocab_reduction="mean")
-    check_loss(groups, Problem(13, COUNTS[dist.get_world_size()][0]), impl="reference")
+def losses(groups: Groups, v: int, tokens: int) -> None:
+    check_loss(groups, Problem(v, counts_of(tokens)))
 
 
-def spare_rows_left_out(groups: Groups) -> None:
-    problem = Problem(13, COUNTS[dist.get_world_size()][0])
-    problem.labels.clamp_(max=8)
-    check_loss(groups, problem, used_rows=9)
+@OF_TOKENS
+@OF_WORDS
+@IN_GROUPS
+def test_loss_and_gradients_equal_one_process(pool: Pool, world: int, group: int, v: int, tokens: int) -> None:
+    pool(with_groups, world, losses, group, v, tokens)
 
 
-def sampled_words(groups: Groups) -> None:
+def losses_with(groups: Groups, scalar: bool, options: dict[str, Any]) -> None:
+    problem = Problem(13, counts_of(0), scalar=scalar)
+    if "used_rows" in options:
+        problem.labels.clamp_(max=options["used_rows"] - 1)
+    check_loss(groups, problem, **options)
+
+
+@pytest.mark.parametrize(
+    ("scalar", "options"),
+    [
+        pytest.param(True, {}, id="one threshold for all words"),
+        pytest.param(False, {"class_weights": True, "vocab_reduction": "mean"}, id="class weights, mean over words"),
+        pytest.param(False, {"impl": "reference"}, id="reference"),
+        pytest.param(False, {"used_rows": 9}, id="spare rows"),
+    ],
+)
+@IN_GROUPS
+def test_options_of_the_loss(pool: Pool, world: int, group: int, scalar: bool, options: dict[str, Any]) -> None:
+    pool(with_groups, world, losses_with, group, scalar, options)
+
+
+def sampled_words(groups: Groups, v: int, tokens: int) -> None:
     """The same words drawn: each rank computes those of its range, some ranks none; together they are one process's."""
     rank, ranks = dist.get_rank(), members(groups)
-    for v, counts in ((13, COUNTS[dist.get_world_size()][0]), (3, COUNTS[dist.get_world_size()][1])):
-        problem, (v0, v1) = Problem(v, counts), vocab_range(v, groups.vocab_rank, groups.vocab_size)
-        every, own, rows = problem.tokens(ranks), problem.tokens([rank]), slice(v0, v1)
-        for key in range(4):
-            with patch.object(sampled, "TILE", 2):
-                whole_draw, own_draw = (draw_words(v, 0.5, [key], v - 2, *place) for place in ((0, v), (v0, v1)))
-            whole = leaves(problem.loc[every], problem.scale[every], problem.weight, problem.bias, problem.threshold)
-            mine = leaves(problem.loc[own], problem.scale[own], *(t.detach()[rows] for t in whole[2:]))
-            options = OvrOptions(problem.class_weights, want_prob_sum=True, slope_limit=0.3, drawn=whole_draw)
-            place = problem.labels[every], problem.token_weights[every]
-            expected = ovr_loss(Cauchy(*whole[:2]), WordHead(*whole[2:], 0, v), *place, options)
-            expected.loss.backward()
-            options = OvrOptions(problem.class_weights[rows], slope_limit=0.3, drawn=own_draw)
-            part = WordHead(*mine[2:], v0, v)
-            place = problem.labels[own], problem.token_weights[own]
-            out = vocab_parallel_loss(Cauchy(*mine[:2]), part, *place, options, groups.vocab, v - 2)
-            (out.loss + 0.0 * out.p_num.sum()).backward()
-            inside = slice(own.start - every.start, own.stop - every.start)
-            assert_close(out.loss, expected.loss, 1e-5, "loss")
-            assert_close(out.per_token, expected.per_token[inside], 1e-5, "per_token")
-            assert_close(out.prob_sum, expected.prob_sum[inside], 1e-5, "prob_sum")
-            for i, (found, wanted, at) in enumerate(zip(mine, whole, [inside] * 2 + [rows] * 3, strict=True)):
-                error = (found.grad - wanted.grad[at]).abs()
-                size = float(wanted.grad.abs().max()) if wanted.grad.numel() else 0.0
-                assert float(error.max() if error.numel() else 0.0) <= 1e-5 * size, f"gradient {i}"
+    problem, (v0, v1) = Problem(v, counts_of(tokens)), vocab_range(v, groups.vocab_rank, groups.vocab_size)
+    every, own, rows = problem.tokens(ranks), problem.tokens([rank]), slice(v0, v1)
+    for key in range(4):
+        with patch.object(sampled, "TILE", 2):
+            whole_draw, own_draw = (draw_words(v, 0.5, [key], v - 2, *place) for place in ((0, v), (v0, v1)))
+        whole = leaves(problem.loc[every], problem.scale[every], problem.weight, problem.bias, problem.threshold)
+        mine = leaves(problem.loc[own], problem.scale[own], *(t.detach()[rows] for t in whole[2:]))
+        options = OvrOptions(problem.class_weights, want_prob_sum=True, slope_limit=0.3, drawn=whole_draw)
+        place = problem.labels[every], problem.token_weights[every]
+        expected = ovr_loss(Cauchy(*whole[:2]), WordHead(*whole[2:], 0, v), *place, options)
+        expected.loss.backward()
+        options = OvrOptions(problem.class_weights[rows], slope_limit=0.3, drawn=own_draw)
+        part = WordHead(*mine[2:], v0, v)
+        place = problem.labels[own], problem.token_weights[own]
+        out = vocab_parallel_loss(Cauchy(*mine[:2]), part, *place, options, groups.vocab, v - 2)
+        (out.loss + 0.0 * out.p_num.sum()).backward()
+        inside = slice(own.start - every.start, own.stop - every.start)
+        assert_close(out.loss, expected.loss, 1e-5, "loss")
+        assert_close(out.per_token, expected.per_token[inside], 1e-5, "per_token")
+        assert_close(out.prob_sum, expected.prob_sum[inside], 1e-5, "prob_sum")
+        for i, (found, wanted, at) in enumerate(zip(mine, whole, [inside] * 2 + [rows] * 3, strict=True)):
+            error = (found.grad - wanted.grad[at]).abs()
+            size = float(wanted.grad.abs().max()) if wanted.grad.numel() else 0.0
+            assert float(error.max() if error.numel() else 0.0) <= 1e-5 * size, f"gradient {i}"
 
 
-def frozen_inputs(groups: Groups) -> None:
-    """Only thresholds trainable, or only tokens: every rank enters the same collectives in backward."""
-    problem = Problem(13, COUNTS[dist.get_world_size()][0])
+@pytest.mark.parametrize(("v", "tokens"), [(13, 0), (3, 1)], ids=["13 words", "3 words, one rank has all tokens"])
+@IN_GROUPS
+def test_sampled_words_equal_one_process(pool: Pool, world: int, group: int, v: int, tokens: int) -> None:
+    pool(with_groups, world, sampled_words, group, v, tokens)
+
+
+def one_trainable(groups: Groups, trainable: int) -> None:
+    """Every rank enters the same collectives in backward, whichever input alone is trained."""
+    problem = Problem(13, counts_of(0))
     own = problem.tokens([dist.get_rank()])
     v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
     tensors = [problem.loc[own], problem.scale[own], problem.weight[v0:v1], problem.bias[v0:v1]]
     tensors.append(problem.threshold[v0:v1])
-    for trainable in range(5):
-        mine = [t.clone().requires_grad_(i == trainable) for i, t in enumerate(tensors)]
-        out = vocab_parallel_ovr(*mine, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
-        (out.loss + out.p_num.sum()).backward()
-        assert [t.grad is not None for t in mine] == [i == trainable for i in range(5)]
-        assert bool(mine[trainable].grad.isfinite().all())
+    mine = [t.clone().requires_grad_(i == trainable) for i, t in enumerate(tensors)]
+    out = vocab_parallel_ovr(*mine, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
+    (out.loss + out.p_num.sum()).backward()
+    assert [t.grad is not None for t in mine] == [i == trainable for i in range(5)]
+    assert bool(mine[trainable].grad.isfinite().all())
+
+
+@pytest.mark.parametrize("trainable", range(5), ids=["loc_u", "scale_u", "weight", "bias", "threshold"])
+@IN_GROUPS
+def test_one_input_alone_is_trained(pool: Pool, world: int, group: int, trainable: int) -> None:
+    pool(with_groups, world, one_trainable, group, trainable)
+
+
+def without_gradients(groups: Groups) -> None:
+    problem = Problem(13, counts_of(0))
+    own = problem.tokens([dist.get_rank()])
+    v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
+    tensors = [problem.loc[own], problem.scale[own], problem.weight[v0:v1], problem.bias[v0:v1]]
+    tensors.append(problem.threshold[v0:v1])
     with torch.no_grad():
         out = vocab_parallel_ovr(*tensors, problem.labels[own], group=groups.vocab, vocab_start=v0, num_token_id=5)
         assert not out.loss.requires_grad
+
+
+@IN_GROUPS
+def test_no_gradients_where_autograd_is_off(pool: Pool, world: int, group: int) -> None:
+    pool(with_groups, world, without_gradients, group)
 
 
 def conjugate_pairs(groups: Groups) -> None:
@@ -224,27 +287,37 @@ def conjugate_pairs(groups: Groups) -> None:
     assert torch.equal(part.grad, upstream)
 
 
-def best_words(groups: Groups) -> None:
+@IN_GROUPS
+def test_each_mapping_is_the_adjoint_of_its_backward(pool: Pool, world: int, group: int) -> None:
+    pool(with_groups, world, conjugate_pairs, group)
+
+
+def best_words(groups: Groups, v: int, rank_by: str) -> None:
     """The best word over the group's ranges is the unsharded one; ties too."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for v in VOCABULARIES:
-        problem = Problem(v, COUNTS[world][0], seed=3)
-        own, (v0, v1) = problem.tokens([rank]), vocab_range(v, groups.vocab_rank, groups.vocab_size)
-        for scale in (problem.scale, torch.zeros_like(problem.scale)):  # without scale z is -+inf: loc decides
-            for rank_by in ("ovr", "loc"):
-                for used in (None, max(1, v - 4)):
-                    expected = ovr_top_word(
-                        problem.loc, scale, problem.weight, problem.bias, problem.threshold, used_rows=used,
-                        rank_by=rank_by,
-                    )  # fmt: skip
-                    rows = (t[v0:v1] for t in (problem.weight, problem.bias, problem.threshold))
-                    mine = WordHead(*rows, start=v0, used_rows=used)
-                    u = Cauchy(problem.loc[own], scale[own])
-                    found = vocab_parallel_best(u, mine, groups.vocab, rank_by)
-                    assert torch.equal(found.word, expected.word[own]), (v, used, rank_by, found, expected)
-                    finite = expected.score[own].isfinite()
-                    assert_close(found.score[finite], expected.score[own][finite], 1e-5, "scores")
-                    assert torch.equal(found.score[~finite], expected.score[own][~finite])
+    rank = dist.get_rank()
+    problem = Problem(v, counts_of(0), seed=3)
+    own, (v0, v1) = problem.tokens([rank]), vocab_range(v, groups.vocab_rank, groups.vocab_size)
+    for scale in (problem.scale, torch.zeros_like(problem.scale)):  # without scale z is -+inf: loc decides
+        for used in (None, max(1, v - 4)):
+            expected = ovr_top_word(
+                problem.loc, scale, problem.weight, problem.bias, problem.threshold, used_rows=used,
+                rank_by=rank_by,
+            )  # fmt: skip
+            rows = (t[v0:v1] for t in (problem.weight, problem.bias, problem.threshold))
+            mine = WordHead(*rows, start=v0, used_rows=used)
+            u = Cauchy(problem.loc[own], scale[own])
+            found = vocab_parallel_best(u, mine, groups.vocab, rank_by)
+            assert torch.equal(found.word, expected.word[own]), (v, used, rank_by, found, expected)
+            finite = expected.score[own].isfinite()
+            assert_close(found.score[finite], expected.score[own][finite], 1e-5, "scores")
+            assert torch.equal(found.score[~finite], expected.score[own][~finite])
+
+
+@pytest.mark.parametrize("rank_by", ["ovr", "loc"])
+@OF_WORDS
+@IN_GROUPS
+def test_best_word_equals_one_process(pool: Pool, world: int, group: int, v: int, rank_by: str) -> None:
+    pool(with_groups, world, best_words, group, v, rank_by)
 
 
 def head(problem: Problem, start: int, stop: int) -> ActionNetwork:
@@ -260,117 +333,128 @@ def head(problem: Problem, start: int, stop: int) -> ActionNetwork:
     return net
 
 
-def fused_losses(groups: Groups) -> None:
+def fused_losses(groups: Groups, tokens_of_ranks: int, gate_grad: str) -> None:
     """Word and number loss together, gate with and without gradient through P_NUM of another rank's row."""
     ranks, num = members(groups), 4
-    for counts in COUNTS[dist.get_world_size()][:2]:
-        problem = Problem(13, counts, seed=5)
-        problem.labels[::3] = num
-        targets = problem.p_weights * 2
-        for gate_grad in ("full", "stop"):
-            terms = {}
-            for who, tokens, (v0, v1), group in (
-                ("one", problem.tokens(ranks), (0, 13), None),
-                (
-                    "many",
-                    problem.tokens([dist.get_rank()]),
-                    vocab_range(13, groups.vocab_rank, groups.vocab_size),
-                    groups.vocab,
-                ),
-            ):
-                net = head(problem, v0, v1)
-                u = leaves(problem.loc[tokens], problem.scale[tokens])
-                out = fused_loss(
-                    net,
-                    Cauchy(*u),
-                    TokenLabels(problem.labels[tokens], targets[tokens], problem.labels[tokens] == num),
-                    LossOptions(num, gate_grad=gate_grad),
-                    token_weight=0.2,
-                    number_weight=0.5,
-                    group=group,
-                )
-                out.loss.backward()
-                terms[who] = (out, net, u, tokens, (v0, v1))
-            one, many = terms["one"], terms["many"]
-            sums = torch.stack([many[0].loss.detach(), many[0].cls_sum, many[0].reg_sum])
-            dist.all_reduce(sums, group=groups.vocab)
-            # every rank's loss holds the words of the whole group once, and its own numbers
-            sums[0] -= (groups.vocab_size - 1) * 0.2 * one[0].cls_sum
-            wanted = torch.stack([one[0].loss.detach(), one[0].cls_sum, one[0].reg_sum])
-            assert_close(sums, wanted, 1e-5, "loss, cls_sum, reg_sum")
-            inside = slice(many[3].start - one[3].start, many[3].stop - one[3].start)
-            for name, a, b in zip(("loc_U", "scale_U"), many[2], one[2], strict=True):
-                scale = float(b.grad.abs().max()) if b.numel() else 0.0
-                error = (a.grad - b.grad[inside]).abs()
-                assert float(error.max() if error.numel() else 0.0) <= 1e-5 * scale, name
-            rows = slice(*many[4])
-            for name in ("cls_weight", "cls_bias", "threshold"):  # of the group's tokens, whole
-                a, b = many[1].get_parameter(name).grad, one[1].get_parameter(name).grad
-                error = (a - b[rows]).abs()
-                assert float(error.max() if error.numel() else 0.0) <= 1e-5 * float(b.abs().max()), name
-            for name in ("reg_weight", "reg_bias", "b_noise"):  # of own tokens: the engine sums them over all ranks
-                a = many[1].get_parameter(name).grad
-                dist.all_reduce(a, group=groups.vocab)
-                assert_close(a, one[1].get_parameter(name).grad, 1e-5, name)
-
-
-def partial_labels(groups: Groups) -> None:
-    """S4 3.3.1: of some tokens single words alone are known; many on one rank, none on another. Against float64."""
-    ranks, rank = members(groups), dist.get_rank()
-    v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
-    for counts in COUNTS[dist.get_world_size()]:
-        problem = Problem(13, counts, seed=6)
-        g = torch.Generator().manual_seed(1)
-        known = {  # of each rank: a few labels of its first token or two
-            r: [(i, int(w)) for i in range(min(2, n)) for w in torch.randint(-13, 13, (3 - i,), generator=g)]
-            for r, n in enumerate(counts)
-        }
-        tokens, net = problem.tokens([rank]), head(problem, v0, v1)
+    problem = Problem(13, counts_of(tokens_of_ranks), seed=5)
+    problem.labels[::3] = num
+    targets = problem.p_weights * 2
+    terms = {}
+    for who, tokens, (v0, v1), group in (
+        ("one", problem.tokens(ranks), (0, 13), None),
+        (
+            "many",
+            problem.tokens([dist.get_rank()]),
+            vocab_range(13, groups.vocab_rank, groups.vocab_size),
+            groups.vocab,
+        ),
+    ):
+        net = head(problem, v0, v1)
         u = leaves(problem.loc[tokens], problem.scale[tokens])
-        labels = problem.labels.clone()
-        for r in ranks:
-            labels[[problem.tokens([r]).start + i for i, _ in known[r]]] = -100
         out = fused_loss(
             net,
             Cauchy(*u),
-            TokenLabels(
-                labels[tokens],
-                torch.zeros(counts[rank]),
-                torch.zeros(counts[rank], dtype=torch.bool),
-                partial=torch.tensor(known[rank], dtype=torch.int64).view(-1, 2),
-                partial_counts=[len(known[r]) for r in ranks],
-            ),
-            LossOptions(4, ovr=OvrOptions(problem.class_weights[v0:v1])),
+            TokenLabels(problem.labels[tokens], targets[tokens], problem.labels[tokens] == num),
+            LossOptions(num, gate_grad=gate_grad),
             token_weight=0.2,
             number_weight=0.5,
-            group=groups.vocab,
+            group=group,
         )
         out.loss.backward()
+        terms[who] = (out, net, u, tokens, (v0, v1))
+    one, many = terms["one"], terms["many"]
+    sums = torch.stack([many[0].loss.detach(), many[0].cls_sum, many[0].reg_sum])
+    dist.all_reduce(sums, group=groups.vocab)
+    # every rank's loss holds the words of the whole group once, and its own numbers
+    sums[0] -= (groups.vocab_size - 1) * 0.2 * one[0].cls_sum
+    wanted = torch.stack([one[0].loss.detach(), one[0].cls_sum, one[0].reg_sum])
+    assert_close(sums, wanted, 1e-5, "loss, cls_sum, reg_sum")
+    inside = slice(many[3].start - one[3].start, many[3].stop - one[3].start)
+    for name, a, b in zip(("loc_U", "scale_U"), many[2], one[2], strict=True):
+        scale = float(b.grad.abs().max()) if b.numel() else 0.0
+        error = (a.grad - b.grad[inside]).abs()
+        assert float(error.max() if error.numel() else 0.0) <= 1e-5 * scale, name
+    rows = slice(*many[4])
+    for name in ("cls_weight", "cls_bias", "threshold"):  # of the group's tokens, whole
+        a, b = many[1].get_parameter(name).grad, one[1].get_parameter(name).grad
+        error = (a - b[rows]).abs()
+        assert float(error.max() if error.numel() else 0.0) <= 1e-5 * float(b.abs().max()), name
+    for name in ("reg_weight", "reg_bias", "b_noise"):  # of own tokens: the engine sums them over all ranks
+        a = many[1].get_parameter(name).grad
+        dist.all_reduce(a, group=groups.vocab)
+        assert_close(a, one[1].get_parameter(name).grad, 1e-5, name)
 
-        whole = head(problem, 0, 13).double()
-        loc, scale = leaves(problem.loc.double(), problem.scale.double())
-        scores = whole.scores(whole.add_noise(Cauchy(loc, scale)))
-        hit, miss = scores.log_sf(whole.threshold.double()), scores.log_cdf(whole.threshold.double())
-        weights, sums = problem.class_weights.double(), {r: torch.zeros((), dtype=torch.float64) for r in ranks}
-        for r in ranks:
-            first = problem.tokens([r]).start
-            for i in range(counts[r]):
-                if labels[first + i] >= 0:
-                    y = torch.nn.functional.one_hot(labels[first + i], 13).bool()
-                    sums[r] = sums[r] - (weights * torch.where(y, hit[first + i], miss[first + i])).sum()
-            for i, w in known[r]:
-                sums[r] = sums[r] - (weights[w] * hit[first + i, w] if w >= 0 else weights[~w] * miss[first + i, ~w])
-        assert abs(float(out.cls_sum) - float(sums[rank])) <= 1e-5 * max(float(sums[rank].detach()), 1.0)
-        total = 0.2 * sum(sums.values())
-        if not total.requires_grad:
-            continue
-        total.backward()
-        assert_close(out.loss, total.float(), 1e-5, "loss of the group")
-        for a, b in ((u[0], loc), (u[1], scale)):
-            assert_close(a.grad, b.grad[tokens].float(), 1e-4, "U") if counts[rank] else None
-        for name in ("cls_weight", "cls_bias", "threshold"):
-            wanted = whole.get_parameter(name).grad[v0:v1].float()
-            assert_close(net.get_parameter(name).grad, wanted, 1e-4, name) if v1 > v0 else None
+
+@pytest.mark.parametrize("gate_grad", ["full", "stop"])
+@pytest.mark.parametrize("tokens", range(2), ids=SHARES[:2])
+@IN_GROUPS
+def test_words_and_numbers_equal_one_process(pool: Pool, world: int, group: int, tokens: int, gate_grad: str) -> None:
+    pool(with_groups, world, fused_losses, group, tokens, gate_grad)
+
+
+def partial_labels(groups: Groups, tokens_of_ranks: int) -> None:
+    """S4 3.3.1: of some tokens single words alone are known; many on one rank, none on another. Against float64."""
+    ranks, rank = members(groups), dist.get_rank()
+    v0, v1 = vocab_range(13, groups.vocab_rank, groups.vocab_size)
+    counts = counts_of(tokens_of_ranks)
+    problem = Problem(13, counts, seed=6)
+    g = torch.Generator().manual_seed(1)
+    known = {  # of each rank: a few labels of its first token or two
+        r: [(i, int(w)) for i in range(min(2, n)) for w in torch.randint(-13, 13, (3 - i,), generator=g)]
+        for r, n in enumerate(counts)
+    }
+    tokens, net = problem.tokens([rank]), head(problem, v0, v1)
+    u = leaves(problem.loc[tokens], problem.scale[tokens])
+    labels = problem.labels.clone()
+    for r in ranks:
+        labels[[problem.tokens([r]).start + i for i, _ in known[r]]] = -100
+    out = fused_loss(
+        net,
+        Cauchy(*u),
+        TokenLabels(
+            labels[tokens],
+            torch.zeros(counts[rank]),
+            torch.zeros(counts[rank], dtype=torch.bool),
+            partial=torch.tensor(known[rank], dtype=torch.int64).view(-1, 2),
+            partial_counts=[len(known[r]) for r in ranks],
+        ),
+        LossOptions(4, ovr=OvrOptions(problem.class_weights[v0:v1])),
+        token_weight=0.2,
+        number_weight=0.5,
+        group=groups.vocab,
+    )
+    out.loss.backward()
+
+    whole = head(problem, 0, 13).double()
+    loc, scale = leaves(problem.loc.double(), problem.scale.double())
+    scores = whole.scores(whole.add_noise(Cauchy(loc, scale)))
+    hit, miss = scores.log_sf(whole.threshold.double()), scores.log_cdf(whole.threshold.double())
+    weights, sums = problem.class_weights.double(), {r: torch.zeros((), dtype=torch.float64) for r in ranks}
+    for r in ranks:
+        first = problem.tokens([r]).start
+        for i in range(counts[r]):
+            if labels[first + i] >= 0:
+                y = torch.nn.functional.one_hot(labels[first + i], 13).bool()
+                sums[r] = sums[r] - (weights * torch.where(y, hit[first + i], miss[first + i])).sum()
+        for i, w in known[r]:
+            sums[r] = sums[r] - (weights[w] * hit[first + i, w] if w >= 0 else weights[~w] * miss[first + i, ~w])
+    assert abs(float(out.cls_sum) - float(sums[rank])) <= 1e-5 * max(float(sums[rank].detach()), 1.0)
+    total = 0.2 * sum(sums.values())
+    if not total.requires_grad:
+        return
+    total.backward()
+    assert_close(out.loss, total.float(), 1e-5, "loss of the group")
+    for a, b in ((u[0], loc), (u[1], scale)):
+        assert_close(a.grad, b.grad[tokens].float(), 1e-4, "U") if counts[rank] else None
+    for name in ("cls_weight", "cls_bias", "threshold"):
+        wanted = whole.get_parameter(name).grad[v0:v1].float()
+        assert_close(net.get_parameter(name).grad, wanted, 1e-4, name) if v1 > v0 else None
+
+
+@OF_TOKENS
+@IN_GROUPS
+def test_partial_labels_equal_float64(pool: Pool, world: int, group: int, tokens: int) -> None:
+    pool(with_groups, world, partial_labels, group, tokens)
 
 
 def calibration(groups: Groups) -> None:
@@ -393,6 +477,11 @@ def calibration(groups: Groups) -> None:
     calibrate(part, [batches[rank] if rank == world - 1 else nothing], groups=groups)  # ranks without a token
 
 
+@IN_GROUPS
+def test_calibration_equals_one_process(pool: Pool, world: int, group: int) -> None:
+    pool(with_groups, world, calibration, group)
+
+
 def memberships(groups: Groups) -> None:
     """Consecutive ranks share a vocabulary; replicas hold the same rows; a size that does not divide is refused."""
     world, rank, size = dist.get_world_size(), dist.get_rank(), groups.vocab_size
@@ -405,32 +494,6 @@ def memberships(groups: Groups) -> None:
         build_groups(3)
 
 
-CHECKS = (
-    memberships,
-    conjugate_pairs,
-    losses,
-    spare_rows_left_out,
-    sampled_words,
-    frozen_inputs,
-    best_words,
-    fused_losses,
-    partial_labels,
-)
-
-
-def run_checks(sizes: list[int]) -> list[str]:
-    """Every check in groups of every size, on this rank."""
-    done = []
-    for size in sizes:
-        groups = build_groups(size)
-        for check in (*CHECKS, calibration):
-            check(groups)
-            done.append(f"{check.__name__} {size}")
-    return done
-
-
-@pytest.mark.parametrize(("world", "sizes"), [(2, [1, 2]), (4, [1, 2, 4])])
-def test_ranks_equal_one_process(world: int, sizes: list[int]) -> None:
-    found = run_ranks(run_checks, world, sizes)
-    assert len(found) == world
-    assert all(len(done) == len(sizes) * (len(CHECKS) + 1) for done in found)
+@IN_GROUPS
+def test_ranks_know_their_groups(pool: Pool, world: int, group: int) -> None:
+    pool(with_groups, world, memberships, group)

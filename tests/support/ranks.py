@@ -1,4 +1,4 @@
-"""Run a test's function on several ranks: fresh processes, gloo, one thread each.
+"""Run a test's function on several ranks over gloo, one thread each: fresh processes, or a pool of them.
 
 They are forked from a server that has imported the package and done nothing else: importing takes longer than most
 checks, and a fork of the test process itself would carry its threads and its random state.
@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -51,18 +51,25 @@ class Crew:
     """Processes that tell this one what they find, each by a pipe of its own.
 
     Of one that is killed, no half-told word is waited for, and no lock is missed, as those of a common queue would be.
+    What `say` sends, each of them may receive by its pipe.
     """
 
     def __init__(self, context: Any, target: Callable[..., None], world: int, *args: Any) -> None:
         """target(rank, mouth, *args) in each of them; it may `tell(mouth, word)`."""
         self.processes, self._ears = [], {}
         for rank in range(world):
-            ear, mouth = context.Pipe(duplex=False)
+            ear, mouth = context.Pipe()
             process = context.Process(target=target, args=(rank, mouth, *args), daemon=True)
             process.start()
             mouth.close()  # so that nothing holds it when the process has ended
             self.processes.append(process)
             self._ears[ear] = rank
+
+    def say(self, word: Any) -> None:
+        """Send a word to all that have not ended."""
+        for ear in self._ears:
+            with suppress(OSError):  # it has ended since, which `hear` tells
+                ear.send_bytes(pickle.dumps(word))
 
     def hear(self, seconds: float) -> list[tuple[int, Any]]:
         """(rank, word) of all that have told something since; waits for the first. A rank that has ended tells None."""
@@ -100,10 +107,52 @@ def held_port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
+class Ranks:
+    """Ranks with the process group up, which run one function after another."""
+
+    def __init__(self, world: int, timeout: float = LIMIT_S, staged: str = "", lost: int | None = None) -> None:
+        """The parameters are those of `run_ranks`."""
+        context = mp.get_context("spawn") if staged == "cuda" else fork_server()  # DeepSpeed looks for a GPU only once
+        environment = {**os.environ, **({"DS_ACCELERATOR": staged} if staged else {})}
+        self._world, self._timeout, self._lost = world, timeout, lost
+        # The parent holds the store, so its port stays ours.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._crew = Crew(context, _rank, world, world, self._store.port, timeout, environment, staged, lost is None)
+
+    def order(self, fn: Callable[..., Any] | None, *args: Any) -> None:
+        """Have each rank run fn(*args). None: let them leave together."""
+        self._deadline = time.monotonic() + self._timeout
+        self._crew.say(fn and (fn, args))
+
+    def results(self) -> list[Any]:
+        """What the function returned on each rank. Where it raises on one, all ranks end."""
+        found: dict[int, Any] = {} if self._lost is None else {self._lost: None}
+        try:
+            while missing := sorted(set(range(self._world)) - set(found)):
+                words = self._crew.hear(self._deadline - time.monotonic())
+                if not words and time.monotonic() > self._deadline:
+                    raise AssertionError(f"ranks {missing} not done after {self._timeout} s")
+                # All of them: a rank that fails since another one did may come before it
+                errors = [f"rank {rank} of {self._world}:\n{word[1]}" for rank, word in words if word and word[1]]
+                if errors:
+                    raise AssertionError("\n".join(errors))
+                found |= {rank: word[0] for rank, word in words if word}
+                if any(word is None and rank not in found for rank, word in words):
+                    raise AssertionError(f"a rank died: exit codes {self._crew.end(1)}")
+        except BaseException:
+            self._crew.end()
+            raise
+        return [found[rank] for rank in range(self._world)]
+
+    def end(self) -> None:
+        """Kill those that do not leave."""
+        self._crew.end(10 if self._lost is None else 0)
+
+
 def run_ranks(
     fn: Callable[..., Any], world: int, *args: Any, timeout: float = LIMIT_S, staged: str = "", lost: int | None = None
 ) -> list[Any]:
-    """fn(*args) on `world` ranks with the process group up; what each returns, by rank.
+    """fn(*args) on `world` fresh ranks with the process group up; what each returns, by rank.
 
     staged: "cuda": all ranks on one GPU, their collectives by way of the host (`parallel.staged`); "cpu": the same
     copies to and fro, of tensors on the CPU. lost: a rank of which nothing is heard (None); the others do not wait
@@ -113,40 +162,47 @@ def run_ranks(
     raises ends all: AssertionError with its traceback. So does a run longer than `timeout` seconds, after every rank
     has said on stderr where it stands.
     """
-    context = mp.get_context("spawn") if staged == "cuda" else fork_server()  # DeepSpeed looks for a GPU only once
-    environment = {**os.environ, **({"DS_ACCELERATOR": staged} if staged else {})}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: its port stays ours
-    deadline = time.monotonic() + timeout
-    crew = Crew(context, _rank, world, fn, world, store.port, timeout, environment, staged, lost is None, args)
-    found: dict[int, Any] = {} if lost is None else {lost: None}
-    try:
-        while missing := sorted(set(range(world)) - set(found)):
-            words = crew.hear(deadline - time.monotonic())
-            if not words and time.monotonic() > deadline:
-                raise AssertionError(f"ranks {missing} not done after {timeout} s")
-            # All of them: a rank that fails since another one did may come before it
-            errors = [f"rank {rank} of {world}:\n{word[1]}" for rank, word in words if word and word[1]]
-            if errors:
-                raise AssertionError("\n".join(errors))
-            found |= {rank: word[0] for rank, word in words if word}
-            if any(word is None and rank not in found for rank, word in words):
-                raise AssertionError(f"a rank died: exit codes {crew.end(1)}")
-    finally:
-        crew.end(10 if len(found) == world and lost is None else 0)
-    return [found[rank] for rank in range(world)]
+    ranks = Ranks(world, timeout, staged, lost)
+    ranks.order(fn, *args)
+    ranks.order(None)  # at once: a test may want one to be gone while others still run
+    found = ranks.results()
+    ranks.end()
+    return found
+
+
+class Pool:
+    """Ranks that stay up from one test to the next, for functions that leave nothing behind in their process.
+
+    After a function that raised, the next one gets fresh ranks.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[tuple[int, str], Ranks] = {}
+
+    def __call__(self, fn: Callable[..., Any], world: int, *args: Any, staged: str = "") -> list[Any]:
+        """As `run_ranks`."""
+        ranks = self._ranks.pop((world, staged), None) or Ranks(world, staged=staged)
+        ranks.order(fn, *args)
+        found = ranks.results()
+        self._ranks[world, staged] = ranks
+        return found
+
+    def end(self) -> None:
+        for ranks in self._ranks.values():
+            ranks.order(None)
+        for ranks in self._ranks.values():
+            ranks.end()
 
 
 def _rank(
     rank: int,
-    mouth: Connection,
-    fn: Callable[..., Any],
+    pipe: Connection,
     world: int,
     port: int,
     timeout: float,
     environment: dict[str, str],
     staged: str,
     together: bool,
-    args: tuple[Any, ...],
 ) -> None:
     os.environ.clear()  # the server's is of when it was started
     os.environ.update(environment)
@@ -154,18 +210,23 @@ def _rank(
     stand_in_gpu.install_if_asked()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 renames collectives that 2.6 has
-    faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)
+    random = torch.get_rng_state()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(_backend(staged), store=store, rank=rank, world_size=world)
-        tell(mouth, (fn(*args), None))
+        while order := pickle.loads(pipe.recv_bytes()):
+            fn, args = order
+            torch.set_rng_state(random)  # no test depends on those before it
+            faulthandler.dump_traceback_later(timeout * 0.9, file=sys.__stderr__)
+            tell(pipe, (fn(*args), None))
+            faulthandler.cancel_dump_traceback_later()
         if together:
             dist.barrier()
             dist.destroy_process_group()
         else:
             time.sleep(timeout)  # a rank that leaves would end the others' waiting
     except BaseException:  # whatever it is, the parent tells it
-        tell(mouth, (None, traceback.format_exc()))
+        tell(pipe, (None, traceback.format_exc()))
 
 
 def _backend(staged: str) -> str:
