@@ -58,7 +58,7 @@ STOOD_IN := tests/checkpoint tests/generate tests/matrix tests/model tests/ops/t
   tests/parallel/test_staged.py --deselect tests/parallel/test_staged.py::test_a_run_of_two_ranks_on_one_gpu_is_the_run_of_one
 test-stand-in: setup ## tests that need a CUDA device, and commands that use one, on a stand-in for it
 	$(BIN)/pytest --stand-in-gpu -m gpu $(STOOD_IN)
-	$(BIN)/pytest --stand-in-gpu tests/report/test_use.py tests/tables/test_fit.py
+	$(BIN)/pytest --stand-in-gpu tests/tools/report/test_use.py tests/tables/test_fit.py
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -46,8 +46,8 @@ def train(
     Raises `UserError` for wrong input, `CallbackError` if a callback fails, and `Stopped` (no `Exception`) if a signal
     such as Ctrl-C stopped the run: it is saved, and the same call goes on.
     """
-    from cqwen_dist.report.console import quiet_libraries
-    from cqwen_dist.report.html import leave_report
+    from cqwen_dist.console import quiet_libraries
+    from cqwen_dist.tools.report.html import leave_report
 
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
@@ -189,7 +189,7 @@ def predict(
 def _table_of(rows: Any, decimal_comma: bool) -> tuple[list[str], list[Any]]:
     """(columns, rows) of what `predict` takes. A field that a record of a file lacks is None. Raises `UserError`."""
     from cqwen_dist.data.from_memory import as_rows
-    from cqwen_dist.tables.rows import columns_of, records_in
+    from cqwen_dist.data.recipes import columns_of, records_in
 
     if not isinstance(rows, (str, Path)):
         table = list(as_rows(rows, "rows"))
@@ -233,10 +233,9 @@ def _learnt_template(model: Any, columns: Sequence[str]) -> tuple[str, str | Non
 
 def _columns_learnt(data: DataConfig) -> list[str]:
     """What {*} stood for in training, in its order. Raises `UserError` where the data are no longer there."""
-    from cqwen_dist.data.recipes import RECORDS, records_of
+    from cqwen_dist.data.recipes import RECORDS, columns_of, records_of
     from cqwen_dist.data.records import named_fields
     from cqwen_dist.data.sources import as_list
-    from cqwen_dist.tables.rows import columns_of
 
     source = as_list(data.train)[0]
     try:

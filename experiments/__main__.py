@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+from cqwen_dist.console import plain_console, print_json, quiet_libraries
 
 OUT = Path("runs/experiments")
 

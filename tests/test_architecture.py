@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ FLOORS = {
     "config": 0,
     "batch": 1,
     "ops": 1,
-    "plan": 1,
+    "sizes": 1,
     "run": 1,
     "data": 2,
     "parallel": 2,
@@ -30,13 +30,16 @@ FLOORS = {
     "checkpoint": 4,
     "auto": 4,  # what transformers' Auto classes are told: model and tokenizer
     "training": 5,
+    "tools/plan": 2,
     "cluster": 6,
-    "bench": 6,
-    "report": 6,
+    "tools/report": 6,
     "tables": 6,
-    "api": 7,
-    "cli": 8,
-    "__main__": 9,
+    "tools/site": 7,
+    "tables/benchmark": 7,
+    "tools/bench": 8,
+    "api": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 OTHER_MODULE = 0  # any further top-level module stands on the ground and imports nothing of ours
 LONGEST = {"package": 350, "tests": 499, "function": 60}  # lines, a function's docstring among them
@@ -49,7 +52,7 @@ SHARED_NAMES = {
     **dict.fromkeys(("loss", "memory", "step"), "a benchmark is named after its verb, which names what it measures"),
     "numbers": "numbers in a text (data), numbers of a generation (generate): each folder's own subject",
 }
-SPEAKS = {"cli", "report", "bench"}  # who may print
+SPEAKS = {"cli", "tools/report", "tools/bench"}  # who may print
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "joblib", "marshal"}
 SOURCES = sorted(path for path in (ROOT / PACKAGE).rglob("*.py"))
 EXPERIMENTS = "experiments"  # a folder outside the package: it imports the package, which never imports it
@@ -57,8 +60,13 @@ EXPERIMENTS = "experiments"  # a folder outside the package: it imports the pack
 
 def part_of(path: Path) -> str:
     """The folder or top-level module a file belongs to; empty for the package's own __init__."""
-    first = path.relative_to(ROOT / PACKAGE).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
+    parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else part_in(parts)
+
+
+def part_in(parts: Sequence[str]) -> str:
+    """The part of a path or module below the package: a wing's folders are parts of their own."""
+    return folder if (folder := "/".join(parts[:2])) in FLOORS else parts[0]
 
 
 def imported_parts(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
@@ -71,13 +79,13 @@ def imported_parts(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
             here = (PACKAGE, *path.relative_to(ROOT / PACKAGE).parts[:-1])
             start = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
             module = ".".join(name for name in (start, node.module) if name)
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == PACKAGE else [module]
+            names = [f"{module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and _name(node.func) in ("importlib.import_module", "import_module"):
             names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         for name in names:
             parts = name.split(".")
             if parts[0] == PACKAGE and len(parts) > 1 and not parts[1].startswith("__version"):
-                yield node.lineno, parts[1]  # type: ignore[attr-defined]
+                yield node.lineno, part_in(parts[1:])  # type: ignore[attr-defined]
 
 
 def floor_faults(path: Path, source: str) -> list[str]:
@@ -130,7 +138,8 @@ def habit_faults(path: Path, source: str) -> list[str]:
             if any(module.split(".")[0] == EXPERIMENTS for module in modules):
                 reason = "the package works without its experiments; only they import it"
             types_only = isinstance(node, ast.ImportFrom) and {a.name for a in node.names} <= {"ProcessGroup"}
-            if part != "parallel" and any(m.startswith("torch.distributed") for m in modules) and not types_only:
+            ranks = any(m.startswith("torch.distributed") for m in modules) and not types_only
+            if ranks and part not in ("parallel", "tools/site"):  # the site's checks measure what parallel does
                 reason = "only parallel/ talks to torch.distributed; a group is passed in and used by its functions"
         elif isinstance(node, ast.Call):
             keywords, called = {k.arg: k.value for k in node.keywords}, _name(node.func)
@@ -145,7 +154,7 @@ def habit_faults(path: Path, source: str) -> list[str]:
             elif called in ("eval", "exec"):
                 reason = "text is data here, never code"
             elif called == "print" and part not in SPEAKS:
-                reason = "only cli, report and bench speak; elsewhere use logging, or return the value"
+                reason = "only cli, the report and the benchmarks speak; elsewhere use logging, or return the value"
         elif isinstance(node, ast.Raise) and node.exc is not None:
             raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             if _name(raised) == "NotImplementedError":
@@ -344,13 +353,13 @@ CASES = [
     ("ops/a.py", "from cqwen_dist.parallel.groups import Groups", "floor 2 is above"),
     ("ops/a.py", "def f():\n    import cqwen_dist.model", "floor 3 is above"),
     ("ops/a.py", "from cqwen_dist import config", "pure tensor maths"),
-    ("ops/a.py", "from ..plan import memory", "both stand on floor 1"),
+    ("ops/a.py", "from ..sizes import flops", "both stand on floor 1"),
     ("data/a.py", "from cqwen_dist.parallel import x", "both stand on floor 2"),
-    ("data/a.py", "import importlib\nimportlib.import_module('cqwen_dist.cli')", "floor 8 is above"),
+    ("data/a.py", "import importlib\nimportlib.import_module('cqwen_dist.cli')", "floor 10 is above"),
     ("targets.py", "from cqwen_dist.config import x", "stands on the ground"),
     ("__init__.py", "from cqwen_dist.config import x", "free of cost"),
     ("training/a.py", "from cqwen_dist.model import x\nfrom .b import y\nimport cqwen_dist.config", ""),
-    ("cli/runs.py", "from cqwen_dist.bench import x", ""),
+    ("cli/runs.py", "from cqwen_dist.tools.bench import x", ""),
     ("__main__.py", "from cqwen_dist.cli import main", ""),
 ]
 

@@ -16,11 +16,11 @@ from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.cli import main
 from cqwen_dist.config import load_config
+from cqwen_dist.console import print_json
 from cqwen_dist.generate.continuation import continue_text
-from cqwen_dist.report.console import print_json
-from cqwen_dist.report.html import leave_report
 from cqwen_dist.run.files import CONFIG, METRICS, REPORT
 from cqwen_dist.run.status import write_status
+from cqwen_dist.tools.report.html import leave_report
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -22,8 +22,8 @@ from cqwen_dist.config.errors import DiskError
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.report.run_data import read_run
 from cqwen_dist.run.status import read_status
+from cqwen_dist.tools.report.run_data import read_run
 from cqwen_dist.training.session import open_session
 
 

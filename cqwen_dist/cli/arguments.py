@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cqwen_dist.report.console import plain_console, print_json
+from cqwen_dist.console import plain_console, print_json
 
 if TYPE_CHECKING:
     from cqwen_dist.config import Config

@@ -13,7 +13,7 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
-from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+from cqwen_dist.console import plain_console, print_json, quiet_libraries
 from cqwen_dist.run.files import write_atomically
 
 _PER_TOKEN = 3  # characters, at least, so that sequences hold nearly all texts
@@ -144,7 +144,7 @@ def prepare(
     """
     checked = load(config, overrides)
     quiet_libraries()
-    from cqwen_dist.report.prepared import prepare_and_show
+    from cqwen_dist.cli.prepared import prepare_and_show
 
     prepare_and_show(checked, workers, as_json)
 
@@ -168,7 +168,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Before a run: does it fit, how long does it take, which layout is best. No torch, no weights."""
-    from cqwen_dist.plan.command import run
+    from cqwen_dist.tools.plan.command import run
 
     document, shown = run(
         load(config, overrides),
@@ -212,7 +212,7 @@ def doctor(
             written.unlink()
         raise typer.Exit(code)
     quiet_libraries()
-    from cqwen_dist.cluster.doctor import examine, page
+    from cqwen_dist.tools.site.doctor import examine, page
 
     document = examine(folder, quick)
     if document is None:
@@ -248,8 +248,8 @@ def accept(
 
         ranks = sum(read_hostfile(hostfile).values())
     quiet_libraries()
-    from cqwen_dist.cluster.accept import Site, table
     from cqwen_dist.parallel.collectives import Stopped
+    from cqwen_dist.tools.site.accept import Site, table
 
     try:
         found = Site(ranks, hostfile, folder.absolute(), lambda line: typer.echo(line, err=True)).accept()

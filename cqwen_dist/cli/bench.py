@@ -13,7 +13,7 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
-from cqwen_dist.report.console import quiet_libraries
+from cqwen_dist.console import quiet_libraries
 
 
 def data(
@@ -30,8 +30,8 @@ def data(
     """Time and memory of `cqwen prepare`, compared with the plain tokenizer, and with several workers."""
     checked = load(config, overrides)
     quiet_libraries()
-    from cqwen_dist.bench import data as bench
-    from cqwen_dist.report.prepared import tokenizer_of
+    from cqwen_dist.data.load import tokenizer_of
+    from cqwen_dist.tools.bench import data as bench
 
     cores = len(os.sched_getaffinity(0))
     result = bench.run(checked.data, tokenizer_of(checked), rounds, repeat, workers or sorted({1, cores}))
@@ -51,7 +51,7 @@ def loss(
 ) -> None:
     """The OvR loss, forward and backward, compared with its matrix products, plain formulas and peers' kernels."""
     quiet_libraries()
-    from cqwen_dist.bench.loss import run, table
+    from cqwen_dist.tools.bench.loss import run, table
 
     try:
         result = run(tokens, hidden, vocab, dtype, device, impl, rounds, only or None)
@@ -76,8 +76,8 @@ def step(
     """A training step by part at a config's shapes, compared with HF + PEFT; `plan --calibrate` reads its --json."""
     checked = load(config, overrides)
     quiet_libraries()
-    from cqwen_dist.bench.step import measure
-    from cqwen_dist.bench.step_table import table
+    from cqwen_dist.tools.bench.step import measure
+    from cqwen_dist.tools.bench.step_table import table
 
     result = measure(checked, gpu=gpu, rounds=rounds, peers=peers, profile=profile, both=both)
     if result is not None:
@@ -93,8 +93,8 @@ def packed(
     """Real texts packed with a mask and without one, compared with texts padded, in real tokens a second."""
     checked = load(config, overrides)
     quiet_libraries()
-    from cqwen_dist.bench.packed import measure, table
-    from cqwen_dist.report.prepared import tokenizer_of
+    from cqwen_dist.data.load import tokenizer_of
+    from cqwen_dist.tools.bench.packed import measure, table
 
     print_document(measure(checked, tokenizer_of(checked), rounds), as_json, table)
 
@@ -114,7 +114,7 @@ def memory(
 ) -> None:
     """Peak memory of real training steps for many configurations, compared with `cqwen plan`."""
     quiet_libraries()
-    from cqwen_dist.bench.memory_check import measure_all, measure_world, table
+    from cqwen_dist.tools.bench.memory_check import measure_all, measure_world, table
 
     if configs and world is None:
         raise UserError("bench memory", str(configs[0]), "a config with --world (without, a fixed list is measured)")
@@ -128,8 +128,8 @@ def ranks(
 ) -> None:
     """Steps on the ranks of a launcher: messages and memory compared with the plan, tokens a second."""
     quiet_libraries()
-    from cqwen_dist.bench.ranks import lines, measure_ranks
     from cqwen_dist.run.files import write_atomically
+    from cqwen_dist.tools.bench.ranks import lines, measure_ranks
 
     found = measure_ranks()
     if found is None:
@@ -160,8 +160,8 @@ def numbers(
     quiet_libraries()
     from rich.markdown import Markdown
 
-    from cqwen_dist.tables.benchmark import Benchmark
-    from cqwen_dist.tables.benchmark_page import laws_picture, page
+    from cqwen_dist.tables.benchmark.benchmark_page import laws_picture, page
+    from cqwen_dist.tables.benchmark.published import Benchmark
 
     say = partial(typer.echo, err=as_json)
     found = Benchmark(data, out, base, minutes, heads, lora_epochs, test_rows, say).run(only or [], splits)
@@ -190,7 +190,7 @@ def generate(
     quiet_libraries()
     import torch
 
-    from cqwen_dist.bench.generate import MODES, run, table
+    from cqwen_dist.tools.bench.generate import MODES, run, table
 
     for key, given, allowed in (
         ("--precision", [precision or "fp32"], ("fp32", "bf16")),

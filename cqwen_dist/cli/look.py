@@ -10,7 +10,7 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, Checkpoint, Run, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
-from cqwen_dist.report.console import quiet_libraries
+from cqwen_dist.console import quiet_libraries
 
 
 def evaluate(
@@ -45,10 +45,10 @@ def report(
     """Curves, calibration, predictions and a diagnosis of runs in one self-contained HTML page."""
     if samples:
         quiet_libraries()
-    from cqwen_dist.report.diagnosis import diagnose
-    from cqwen_dist.report.html import write_report
-    from cqwen_dist.report.run_data import read_run
     from cqwen_dist.run.files import REPORT
+    from cqwen_dist.tools.report.diagnosis import diagnose
+    from cqwen_dist.tools.report.html import write_report
+    from cqwen_dist.tools.report.run_data import read_run
 
     page = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     with writing("--out", page):

@@ -16,7 +16,7 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, ConfigFile, Overrides, load
 from cqwen_dist.cli.streams import outlive
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import plain_console, print_json, quiet_libraries
+from cqwen_dist.console import plain_console, print_json, quiet_libraries
 
 LEAST_FILES = 256
 SHIPPED = Path(__file__).parents[1] / "configs"  # also in a wheel
@@ -88,7 +88,7 @@ def quickstart(
     if code:
         raise typer.Exit(code)
     quiet_libraries()
-    from cqwen_dist.report.quickstart import show
+    from cqwen_dist.tools.report.quickstart import show
 
     metrics = show(config, overrides or [], plain_console(stderr=as_json))
     if as_json:

@@ -13,7 +13,7 @@ import typer
 from cqwen_dist.cli.arguments import AsJson, Checkpoint, print_document
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import writing
-from cqwen_dist.report.console import print_json, quiet_libraries
+from cqwen_dist.console import print_json, quiet_libraries
 
 if TYPE_CHECKING:
     from cqwen_dist.generate.continuation import Individual, Written

@@ -18,9 +18,9 @@ from cqwen_dist.cluster.rank import Order, rank_environment
 from cqwen_dist.config import Config, UserError, load_config, refuse_ranks, source_files
 from cqwen_dist.parallel.hang import stacks_of
 from cqwen_dist.parallel.launcher import LAUNCHER, free_port, taken
-from cqwen_dist.plan import read_architecture
 from cqwen_dist.run.folder import is_done, refuse_changes
 from cqwen_dist.run.status import Status, read_status
+from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
 
 STOPPED = 75  # exit code: stopped in order, resume me

@@ -26,9 +26,9 @@ from jinja2 import Environment, StrictUndefined
 from cqwen_dist.cluster.launch import preflight
 from cqwen_dist.config import Config, UserError, refuse_ranks
 from cqwen_dist.config.errors import Said, writing
-from cqwen_dist.plan import read_architecture
 from cqwen_dist.run.files import CONFIG, SLURM
 from cqwen_dist.run.folder import is_done
+from cqwen_dist.sizes.architecture import read_architecture
 from cqwen_dist.training.zero.settings import deepspeed_config, feature_parameters
 
 _GPUS = re.compile(r"--gres=.*gpu|--gpus|-G")  # options of sbatch that ask for GPUs

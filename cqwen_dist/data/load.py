@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cqwen_dist.config import DataConfig, UserError, source_files
+from cqwen_dist.config import TRAIN_TOKENIZER, Config, DataConfig, UserError, source_files
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.dataset import DataReport, TextDataset, tokenise
 from cqwen_dist.data.prepare import parts_of, prepare, read_manifest
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import as_list, read_split
-from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer, train_tokenizer
 
 # Files of at most this many bytes together are read into memory (unless data.cache_dir is given).
 IN_MEMORY = 32 << 20
@@ -78,3 +78,14 @@ def open_prepared(folder: Path, config: DataConfig, tokenizer: NumericalAwareTok
         report, content = DataReport(**manifest["reports"][name]), manifest["content"][name]
         sets[name] = TextDataset(store, texts, config, tokenizer, report, content, folder)
     return Datasets(sets["train"], sets.get("eval"), ReadReport(**manifest["reading"]))
+
+
+def tokenizer_of(config: Config) -> NumericalAwareTokenizer:
+    """The run's tokenizer; an equal one if the run is yet to train it. Raises `UserError`."""
+    number, policy = config.model.num_token_id, config.data.numbers
+    if config.model.tokenizer != TRAIN_TOKENIZER or Path(config.base_folder).is_dir():
+        source, key = config.tokenizer_source, config.tokenizer_key
+        return NumericalAwareTokenizer.from_pretrained(source, number, None, policy, key)
+    size = int((config.model.architecture or {})["vocab_size"])
+    texts = [text.text for text in read_split(config.data, ReadReport())[0]]
+    return NumericalAwareTokenizer(train_tokenizer(texts, size - 1, policy), number, size, policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -139,3 +139,16 @@ def _is_numeric(cells: Iterable[Any]) -> bool:
 def _length(texts: list[str]) -> int:
     """The length in characters that 95 % of the texts do not exceed."""
     return sorted(map(len, texts))[min(len(texts) - 1, int(0.95 * len(texts)))]
+
+
+def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields of all records, in the order in which they come first."""
+    return list(dict.fromkeys(name for record in records for name in record))
+
+
+def records_in(source: str, decimal_comma: bool = False) -> list[Mapping[str, Any]]:
+    """The records of a table. decimal_comma: as in `records_of`. Raises `UserError`, also where there is none."""
+    records, _ = records_of(source, key="FILE", decimal_comma=decimal_comma)
+    if not records or not isinstance(records[0], Mapping):
+        raise UserError("FILE", source, "a table with a row or more: .csv, .parquet, or .jsonl with an object a line")
+    return records

@@ -15,7 +15,7 @@ from cqwen_dist.config.data import can_be_named
 from cqwen_dist.config.errors import Said
 from cqwen_dist.data.cells import any_text, as_number, is_missing
 from cqwen_dist.data.numbers import find_numbers
-from cqwen_dist.data.recipes import records_of
+from cqwen_dist.data.recipes import columns_of, records_in
 from cqwen_dist.delimited import write_rows as write_csv
 from cqwen_dist.generate.table import NUMBER_COLUMNS
 
@@ -62,19 +62,6 @@ def read_table(source: str, target: str, wanted: Sequence[str] = ()) -> Table:
     rows = [{**row, target: _as_read(row[target])} for row in whole if row[target]]
     lost = len(whole) - len(rows)
     return Table(columns, _of_numbers(columns, rows), rows, target, _notes(lost, target, unnamed), lost)
-
-
-def columns_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields of all records, in the order in which they come first."""
-    return list(dict.fromkeys(name for record in records for name in record))
-
-
-def records_in(source: str, decimal_comma: bool = False) -> list[Mapping[str, Any]]:
-    """The records of a table. decimal_comma: as in `records_of`. Raises `UserError`, also where there is none."""
-    records, _ = records_of(source, key="FILE", decimal_comma=decimal_comma)
-    if not records or not isinstance(records[0], Mapping):
-        raise UserError("FILE", source, "a table with a row or more: .csv, .parquet, or .jsonl with an object a line")
-    return records
 
 
 def _notes(lost: int, target: str, unnamed: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 
 from cqwen_dist.cli.arguments import AsJson, print_document
 from cqwen_dist.config import UserError
-from cqwen_dist.report.console import plain_console, quiet_libraries
+from cqwen_dist.console import plain_console, quiet_libraries
 
 
 def learn(

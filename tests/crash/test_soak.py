@@ -231,7 +231,7 @@ def _export(config: str, run: str, out: str) -> None:
 
 
 def _report(config: str, run: str, out: str) -> None:
-    from cqwen_dist.report.html import write_report
+    from cqwen_dist.tools.report.html import write_report
 
     write_report([Path(run)], Path(out))
 

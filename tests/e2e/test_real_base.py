@@ -16,7 +16,7 @@ from cqwen_dist.config import Config
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer
 from cqwen_dist.model import CausalQwenForCausalLM
-from cqwen_dist.plan import Architecture, read_architecture
+from cqwen_dist.sizes.architecture import Architecture, read_architecture
 
 TEXTS = [
     "Tom has 1234 apples in 3 bags, and sells them at $0.5 each.\n\n  12 o'clock, don't be late!",

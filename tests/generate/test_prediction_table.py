@@ -14,10 +14,10 @@ from support.exported import tiny_pair
 
 from cqwen_dist.api import predict
 from cqwen_dist.config import UserError
+from cqwen_dist.data.recipes import records_in
 from cqwen_dist.generate.continuation import continue_text
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.table import NUMBER_COLUMNS, predict_numbers, prompts_of, write_table
-from cqwen_dist.tables.rows import records_in
 
 TABLE = 'item,amount,note\ntea,3.5,"a, b"\nmilk,12,\n"rice ""x""",-4,{z}\n'
 TEMPLATE = "{item} costs {amount} and bread costs"

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from cqwen_dist.bench.loss import Problem, contenders
 from cqwen_dist.ops.ovr import linear_ovr
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_parallel_ovr, vocab_range
+from cqwen_dist.tools.bench.loss import Problem, contenders
 
 N, C, V, ROUNDS = 256, 896, 37_984, 9
 

@@ -12,10 +12,10 @@ from support.runs import as_rank
 
 from cqwen_dist.config import Config
 from cqwen_dist.parallel.runtime import Runtime
-from cqwen_dist.parallel.traffic import Traffic
-from cqwen_dist.plan import Architecture
-from cqwen_dist.plan.comm import step_messages
-from cqwen_dist.plan.sizes import stage_sizes
+from cqwen_dist.sizes.architecture import Architecture
+from cqwen_dist.sizes.stage_sizes import stage_sizes
+from cqwen_dist.tools.plan.comm import step_messages
+from cqwen_dist.tools.site.traffic import Traffic
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen2",
@@ -70,7 +70,7 @@ def said(cases: list[tuple[int, int, str, int, dict[str, Any]]]) -> list[tuple[C
 def _of_one(
     traffic: Traffic, runtime: Runtime, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]
 ) -> tuple[Counter[Any], Counter[Any], int, int]:
-    from cqwen_dist.bench.rig import build_rig
+    from cqwen_dist.tools.bench.rig import build_rig
 
     config = config_of(zero, group, precision, accumulation, runtime.world_size, extra)
     rig = build_rig(config, SIZES, runtime)

@@ -13,7 +13,7 @@ from matrix.sharded_training import Case, begin, config_of, enter, forward_and_b
 from support.ranks import run_ranks
 
 from cqwen_dist.parallel.groups import build_groups
-from cqwen_dist.plan.comm import Message, head_messages
+from cqwen_dist.tools.plan.comm import Message, head_messages
 from cqwen_dist.training.stages import Schedule
 
 # function, its operation, which argument is the whole buffer

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cqwen_dist.tables.baselines import baselines, natural_boosting
+from cqwen_dist.tables.benchmark.predicted_laws import Predicted
 from cqwen_dist.tables.fitting import errors
-from cqwen_dist.tables.predicted_laws import Predicted
 from cqwen_dist.tables.rows import Table
 
 TRAIN, TEST = np.arange(160), np.arange(160, 200)

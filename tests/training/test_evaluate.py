@@ -23,7 +23,7 @@ from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.runtime import distributed
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.report.samples import sample_texts
+from cqwen_dist.tools.report.samples import sample_texts
 from cqwen_dist.training.evaluation.evaluate_checkpoint import evaluate_checkpoint, measure_base
 from cqwen_dist.training.evaluation.evaluator import Evaluator
 from cqwen_dist.training.evaluation.spread import Spread

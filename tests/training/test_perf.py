@@ -10,7 +10,7 @@ from support.tiny import random_batch, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from cqwen_dist.config import Config
-from cqwen_dist.plan.flops import Work
+from cqwen_dist.sizes.flops import Work
 from cqwen_dist.training.telemetry import perf
 from cqwen_dist.training.telemetry.perf import Clock, device_peak, work_of
 

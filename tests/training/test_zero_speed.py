@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
 
 
 def compare(precision: str, zero: int) -> dict[str, Any]:
-    from cqwen_dist.bench.rig import build_rig
+    from cqwen_dist.tools.bench.rig import build_rig
 
     runtime = as_rank()
     config = Config.model_validate(

@@ -14,10 +14,10 @@ import torch
 
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import Config
-from cqwen_dist.plan.architecture import Architecture
-from cqwen_dist.plan.flops import Work, of_stage
-from cqwen_dist.plan.machine import peak_tflops
-from cqwen_dist.plan.sizes import Sizes
+from cqwen_dist.sizes.architecture import Architecture
+from cqwen_dist.sizes.flops import Work, of_stage
+from cqwen_dist.sizes.machine import peak_tflops
+from cqwen_dist.sizes.stage_sizes import Sizes
 
 
 def device_peak(device: torch.device) -> float | None:

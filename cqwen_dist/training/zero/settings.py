@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.plan import Architecture
+from cqwen_dist.sizes.architecture import Architecture
 
 # Settings of ours that the user may change: they concern speed and logging, not results.
 TUNABLE = {

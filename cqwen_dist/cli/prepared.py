@@ -1,0 +1,188 @@
+"""`cqwen prepare`: prepare the data, and show what it contains as a table and two plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import typer
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from cqwen_dist.config import Config
+from cqwen_dist.console import plain_console, print_json
+from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.data.load import Datasets, open_prepared, tokenizer_of
+from cqwen_dist.data.prepare import prepare
+from cqwen_dist.data.store import Document
+from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+
+SUMMARY = "summary.json"
+PLOT = "summary.svg"
+_TARGETS = ("median", "iqr_half")  # None where no number is a target
+BAR = 40  # characters of the longest bar
+SHOWN = 300  # tokens of the first text
+
+
+def prepare_and_show(config: Config, workers: int | None, as_json: bool) -> None:
+    """Prepare the config's data, write the summary and its plots into the folder, and print it. Raises `UserError`."""
+    tokenizer = tokenizer_of(config)
+    data = config.data if workers is None else config.data.model_copy(update={"workers": workers})
+    began = time.monotonic()
+    with _ProgressLine() as progress:
+        folder = prepare(data, tokenizer, progress)
+    datasets = open_prepared(folder, data, tokenizer)
+    found = summary(datasets, data.sequence_length)
+    found["first_text"] = as_read(datasets.train[0][0], tokenizer) if len(datasets.train) else ""
+    found["folder"], found["seconds"] = str(folder), round(time.monotonic() - began, 2)
+    (folder / SUMMARY).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    console = plain_console(record=True, width=100, stderr=as_json)
+    console.print(drawn(found))
+    console.save_svg(str(folder / PLOT), title="prepared data")
+    if as_json:
+        print_json(found)
+    else:
+        console.print(f"in {folder} after {found['seconds']:.1f} s; {PLOT} has the plots too")
+
+
+def summary(datasets: Datasets, sequence_length: int) -> dict[str, Any]:
+    """Counts, shares, median and IQR/2 of the targets, and two histograms. JSON-ready."""
+    parts = {"train": datasets.train, **({"eval": datasets.eval} if datasets.eval is not None else {})}
+    return {
+        "sequence_length": sequence_length,
+        "skipped": datasets.reading.lines(),
+        **{name: _of(dataset, sequence_length) for name, dataset in parts.items()},
+    }
+
+
+def as_read(document: Document, tokenizer: NumericalAwareTokenizer) -> str:
+    """The first tokens as the model reads them: a number as `<NUM 12.5>`, what is learnt between [[ and ]]."""
+    ids, values, text = document.ids[:SHOWN].tolist(), document.values[:SHOWN].tolist(), ""
+    learnt = [True] * len(ids) if document.learnt is None else document.learnt[:SHOWN].tolist()
+    for own, places in groupby(range(len(ids)), key=learnt.__getitem__):
+        part = ""
+        for number, group in groupby(places, key=lambda i: ids[i] == tokenizer.num_token_id):
+            run = list(group)
+            if number:
+                part += "".join(f"<NUM {tokenizer.decode([ids[i]], [values[i]])}>" for i in run)
+            else:
+                part += tokenizer.decode([ids[i] for i in run])
+        text += f"[[{part}]]" if own else part
+    return text + (" ..." if len(document.ids) > SHOWN else "")
+
+
+def _of(dataset: TextDataset, sequence_length: int) -> dict[str, Any]:
+    report, statistics = dataset.report, dataset.statistics()
+    numerals = report.numbers + report.left
+    return {
+        **asdict(report),
+        "numbers_per_token": report.numbers / max(report.tokens, 1),
+        "left_share": report.left / max(numerals, 1),
+        "tokens_per_sequence": report.tokens / max(report.sequences, 1) / sequence_length,
+        "median": statistics.median if statistics.count else None,
+        "iqr_half": statistics.scale if statistics.count else None,
+        "text_lengths": _lengths(dataset.text_lengths()),
+        "number_sizes": _sizes(dataset),
+    }
+
+
+def _lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
+    """Histogram of texts by their number of tokens, in powers of 2."""
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    counts = np.bincount(powers)
+    first = int(np.flatnonzero(counts)[0]) if counts.any() else 0
+    return [(f"to {2**power:,}", int(counts[power])) for power in range(first, len(counts))]
+
+
+def _sizes(dataset: TextDataset) -> list[tuple[str, int]]:
+    """Histogram of all numbers by sign and power of 10, from the most negative to the largest."""
+    low, high = -6, 12  # smaller and larger numbers fall into the outermost bins
+    width = high - low + 1
+    counts = np.zeros(2 * width + 1, np.int64)  # negative, zero, positive
+    for part in dataset.number_parts(targets=False):
+        with np.errstate(divide="ignore"):
+            power = np.clip(np.floor(np.log10(np.abs(part))), low, high)
+        bins = np.sign(part) * (power - low + 1)
+        counts += np.bincount(bins.astype(int) + width, minlength=2 * width + 1)
+    powers = [f"1e{power}" for power in range(low, high + 1)]
+    names = [*(f"-{power}" for power in reversed(powers)), "0", *powers]
+    filled = np.flatnonzero(counts)
+    return [(names[i], int(counts[i])) for i in range(filled[0], filled[-1] + 1)] if len(filled) else []
+
+
+def drawn(found: dict[str, Any]) -> RenderableType:
+    """The summary as a table and bars."""
+    names = [name for name in ("train", "eval") if name in found]
+    table = Table("", *(Column(name, justify="right") for name in names), box=None, pad_edge=False)
+    parts = [
+        {**found[name], **{k: "none" if found[name][k] is None else f"{found[name][k]:.6g}" for k in _TARGETS}}
+        for name in names
+    ]
+    rows = {
+        "texts": "{texts:,}",
+        "tokens": "{tokens:,}",
+        f"sequences of at most {found['sequence_length']:,}": "{sequences:,}",
+        "  filled by tokens": "{tokens_per_sequence:.1%}",
+        "numbers": "{numbers:,}",
+        "  a token": "{numbers_per_token:.4f}",
+        "  learnt by the regression": "{targets:,}",
+        "numerals left as text": "{left:,} ({left_share:.2%})",
+        "  beyond float64": "{overflows:,}",
+        "texts left out: too short, too long": "{too_short:,}, {too_long:,}",
+        "long texts truncated, dropped": "{truncated:,}, {dropped:,}",
+        "  tokens that are lost": "{lost:,}",
+        "median of the targets": "{median}",
+        "IQR/2 of the targets": "{iqr_half}",
+    }
+    for title, text in rows.items():
+        table.add_row(title, *(text.format(**part) for part in parts))
+    train = found["train"]
+    return Group(
+        table,
+        *(Text(line, style="yellow") for line in found["skipped"]),
+        "",
+        "tokens of a text",
+        _bars(train["text_lengths"]),
+        "",
+        "numbers, by power of ten",
+        _bars(train["number_sizes"]) if train["number_sizes"] else "none",
+        "",
+        "the first text as it is read: numbers as <NUM value>, what is learnt between [[ and ]]",
+        Text("".join(f"    {line}\n" for line in found["first_text"].split("\n"))),
+    )
+
+
+def _bars(counts: list[tuple[str, int]]) -> RenderableType:
+    table = Table(
+        Column(justify="right"), Column(justify="right"), Column(), show_header=False, box=None, pad_edge=False
+    )
+    most = max(count for _, count in counts)
+    for name, count in counts:
+        too_short = 0 < 8 * BAR * count < most  # less than an eighth of a character
+        table.add_row(name, f"{count:,}", "·" if too_short else Bar(max(most, 1), 0, count, width=BAR))
+    return table
+
+
+class _ProgressLine(Progress):
+    """Progress on stderr: a live line on a terminal, a line every half minute elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(TextColumn("{task.description}"), TimeElapsedColumn(), disable=not sys.stderr.isatty())
+        self._line = self.add_task("preparing")
+        self._began = self._printed = time.monotonic()
+
+    def __call__(self, texts: int, tokens: int) -> None:
+        now = time.monotonic()
+        line = f"preparing: {texts:,} texts, {tokens:,} tokens, {tokens / max(now - self._began, 1e-9):,.0f} a second"
+        self.update(self._line, description=line)
+        if self.disable and now - self._printed > 30:
+            self._printed = now
+            typer.echo(line, err=True)

@@ -1,0 +1,192 @@
+"""The numbers that every part of a plan shares: one stage of a run on one rank.
+
+H hidden, I intermediate, A attention heads, K key-value heads, D head size, L layers; C causal dimension (word part
+C_w, number dimensions m), V vocabulary, v rows of it on a rank, g ranks of a vocabulary group, R ranks of the world;
+B sequences of T tokens in a micro-batch, N = B T; w bytes of a backbone number.
+"""
+
+from __future__ import annotations
+
+from cqwen_dist.config import Config, Stage, refuse_ranks
+from cqwen_dist.sizes.architecture import Architecture
+
+FP32 = 4
+FASTEST = {"cpu": "chunked", "cuda": "triton"}  # loss.impl auto
+# DeepSpeed's ZeRO-3 defaults: what stays gathered, and which parameters are never partitioned.
+MAX_LIVE, PERSISTENT_BELOW = 1_000_000_000, 100_000
+# The wide part's tables, and the numbers that it knows by name (`model.wide`; a test counts the real one)
+WIDE_TABLES, WIDE_NAMES, WIDE_PER_NAME = 16, 128, 7
+
+
+class Sizes:
+    """A stage of a config on the rank with the most work.
+
+    kind: cuda or cpu. sequences: of an epoch; None: not known. text: tokens of a packed text: sum of squares over sum;
+    None: all of a row.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        base: Architecture,
+        world: int,
+        kind: str,
+        stage: Stage,
+        sequences: int | None = None,
+        text: float | None = None,
+    ) -> None:
+        self.config, self.base, self.world, self.kind, self.stage = config, base, world, kind, stage
+        self.sequences_in_data = sequences
+        # the batch
+        self.global_batch, micro_batch = config.batch_sizes(stage)
+        share = ceil_div(self.global_batch, world)  # sequences of a step on this rank
+        self.accumulation = ceil_div(share, micro_batch)  # micro-batches a step
+        self.length = stage.sequence_length or config.data.sequence_length  # T
+        self.tokens = min(micro_batch, share) * self.length  # N
+        self.attended = min(text or self.length, self.length) if config.data.pack else float(self.length)
+        self.step_tokens = self.global_batch * self.length  # of all ranks in an optimizer step
+        # what trains; the engine is never rebuilt, so what a group that trained in any stage holds stays
+        self.trainable = stage.groups
+        self.ever_trainable = frozenset[str]().union(*(each.groups for each in config.stages))
+        until_now = config.stages[: 1 + [each.name for each in config.stages].index(stage.name)]
+        self.reached = frozenset[str]().union(*(each.groups for each in until_now))  # Adam has moments of these
+        self.graph = bool(self.trainable & {"embedding", "lora"})  # whether gradients run through the backbone
+        self.checkpointing = config.model.gradient_checkpointing
+        # the backbone, the heads, the layout
+        self.width = 2 if config.train.precision == "bf16" else FP32  # w
+        self.words = config.model.causal_size or base.hidden  # C_w
+        self.causal = self.words + config.number_dims  # C
+        self.zero = config.parallel.zero_stage
+        self.group = config.parallel.vocab_group_size  # g
+        self.loss_impl = FASTEST[kind] if config.loss.impl == "auto" else config.loss.impl
+        if self.loss_impl == "fused" and self.width == FP32:
+            self.loss_impl = "triton"  # as `ops.ovr.loss` does
+        self.rows = ceil_div(base.vocab, self.group)  # v, of the rank that has most
+        # rows of W_reg: one for each value of a number, or for each type its value and its score
+        types = config.data.types
+        self.regressions = 2 * len(types) if types else 1 + len(config.data.more_values)
+        c, h = self.causal, base.hidden
+        # numbers of the heads' parts that every rank holds whole
+        copies = config.model.copies * (self.words + 2)
+        self.whole_heads = {"abduction": 2 * (c * h + c), "regression": self.regressions * (c + 1) + copies, "noise": c}
+        features = config.model.random_features
+        numbers = WIDE_NAMES * (WIDE_PER_NAME + 2 * WIDE_TABLES) + features * (WIDE_NAMES + 1 + WIDE_TABLES)
+        self.wide_part = (WIDE_TABLES * config.model.wide + base.vocab + numbers) * bool(config.model.wide)
+        # linear maps with an adapter; trained numbers in DeepSpeed's engine by part, always the embedding's two vectors
+        lora, self.adapters = config.model.lora, frozenset[str]()
+        self.engine_parameters = {"embedding of numbers": 2 * base.hidden}
+        if "lora" in self.ever_trainable:
+            self.adapters = frozenset(base.linears if lora.target_modules == "all-linear" else lora.target_modules)
+            self.engine_parameters["LoRA"] = base.lora_parameters(lora.r, lora.target_modules, lora.dora)
+        self.trained_features = sum(self.engine_parameters.values())
+
+    @staticmethod
+    def engine_group(part: str) -> str:
+        """The trainable group of a part of `engine_parameters`."""
+        return "lora" if part == "LoRA" else "embedding"
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the stage (at most, with `until`); None where that depends on data of unknown size."""
+        if self.stage.steps is not None:
+            return self.stage.steps
+        if self.stage.until is not None:
+            return self.stage.until.max_steps
+        if self.sequences_in_data is None or self.stage.epochs is None:
+            return None
+        return max(1, round(self.stage.epochs * ceil_div(self.sequences_in_data, self.global_batch)))
+
+    @property
+    def cached(self) -> bool:
+        """Whether z comes from the feature cache: nothing before it trains, and the stage is longer than one pass.
+
+        In auto mode a stage given in steps, over data of unknown size, is counted as computing it.
+        """
+        mode = self.config.train.feature_cache.mode
+        if self.graph or mode == "never":
+            return False
+        if mode == "require":
+            return True
+        if self.stage.epochs is not None:
+            return self.stage.epochs > 1
+        return self.sequences_in_data is not None and (self.steps or 0) * self.global_batch > self.sequences_in_data
+
+    def row_columns(self, groups: frozenset[str]) -> list[int]:
+        """Columns of each tensor with a row for each word, where `groups` are trainable."""
+        train, found = self.config.train, []
+        if "classifier" in groups:
+            found.append(self.words)
+            if train.train_class_bias:
+                found.append(1)
+        if "thresholds" in groups and train.thresholds == "per-word":
+            found.append(1)
+        return found
+
+    def row_numbers(self, groups: frozenset[str]) -> int:
+        """Trained numbers of this rank's rows, where `groups` are trainable."""
+        return self.rows * sum(self.row_columns(groups))
+
+    def matrices(self, groups: frozenset[str]) -> list[tuple[int, int]]:
+        """(rows, columns) of what every rank holds whole and steps a part of, where `groups` are trainable."""
+        return [(self.causal, self.base.hidden)] * 2 if "abduction" in groups else []
+
+    def vectors(self, groups: frozenset[str]) -> int:
+        """Trained numbers of the heads that every rank holds and steps whole, where `groups` are trainable."""
+        return self.whole_head(groups) - sum(rows * columns for rows, columns in self.matrices(groups))
+
+    def stepped_head(self, groups: frozenset[str]) -> int:
+        """Numbers of the heads that a rank steps and has moments of (`training.moments`), where `groups` trained."""
+
+        def kept(rows: int, ranks: int) -> int:
+            return rows // ranks + rows % ranks
+
+        matrices = sum(kept(rows, self.world) * columns for rows, columns in self.matrices(groups))
+        rows = kept(self.rows, self.world // self.group) * sum(self.row_columns(groups))
+        return matrices + self.vectors(groups) + rows
+
+    def whole_head(self, groups: frozenset[str]) -> int:
+        """Trained numbers of the heads that every rank holds whole, where `groups` are trainable."""
+        scalar = self.config.train.thresholds == "scalar" and "thresholds" in groups
+        return sum(size for name, size in self.whole_heads.items() if name in groups) + scalar
+
+    def head(self, groups: frozenset[str]) -> int:
+        """Trained numbers of the heads, over all ranks, where `groups` are trainable."""
+        return sum(self.row_columns(groups)) * self.base.vocab + self.whole_head(groups)
+
+    def over(self, stage: int) -> int:
+        """Over how many ranks ZeRO spreads what it shards from `stage` on."""
+        return self.world if self.zero >= stage else 1
+
+    def zero_setting(self, key: str, default: int) -> int:
+        """A stage-3 setting, the user's or DeepSpeed's default."""
+        section = self.config.deepspeed.get("zero_optimization", {})
+        value = section.get(key, default) if isinstance(section, dict) else default
+        return int(value)
+
+
+def stage_sizes(
+    config: Config,
+    base: Architecture,
+    *,
+    world: int,
+    kind: str,
+    sequences: int | None = None,
+    text: float | None = None,
+) -> list[Sizes]:
+    """One for every stage; arguments as `Sizes`. Raises `UserError` where ranks and vocabulary groups do not fit."""
+    refuse_ranks(config.parallel.vocab_group_size, world)
+    return [Sizes(config, base, world, kind, stage, sequences, text) for stage in config.stages]
+
+
+def masked(s: Sizes) -> bool:
+    """Whether attention has a mask: packed documents, a limited window. Plain causal attention needs none, and with
+    `model.attention: varlen` only a window does, where no kernel knows of it."""
+    if s.config.data.pack and s.config.model.attention == "mask":
+        return True
+    kernel = s.config.model.attention == "varlen" and s.kind == "cuda" and s.width < FP32
+    return s.base.window is not None and s.attended >= s.base.window and not kernel
+
+
+def ceil_div(count: int, parts: int) -> int:
+    """The largest of `parts` even shares of a count."""
+    return -(-count // parts)

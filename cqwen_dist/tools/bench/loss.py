@@ -1,0 +1,278 @@
+"""``cqwen bench loss``: what the one-vs-rest loss costs, compared with its floor and with other heads.
+
+Each contender does one forward and one backward pass, with gradients of all its inputs:
+
+this        ``linear_ovr``
+chunked, triton, fused, fused fp8  ``linear_ovr`` by that implementation; on a GPU, the last two for bf16 only
+fused two, fused two fp8  the kernel cut for two programs an SM (``ops.ovr.fused.SHAPES``)
+floor       the six matrix products alone, in the tiles of `this`: no implementation of this loss can be faster
+seed        the seeds' formula as written (S0 5.1: arctan, one-hot, eps = 1e-7), materialised, by autograd
+stable      the stable formulas, materialised, by autograd
+softmax     an ordinary head, materialised: one product and cross entropy
+liger, cce  an ordinary head by Liger-Kernel and by ml-cross-entropy, where installed (CUDA)
+
+All are timed in turn, round by round. A ratio is taken within a round; "best" compares the fastest rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.table import Column, Table
+from torch import Tensor
+
+from cqwen_dist.ops.cauchy import Cauchy
+from cqwen_dist.ops.ovr import linear_ovr
+from cqwen_dist.ops.ovr.head import Targets, WordHead
+from cqwen_dist.ops.ovr.loss import IMPLEMENTATIONS
+from cqwen_dist.ops.ovr.one_pass import ovr_one_pass, tile_shape
+from cqwen_dist.ops.products import dtype_of
+from cqwen_dist.tools.bench.memory import peak_growth_bytes
+from cqwen_dist.tools.bench.timing import device_name, in_turn, seconds_of, spread
+
+PLAIN_COPIES = {"seed": 9, "stable": 14, "softmax": 4}  # live [N, V] fp32 tensors of the materialising contenders
+FUSED = ("fused", "fused fp8", "fused two", "fused two fp8")  # contenders that multiply bf16, or fp8
+ON_CUDA = ("triton", "chunked", *FUSED, "liger", "cce")  # contenders that run nowhere else; "this" is chunked on a CPU
+MIB = 1 << 20
+
+
+class Problem(NamedTuple):
+    """One benchmark's inputs: loc_u, scale_u [N, H], weight [V, H] in the dtype; threshold [V] fp32; labels [N]."""
+
+    loc_u: Tensor
+    scale_u: Tensor
+    weight: Tensor
+    threshold: Tensor
+    labels: Tensor
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for leaf in self[:4]:
+            leaf.grad = None
+
+
+def run(
+    tokens: int = 512,
+    hidden: int = 896,
+    vocab: int = 151_936,
+    dtype: str = "fp32",
+    device: str = "auto",
+    impl: str = "auto",
+    rounds: int = 5,
+    only: list[str] | None = None,
+    plain_limit_gib: float = 8.0,
+) -> dict[str, Any]:
+    """Time and peak extra memory of all contenders, or of the floor and ``only`` those named.
+
+    dtype: fp32 or bf16. device: cpu, cuda, or auto (cuda if available). impl: as for ``linear_ovr``. A materialising
+    contender that would hold more than plain_limit_gib is skipped and named. Returns a JSON-ready dict: the shape,
+    ``rows`` (name, seconds median/min/max, ratio_to_floor median/min/max/best, extra_mib beyond inputs and gradients
+    or None, tokens_per_second), ``skipped`` (name: reason).
+    Raises ValueError for an unknown dtype, device, impl or contender, and where the floor itself fails; another
+    contender that fails is skipped and named.
+    """
+    place = _checked(dtype, device, impl)
+    problem = _problem(tokens, hidden, vocab, dtype_of(dtype), place)
+    steps, skipped = _steps(problem, impl, only, plain_limit_gib)
+    warm = {name: partial(_extra_mib, step, problem, place) for name, step in steps.items()}
+    extra = in_turn(warm, 1, skipped)
+
+    def timed(step: Callable[[], object]) -> float:
+        problem.clear()
+        return seconds_of(step, place)
+
+    seconds = in_turn({name: partial(timed, steps[name]) for name in extra}, rounds, skipped)
+    if "floor" in skipped:
+        raise ValueError(f"the products alone must run, found {skipped['floor']}")
+    rows = []
+    for name, times in seconds.items():
+        ratios = [t / f for t, f in zip(times, seconds["floor"], strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "seconds": spread(times),
+                "ratio_to_floor": {**spread(ratios), "best": min(times) / min(seconds["floor"])},
+                "extra_mib": extra[name][0],
+                "tokens_per_second": tokens / statistics.median(times),
+            }
+        )
+    return {
+        "tokens": tokens,
+        "hidden": hidden,
+        "vocab": vocab,
+        "dtype": dtype,
+        "device": device_name(place),
+        "impl": impl,
+        "torch": torch.__version__,
+        "rounds": rounds,
+        "floor_tflops": 12 * tokens * hidden * vocab / statistics.median(seconds["floor"]) / 1e12,
+        "rows": rows,
+        "skipped": skipped,
+    }
+
+
+def _checked(dtype: str, device: str, impl: str) -> torch.device:
+    """Check the words and return the device; the command line checks the sizes. Raises ValueError."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, found {impl!r}")
+    if dtype not in ("fp32", "bf16"):
+        raise ValueError(f"dtype must be fp32 or bf16, found {dtype!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device must be cpu, or cuda if available, found {device!r}")
+    return torch.device(device)
+
+
+def _steps(
+    problem: Problem, impl: str, only: list[str] | None, plain_limit_gib: float
+) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """(a step of each contender that can run, reasons why others cannot). Raises ValueError for an unknown name."""
+    makers = contenders(impl)
+    names = list(makers) if only is None else ["floor", *(name for name in only if name != "floor")]
+    unknown = [name for name in names if name not in makers]
+    if unknown:
+        raise ValueError(f"contenders are {sorted(makers)}, found {unknown}")
+    steps, skipped = {}, {}
+    for name in names:
+        gib = PLAIN_COPIES.get(name, 0) * problem.labels.shape[0] * problem.weight.shape[0] * 4 / 2**30
+        if gib > plain_limit_gib:
+            skipped[name] = f"about {gib:.1f} GiB of [N, V] tensors"
+            continue
+        if name in ON_CUDA and not problem.weight.is_cuda:
+            skipped[name] = "needs CUDA"
+            continue
+        if name in FUSED and problem.loc_u.dtype == torch.float32:
+            skipped[name] = "needs bf16"
+            continue
+        try:
+            steps[name] = makers[name](problem)
+        except ImportError as error:
+            skipped[name] = str(error)
+    return steps, skipped
+
+
+def table(result: dict[str, Any]) -> Table:
+    """``run``'s result for a terminal."""
+    shape = f"N={result['tokens']:,} H={result['hidden']:,} V={result['vocab']:,} {result['dtype']}"
+    names = ("seconds (min-max)", "x floor (min-max)", "best", "extra memory", "tokens/s")
+    columns = (Column(name, justify="right") for name in names)
+    title = f"OvR loss, forward + backward, {shape}, {result['device']}, {result['rounds']} rounds"
+    out = Table("contender", *columns, title=title)
+    for row in result["rows"]:
+        s, r, mib = row["seconds"], row["ratio_to_floor"], row["extra_mib"]
+        out.add_row(
+            row["name"],
+            f"{s['median']:.4g} ({s['min']:.4g}-{s['max']:.4g})",
+            f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})",
+            f"{r['best']:.2f}",
+            "not known" if mib is None else f"{mib:,.0f} MiB",
+            f"{row['tokens_per_second']:,.0f}",
+        )
+    for name, why in result["skipped"].items():
+        out.add_row(name, "skipped", why, "", "", "")
+    return out
+
+
+def contenders(impl: str) -> dict[str, Callable[[Problem], Callable[[], object]]]:
+    """Name -> function from the problem to a step, forward and backward. It raises ImportError if not installed."""
+    return {
+        "floor": _floor,
+        "this": partial(_ours, impl=impl),
+        "chunked": partial(_ours, impl="chunked"),
+        "triton": partial(_ours, impl="triton"),
+        **{name: partial(_fused, name=name) for name in FUSED},
+        "seed": lambda p: lambda: _seed_formula(p).backward(),
+        "stable": partial(_ours, impl="reference"),
+        "softmax": lambda p: lambda: F.cross_entropy((p.loc_u @ p.weight.T).float(), p.labels).backward(),
+        "liger": _liger,
+        "cce": _cce,
+    }
+
+
+def _ours(p: Problem, impl: str) -> Callable[[], object]:
+    return lambda: linear_ovr(p.loc_u, p.scale_u, p.weight, None, p.threshold, p.labels, impl=impl).loss.backward()
+
+
+def _floor(p: Problem) -> Callable[[], object]:
+    """Two products forward and four for the gradients, tile by tile, into buffers of the sizes they need."""
+    x, g, w = (leaf.detach() for leaf in p[:3])
+    t, n = tile_shape(x.shape[0], w.shape[0], w.shape[1], x.device.type)
+
+    def step() -> None:
+        d_x, d_g, d_w = torch.zeros_like(x), torch.zeros_like(g), torch.empty_like(w)
+        spare = w.new_empty(n, w.shape[1])
+        for block in range(0, w.shape[0], n):
+            words = w[block : block + n]
+            for start in range(0, x.shape[0], t):
+                some = slice(start, start + t)
+                a, b = x[some] @ words.T, g[some] @ words.T
+                d_x[some].addmm_(a, words)
+                d_g[some].addmm_(b, words)
+                beta = float(start > 0)
+                d_w[block : block + n].addmm_(a.T, x[some], beta=beta)
+                spare[: words.shape[0]].addmm_(b.T, g[some], beta=beta)
+        p.loc_u.grad, p.scale_u.grad, p.weight.grad = d_x, d_g, d_w
+
+    return step
+
+
+def _fused(p: Problem, name: str) -> Callable[[], object]:
+    """The kernel without scores in memory, in the cut that the name says: the device's own, or two programs an SM."""
+    from cqwen_dist.ops.ovr.fused import SHAPES, FusedTile
+
+    shape = SHAPES[name.replace("fused", "sm_90")] if "two" in name else None
+    maths, head = FusedTile(name.endswith("fp8"), shape), WordHead(p.weight, None, p.threshold)
+    targets = Targets(p.labels, torch.ones_like(p.labels, dtype=p.threshold.dtype), None, False)
+    return lambda: ovr_one_pass(Cauchy(p.loc_u, p.scale_u), head, targets, maths).loss.backward()
+
+
+def _seed_formula(p: Problem) -> Tensor:
+    """S0 5.1 as written: P = 1/2 + arctan((loc - C)/scale)/pi, eps = 1e-7, a one-hot of the labels; summed."""
+    eps = 1e-7
+    loc = (p.loc_u @ p.weight.T).float()
+    scale = (p.scale_u @ p.weight.abs().T).float()
+    prob = 0.5 + torch.atan((loc - p.threshold) / scale) / math.pi
+    one_hot = torch.zeros_like(prob).scatter_(1, p.labels[:, None], 1.0)
+    return -(one_hot * torch.log(prob + eps) + (1.0 - one_hot) * torch.log(1.0 - prob + eps)).sum()
+
+
+def _liger(p: Problem) -> Callable[[], object]:
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda: loss(p.weight, p.loc_u, p.labels).backward()
+
+
+def _cce(p: Problem) -> Callable[[], object]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda: linear_cross_entropy(p.loc_u, p.weight, p.labels).backward()
+
+
+def _problem(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random inputs with a trained head's magnitudes: rows of std 0.0156, C = 15, scale_U = 1e-3."""
+    make = torch.Generator(device).manual_seed(0)
+    loc_u = torch.randn(tokens, hidden, device=device, generator=make).to(dtype)
+    weight = torch.empty(vocab, hidden, dtype=dtype, device=device).normal_(std=0.0156, generator=make)
+    scale_u = torch.full_like(loc_u, 1e-3)
+    threshold = torch.full((vocab,), 15.0, device=device)
+    labels = torch.randint(vocab, (tokens,), device=device, generator=make)
+    problem = Problem(loc_u, scale_u, weight, threshold, labels)
+    for leaf in problem[:4]:
+        leaf.requires_grad_()
+    return problem
+
+
+def _extra_mib(step: Callable[[], object], p: Problem, device: torch.device) -> float | None:
+    """Peak growth of one step minus its gradients, which stay."""
+    p.clear()
+    growth = peak_growth_bytes(step, device)
+    gradients = sum(leaf.grad.nbytes for leaf in p[:4] if leaf.grad is not None)
+    return None if growth is None else (growth - gradients) / MIB

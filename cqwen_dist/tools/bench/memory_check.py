@@ -1,0 +1,343 @@
+"""``cqwen bench memory``: measured and planned peak memory of real training steps, over many configurations.
+
+Each case builds the model and its engine, enters every stage and takes steps; the last step of a stage also measures
+the accuracy and the constraint. Measured is the most that torch's allocator gave out at once: on CUDA from its
+statistics, on a CPU from its total at each allocation that the profiler records. Planned are the tensors of
+`cqwen plan`, without context and fragmentation.
+
+With a world, this process is rank 0 of so many, of which the others do not exist (`site.fake_world`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from math import gcd
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Column, Table
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cqwen_dist.config import Config, load_config
+from cqwen_dist.config.reading import given_config
+from cqwen_dist.parallel.groups import Groups
+from cqwen_dist.parallel.runtime import Runtime, distributed
+from cqwen_dist.sizes.architecture import Architecture, known_architecture, read_architecture
+from cqwen_dist.sizes.stage_sizes import stage_sizes
+from cqwen_dist.tools.bench.memory import peak_growth_bytes
+from cqwen_dist.tools.bench.rig import build_rig
+from cqwen_dist.tools.bench.timing import device_name, said
+from cqwen_dist.tools.plan.make import allocated_bytes, worst
+from cqwen_dist.tools.plan.memory import MIB
+from cqwen_dist.tools.site.fake_world import one_of
+
+STEPS = 2  # plain ones, before the one that measures accuracy and constraint
+
+
+class Case(NamedTuple):
+    """A configuration by its differences: dotted config keys in `changes`, trainable groups by stage in `trains`."""
+
+    name: str
+    architecture: dict[str, Any]
+    changes: dict[str, Any]
+    trains: list[list[str]]
+
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 4000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+ALL, NO_LORA, HEADS = ["heads", "embedding", "lora"], ["heads", "embedding"], ["heads"]
+BF16 = {"train.precision": "bf16"}
+QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
+PACKED = {"data.pack": True}
+CHECKPOINTING = {"model.gradient_checkpointing": True}
+ZERO_2, ZERO_3 = {"parallel.zero_stage": 2}, {"parallel.zero_stage": 3}
+WITHIN = PACKED | {"model.attention": "varlen"}  # each text attends to itself alone
+SAMPLED = {"loss.negatives": "sampled"}
+KL_HELD = {"loss.constraint.mode": "dual"}
+# A 72B model by its proportions, an eighth as wide: a layer has 0.88 of the numbers that ZeRO-3 keeps gathered.
+LIKE_72B = {
+    **SMALL,
+    "vocab_size": 19_008,
+    "hidden_size": 1024,
+    "intermediate_size": 3696,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+}
+LIVE_LIKE_72B = {
+    "deepspeed.zero_optimization": {
+        "stage3_max_live_parameters": 15_600_000,
+        "stage3_max_reuse_distance": 15_600_000,
+        "stage3_prefetch_bucket_size": 780_000,
+        "stage3_param_persistence_threshold": 1560,
+    }
+}
+OWN_CONFIGS = ("7b", "14b", "32b", "72b")  # what a GPU measures in a world
+
+
+def cases(kind: str) -> list[Case]:
+    """What a device of this kind tries: small models on a CPU, models of real width on a GPU."""
+    return _on_gpu() if kind == "cuda" else _on_cpu()
+
+
+def _on_cpu() -> list[Case]:
+    def case(name: str, changes: dict[str, Any] | None = None, *trains: list[str], **architecture: Any) -> Case:
+        return Case(name, {**SMALL, **architecture}, changes or {}, [*trains] or [ALL])
+
+    return [
+        case("adapters on all, fp32"),
+        case("adapters on all, bf16", BF16),
+        case("embedding alone", None, NO_LORA),
+        case("heads alone", None, HEADS),
+        case("heads alone, bf16", BF16, HEADS),
+        case("adapters alone", None, ["lora"]),
+        case("the classifier alone", None, ["classifier"]),
+        case("adapters on q and v", QV),
+        case("rank 64", {"model.lora.r": 64}),
+        case("dropout", {"model.lora.dropout": 0.1}),
+        case("checkpointing", CHECKPOINTING),
+        case("checkpointing, bf16", CHECKPOINTING | BF16),
+        case("packed", PACKED),
+        case("packed, bf16", PACKED | BF16),
+        case("packed without a mask", WITHIN),
+        case("packed without a mask, bf16", WITHIN | BF16),
+        case("packed without a mask, long", WITHIN | _batch(768, 1)),
+        case("packed without a mask, q and v", WITHIN | QV),
+        case("accumulation", {"train.global_batch_size": 12}),
+        case("accumulation, bf16", BF16 | {"train.global_batch_size": 12, "model.lora.r": 64}),
+        case("a large vocabulary", vocab_size=40_000),
+        case("a large vocabulary, accumulation", {"train.global_batch_size": 8}, vocab_size=40_000),
+        case("a large vocabulary, heads, bf16", BF16, HEADS, vocab_size=40_000),
+        case("a large vocabulary, sampled", SAMPLED, vocab_size=40_000),
+        case("a large vocabulary, sampled, heads", SAMPLED, HEADS, vocab_size=40_000),
+        case("qwen3", model_type="qwen3", head_dim=32),
+        case("qwen3, bf16", BF16, model_type="qwen3", head_dim=32),
+        case("ZeRO-2", ZERO_2),
+        case("C of 128", {"model.causal_size": 128}),
+        case("long sequences", _batch(768, 1)),
+        case("one short sequence", {"data.sequence_length": 32, "train.micro_batch_size": 1}),
+        case("wide", hidden_size=512, intermediate_size=1024),
+        case("KL held", KL_HELD, hidden_size=512, num_hidden_layers=2),
+        case("no constraint", {"loss.constraint.mode": "off"}),
+        case("scalar C, seeds' start", {"train.thresholds": "scalar", "start": "seed"}),
+        case("heads, then all", None, HEADS, ALL),
+        case("ZeRO-3", ZERO_3),  # last: it changes torch's linear map for the whole process
+        case("ZeRO-3, q and v", ZERO_3 | QV),
+    ]
+
+
+def _on_gpu() -> list[Case]:
+    def case(
+        name: str,
+        micro: int,
+        changes: dict[str, Any] | None = None,
+        trains: list[str] = ALL,
+        size: str = "0.5B",
+        **architecture: int,
+    ) -> Case:
+        architecture = {**(known_architecture(f"Qwen/Qwen2.5-{size}") or {}), **architecture}
+        return Case(name, architecture, BF16 | _batch(1024, micro) | (changes or {}), [trains])
+
+    return [
+        case("0.5B, 8 x 1024", 8),
+        case("0.5B, 1 x 1024", 1),
+        case("0.5B, 16 x 1024", 16),
+        case("0.5B, 32 x 256", 32, {"data.sequence_length": 256}),
+        case("0.5B, 2 x 4096", 2, {"data.sequence_length": 4096}),
+        case("0.5B, checkpointing", 8, CHECKPOINTING),
+        case("0.5B, dropout", 8, {"model.lora.dropout": 0.1}),
+        case("0.5B, q and v", 8, QV),
+        case("0.5B, accumulation", 4, {"train.global_batch_size": 12}),
+        case("0.5B, packed", 8, PACKED),
+        case("0.5B, packed without a mask", 8, WITHIN),
+        case("0.5B, heads", 8, trains=HEADS),
+        case("0.5B, embedding and heads", 8, trains=NO_LORA),
+        case("0.5B, fp32", 4, {"train.precision": "fp32"}),
+        case("0.5B, ZeRO-2", 8, ZERO_2),
+        case("0.5B, KL held", 8, KL_HELD),
+        case("0.5B, chunked loss", 8, {"loss.impl": "chunked"}, num_hidden_layers=6),
+        case("7B wide, 4 layers, 4 x 1024", 4, size="7B", num_hidden_layers=4),
+        case("7B wide, 4 layers, heads", 8, trains=HEADS, size="7B", num_hidden_layers=4),
+        case("7B wide, 8 layers, checkpointing", 8, CHECKPOINTING, size="7B", num_hidden_layers=8),
+        case("7B, 2 x 1024", 2, size="7B"),
+    ]
+
+
+def _in_world(world: int) -> list[Case]:
+    """Small models in vocabulary groups of up to 8, two sequences a rank.
+
+    Two layers in a large world: of each weight, the profiler keeps an event for every rank's slice.
+    """
+    layers = {"num_hidden_layers": 2} if world > 256 else {}
+
+    def case(name: str, changes: dict[str, Any], *trains: list[str], **architecture: Any) -> Case:
+        architecture |= layers
+        spread = {"parallel.vocab_group_size": gcd(8, world), **_batch(256, 2), "train.global_batch_size": 2 * world}
+        return Case(name, {**SMALL, **architecture}, spread | changes, [*trains] or [ALL])
+
+    return [
+        case("ZeRO-1, bf16", BF16),
+        case("ZeRO-2, bf16", BF16 | ZERO_2),
+        case("ZeRO-3, fp32", ZERO_3),
+        case("ZeRO-3, bf16, q and v", BF16 | ZERO_3 | QV),
+        case("ZeRO-3, bf16, a large vocabulary", BF16 | ZERO_3, vocab_size=40_000),
+        case("as 72B: heads", BF16 | ZERO_3 | CHECKPOINTING | PACKED | LIVE_LIKE_72B, HEADS, **LIKE_72B),
+        case("as 72B: heads, then all", BF16 | ZERO_3 | CHECKPOINTING | PACKED | LIVE_LIKE_72B, HEADS, ALL, **LIKE_72B),
+    ]
+
+
+def _batch(length: int, micro: int) -> dict[str, Any]:
+    """One micro-batch of so many sequences."""
+    return {"data.sequence_length": length, "train.micro_batch_size": micro, "train.global_batch_size": micro}
+
+
+def config_of(case: Case) -> Config:
+    """The case's config."""
+    document = {
+        "model": {"architecture": case.architecture},
+        "data": {"train": "unused", "sequence_length": 256},
+        "stages": [
+            {"name": f"stage {i}" if i else "first", "train": groups, "steps": 10}
+            for i, groups in enumerate(case.trains)
+        ],
+        "train": {"micro_batch_size": 4, "global_batch_size": 4},
+    }
+    return given_config(document, case.changes)
+
+
+def measure(
+    config: Config, architecture: dict[str, Any], runtime: Runtime, groups: Groups | None = None
+) -> dict[str, Any]:
+    """{measured_mib, predicted_mib, ratio, stage, moment} of a config. Collective over the world."""
+
+    def build() -> Callable[[], None]:
+        rig = build_rig(config, architecture, runtime, groups)
+
+        def steps() -> None:
+            for index in range(len(config.stages)):
+                at = rig.enter(index)
+                batches = rig.batches(at)
+                for i in range(STEPS + 1):
+                    rig.step(batches, at, looking=i == STEPS)
+
+        return steps
+
+    measured = peak_of(build, runtime.device)
+    base = Architecture.of(architecture)
+    sizes = stage_sizes(config, base, world=runtime.world_size, kind=runtime.device.type)
+    (s, phase, _), predicted = worst(sizes), allocated_bytes(sizes)
+    return {
+        "measured_mib": measured / MIB,
+        "predicted_mib": predicted / MIB,
+        "ratio": predicted / measured,
+        "stage": s.stage.name,
+        "moment": phase,
+    }
+
+
+def measure_all(only: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """(the cases whose name contains one of `only`, or all cases; the device's name)."""
+    with distributed() as runtime:
+        chosen = [(case.name, config_of(case), case.architecture) for case in cases(runtime.device.type)]
+        return _measured(chosen, runtime, only), device_name(runtime.device)
+
+
+def measure_world(world: int, configs: list[Path], only: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """As `measure_all`, of rank 0 of so many: of these configs, or of those that this kind of device tries."""
+    with one_of(world) as runtime:
+        gpu, chosen = runtime.device.type == "cuda", []
+        if gpu and not configs:
+            configs = [Path(str(files("cqwen_dist") / "configs" / f"qwen2.5-{size}.yaml")) for size in OWN_CONFIGS]
+        for path in configs:
+            config = load_config(path)
+            chosen.append((path.stem, config, read_architecture(config)))
+        if not chosen:
+            chosen = [(case.name, config_of(case), case.architecture) for case in _in_world(world)]
+        chosen.sort(key=lambda item: item[1].parallel.zero_stage == 3)  # last: see `_on_cpu`
+        return _measured(chosen, runtime, only), f"rank 0 of {world}, {device_name(runtime.device)}"
+
+
+def _measured(
+    chosen: list[tuple[str, Config, dict[str, Any]]], runtime: Runtime, only: list[str]
+) -> list[dict[str, Any]]:
+    """A row for each (name, config, architecture) whose name contains one of `only`, or for all."""
+    rows = []
+    for name, config, architecture in chosen:
+        if not only or any(word in name for word in only):
+            row: dict[str, Any] = {"name": name}
+            try:
+                row |= measure(config, architecture, runtime)
+            except RuntimeError as error:  # as a device without the memory: the other rows stay
+                row["skipped"] = said(error)
+            rows.append(row)
+            print(name, row.get("skipped") or f"{row['ratio']:.3f} of measured", sep=": ", file=sys.stderr)
+    return rows
+
+
+def peak_of(build: Callable[[], Callable[[], None]], device: torch.device) -> int:
+    """Peak bytes in torch's allocator during the work that `build` returns, counting what `build` itself allocated."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        work = build()
+        gc.collect()
+        built = torch.cuda.memory_allocated() - before
+        return built + (peak_growth_bytes(work, device) or 0)
+    _count_all_threads()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        work = build()
+        gc.collect()
+        with record_function("the work"):
+            work()
+    assert traced.profiler is not None
+    events = list(_with_children(traced.profiler.kineto_results.experimental_event_tree()))
+    began = min(event.start_time_ns for event in events if event.name == "the work")
+    memory = sorted((e for e in events if e.name == "[memory]"), key=lambda e: e.start_time_ns)
+    before = memory[0].extra_fields.total_allocated - memory[0].extra_fields.alloc_size
+    return max(e.extra_fields.total_allocated for e in memory if e.start_time_ns >= began) - before
+
+
+def _count_all_threads() -> None:
+    """Let the total that torch keeps on a CPU follow every thread, from now on.
+
+    The profiler records this thread alone. Gloo's threads free tensors of collectives too, more of them on a busy
+    machine. The switch is a variable of torch's C++ library.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def _with_children(events: list[Any]) -> Iterator[Any]:
+    """The profiler's events and all below them."""
+    left = list(events)
+    while left:
+        event = left.pop()
+        yield event
+        left += event.children
+
+
+def table(rows: list[dict[str, Any]], device: str) -> Table:
+    """`measure_all`'s result for a terminal."""
+    numbers = (Column(name, justify="right") for name in ("measured MiB", "planned MiB", "planned / measured"))
+    title = f"Peak memory of training steps, {device}"
+    out = Table("configuration", *numbers, "most at", title=title, title_justify="left")
+    for row in rows:
+        if "skipped" in row:
+            out.add_row(row["name"], "skipped", row["skipped"])
+            continue
+        cells = (f"{row['measured_mib']:,.1f}", f"{row['predicted_mib']:,.1f}", f"{row['ratio']:.3f}")
+        out.add_row(row["name"], *cells, f"{row['stage']}: {row['moment']}")
+    return out

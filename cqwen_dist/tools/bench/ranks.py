@@ -1,0 +1,111 @@
+"""``cqwen bench ranks``: steps on the ranks of a launcher, layout by layout, beside what the plan says of them.
+
+For each ZeRO stage, on random weights: bytes that this rank's collectives carry in a step (counted, and by
+`plan.comm`), the most that torch's allocator gave out on any rank (measured, and by `plan.memory`), tokens a second.
+And what a link carries in each collective, by size.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from cqwen_dist.config import Config
+from cqwen_dist.parallel.collectives import gather_objects
+from cqwen_dist.parallel.runtime import Runtime, distributed
+from cqwen_dist.sizes.architecture import Architecture, known_architecture
+from cqwen_dist.sizes.stage_sizes import stage_sizes
+from cqwen_dist.tools.bench.memory_check import ALL, BF16, SMALL, Case, config_of, measure
+from cqwen_dist.tools.bench.rig import build_rig
+from cqwen_dist.tools.bench.timing import device_name, seconds_of
+from cqwen_dist.tools.plan.comm import step_messages
+from cqwen_dist.tools.site.measure import OPERATIONS, bus_bandwidth, collective_seconds, said_bandwidths
+from cqwen_dist.tools.site.traffic import Traffic
+
+WARM, TIMED = 2, 5  # steps
+LARGEST_GROUP = 8  # ranks that share the vocabulary: those of a machine, usually
+TINY = 64  # bytes for each rank: counts of a step, norms and flags, which the plan leaves out
+MESSAGES_MIB = (1, 16, 64, 256)  # whole buffers; on CPUs without the last
+
+
+def layouts(world: int) -> list[tuple[int, int]]:
+    """(ZeRO stage, vocabulary group) of so many ranks; stage 3 last, as it changes torch for the whole process."""
+    if world == 1:
+        return [(1, 1)]
+    group = max(size for size in range(1, min(world, LARGEST_GROUP) + 1) if world % size == 0)
+    return [(1, 1), (2, group), (3, group)]
+
+
+def measure_ranks() -> dict[str, Any] | None:
+    """The document, on rank 0; None on the others. Collective over the ranks of a launcher."""
+    traffic = Traffic(time.perf_counter)
+    with distributed() as runtime, traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
+        gpu = runtime.device.type == "cuda"
+        found: dict[str, Any] = {"ranks": runtime.world_size, "device": device_name(runtime.device)}
+        found["layouts"] = [_layout(runtime, traffic, *at, gpu) for at in layouts(runtime.world_size)]
+        if runtime.world_size > 1:
+            found["gib_per_s"] = {name: _bandwidths(runtime, name, gpu) for name in OPERATIONS}
+        return found if runtime.is_main else None
+
+
+def _bandwidths(runtime: Runtime, operation: str, gpu: bool) -> dict[str, float]:
+    """GiB a second of a link by MiB of the buffer."""
+    world, sizes = runtime.world_size, [mib * 2**20 for mib in MESSAGES_MIB[: None if gpu else -1]]
+    seconds = collective_seconds(sizes, runtime.device, world, operation)
+    return {str(n // 2**20): bus_bandwidth(n, s, world, operation) / 2**30 for n, s in seconds.items()}
+
+
+def _layout(runtime: Runtime, traffic: Traffic, zero: int, group: int, gpu: bool) -> dict[str, Any]:
+    rows, length = (8, 1024) if gpu else (4, 64)
+    changes = {
+        "parallel.zero_stage": zero,
+        "parallel.vocab_group_size": group,
+        "data.sequence_length": length,
+        "train.micro_batch_size": rows,
+        "train.global_batch_size": rows * runtime.world_size,
+    }
+    architecture = (known_architecture("Qwen/Qwen2.5-0.5B") or SMALL) if gpu else SMALL
+    config = config_of(Case("", architecture, changes | (BF16 if gpu else {}), [ALL]))
+    seconds = _seconds(runtime, traffic, config, architecture)
+    least = TINY * runtime.world_size
+    said = sum(message.bytes for message in traffic.take()[0] if message.ranks > 1 and message.bytes > least)
+    base = Architecture.of(architecture)
+    (sizes,) = stage_sizes(config, base, world=runtime.world_size, kind=runtime.device.type)
+    planned = sum(message.bytes for message in step_messages(sizes) if message.bytes > least)
+    memory = max(gather_objects(measure(config, architecture, runtime)), key=lambda row: row["measured_mib"])
+    return {
+        "zero_stage": zero,
+        "vocab_group_size": group,
+        "said_bytes": said,
+        "planned_bytes": planned,
+        "measured_mib": memory["measured_mib"],
+        "planned_mib": memory["predicted_mib"],
+        "tokens_per_s": rows * length * runtime.world_size / max(gather_objects(seconds)),
+    }
+
+
+def _seconds(runtime: Runtime, traffic: Traffic, config: Config, architecture: dict[str, Any]) -> float:
+    """The median of a step on this rank; `traffic` holds the messages of one."""
+    rig = build_rig(config, architecture, runtime)
+    plan = rig.enter(0)
+    batches = rig.batches(plan)
+    for _ in range(WARM):
+        rig.step(batches, plan)
+    traffic.on = True
+    rig.step(batches, plan)
+    traffic.on = False
+    return statistics.median(seconds_of(lambda: rig.step(batches, plan), runtime.device) for _ in range(TIMED))
+
+
+def lines(found: dict[str, Any]) -> str:
+    """`measure_ranks`'s document for a terminal."""
+    out = [f"{found['ranks']} ranks, {found['device']}"]
+    for row in found["layouts"]:
+        out.append(
+            f"ZeRO-{row['zero_stage']}, vocabulary group {row['vocab_group_size']}: said {row['said_bytes']:,} bytes "
+            f"(planned {row['planned_bytes']:,}), {row['measured_mib']:,.1f} MiB (planned {row['planned_mib']:,.1f}), "
+            f"{row['tokens_per_s']:,.0f} tokens/s"
+        )
+    out += [f"{name}: {said_bandwidths(sizes)}" for name, sizes in found.get("gib_per_s", {}).items()]
+    return "\n".join(out)

@@ -1,0 +1,93 @@
+"""What autograd keeps of the backbone, and what forward and backward hold in addition; docs/planner.md derives it.
+
+All in bytes of one micro-batch on one rank. Letters: `sizes.stage_sizes`.
+"""
+
+from __future__ import annotations
+
+from cqwen_dist.sizes.stage_sizes import FP32, Sizes, masked
+
+INT64, BOOL = 8, 1
+# Which tensor a linear map reads: the output of the first or the second norm, or the activated product. o_proj reads
+# attention's output, which is kept anyway.
+_READS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
+
+
+def by_text(s: Sizes) -> bool:
+    """Whether attention runs text by text (`model.varlen`)."""
+    return s.config.data.pack and s.config.model.attention == "varlen" and (s.kind == "cpu" or s.width == FP32)
+
+
+def layer_saved(s: Sizes) -> int:
+    """Kept of one layer between forward and backward, with trainable or frozen adapters."""
+    a, w = s.base, s.width
+    h, i, q, kv = a.hidden, a.intermediate, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    compiled = s.config.model.compile_layers
+    # both norms: their input in fp32 (compiled: as it came), and 1 / rms
+    each = 2 * ((w if compiled else FP32) * h + FP32)
+    if masked(s):
+        each += w * (4 * q)  # q and k with positions, v, output; k and v repeated for every head
+        each += (a.heads * FP32) + s.length * w  # log-sum-exp; the mask as numbers, one row a token
+    elif s.kind == "cuda" and w == FP32 and q != kv:
+        # no fused kernel takes fp32 with fewer key heads: the plain formula keeps its scores, one row a token and head
+        each += w * 4 * q + a.heads * s.length * w
+    else:
+        each += w * (2 * q + 2 * kv) + a.heads * FP32
+    if a.model_type == "qwen3":
+        each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
+    if by_text(s) and "o_proj" in s.adapters and "lora" in s.trainable:
+        each += w * q  # the texts' outputs put together, beside each of them
+    each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code makes again
+    return s.tokens * (each + _adapters_saved(s))
+
+
+def _adapters_saved(s: Sizes) -> int:
+    """Bytes a token that the adapters of a layer add: inputs of A while it learns, its output, dropout's mask.
+
+    ZeRO-3's linear map keeps its input whether its weight learns or not, in place of the gathered weight.
+    """
+    lora, w = s.config.model.lora, s.width
+    mask = (BOOL if s.kind == "cuda" else w) if lora.dropout else 0
+    learns = "lora" in s.trainable or s.zero == 3
+    total, inputs = 0, {1, 2, 3} if s.zero == 3 else set()
+    for name in s.adapters:
+        rows, columns, _ = s.base.linears[name]
+        total += rows * mask
+        if lora.dora:  # the product that the magnitude scales, and the base's own
+            total += w * 2 * columns
+        if learns:
+            total += w * lora.r
+            if lora.dropout:
+                total += w * rows  # each adapter drops for itself
+            elif name in _READS:
+                inputs.add(_READS[name])
+    widths = {1: s.base.hidden, 2: s.base.hidden, 3: s.base.intermediate}
+    return total + w * sum(widths[place] for place in inputs)
+
+
+def saved(s: Sizes) -> int:
+    """Kept of the whole backbone at the end of forward: layers (or their inputs), the last norm, positions, mask."""
+    a, w, n = s.base, s.width, s.tokens
+    layers = a.layers * (n * w * a.hidden if s.checkpointing else layer_saved(s))
+    ends = n * (FP32 * a.hidden + FP32) + n * 2 * w * a.head_dim
+    mask = n * s.length * BOOL if masked(s) else 0
+    return layers + ends + mask + batch(s)
+
+
+def batch(s: Sizes) -> int:
+    """The micro-batch itself: ids, positions, labels, the label positions; values; masks."""
+    return s.tokens * (4 * INT64 + 2 * 8 + 2 * BOOL)
+
+
+def layer_backward(s: Sizes) -> int:
+    """Held in addition, at most, while the last layer is differentiated: gradients of its widest part."""
+    a, w, n = s.base, s.width, s.tokens
+    wide = 2 if "down_proj" in s.adapters and "lora" in s.trainable else 3
+    recomputed = layer_saved(s) if s.checkpointing else 0
+    return recomputed + n * (wide * w * a.intermediate + (w + FP32) * a.hidden)
+
+
+def layer_forward(s: Sizes) -> int:
+    """Held at most by one layer where nothing is kept for backward."""
+    a, w, n = s.base, s.width, s.tokens
+    return n * w * (3 * a.hidden + 3 * a.intermediate) + n * 2 * w * a.head_dim + batch(s)

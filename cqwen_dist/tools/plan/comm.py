@@ -1,0 +1,166 @@
+"""Communication of one optimizer step in bytes: the one place where every message is written out.
+
+docs/planner.md lists the messages. Not counted: the trainer's few numbers a step (counts, metrics, at times the best
+words of some tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cqwen_dist.sizes.stage_sizes import FP32, MAX_LIVE, PERSISTENT_BELOW, Sizes, ceil_div
+
+INT64 = 8
+Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
+GroupName = Literal["world", "vocabulary", "replica"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective of one rank: `bytes` of its whole buffer (gathered, or before it is scattered)."""
+
+    operation: Operation
+    group: GroupName
+    ranks: int
+    bytes: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a rank sends (and receives) in a ring."""
+        rounds = 2 if self.operation == "all-reduce" else 1
+        return rounds * self.bytes * (self.ranks - 1) / self.ranks
+
+
+def bytes_sent(messages: Sequence[Message]) -> int:
+    """Bytes that one rank sends for all these messages."""
+    return round(sum(message.wire_bytes for message in messages))
+
+
+def head_messages(
+    tokens: Sequence[Sequence[int]],
+    *,
+    world: int,
+    columns: int,
+    gemm_bytes: int,
+    rows: int,
+    row_columns: Sequence[int],
+    matrices: Sequence[tuple[int, int]],
+    vectors: int,
+    full_gate_grad: bool = False,
+    gloo: bool = False,
+) -> list[Message]:
+    """The messages of one rank in one optimizer step: those of the micro-batches in order, then those of the step.
+
+    tokens: label positions by [micro-batch][rank of the vocabulary group]. columns: C. gemm_bytes: width of a number of
+    loc_u (2 in bf16). rows: v. row_columns: of each trained tensor with a row a word (W_cls C, thresholds 1, ...).
+    matrices: (rows, columns) of the abduction's, if it trains. vectors: other trained numbers that every rank holds.
+    gloo: on a CPU, gradients are all-reduced where NCCL scatters them (`collectives.sum_to_owners`).
+    """
+    group = len(tokens[0])
+    replicas = world // group
+    found: list[Message] = []
+
+    def send(operation: Operation, name: GroupName, ranks: int, size: int) -> None:
+        if ranks > 1:
+            found.append(Message(operation, name, ranks, size))
+
+    for counts in tokens:
+        padded = group * max(counts)
+        for width in (columns * gemm_bytes, columns * gemm_bytes, INT64, FP32):
+            send("all-gather", "vocabulary", group, padded * width)
+        send("reduce-scatter", "vocabulary", group, padded * 3 * FP32)
+        send("all-reduce", "vocabulary", group, FP32)
+        for _ in ("loc_u", "scale_u"):
+            send("reduce-scatter", "vocabulary", group, padded * columns * gemm_bytes)
+        if full_gate_grad:
+            send("all-gather", "vocabulary", group, padded * 3 * FP32)
+    spread: list[tuple[GroupName, int, Sequence[tuple[int, int]], int]] = [
+        ("world", world, matrices, vectors),
+        ("replica", replicas, [(rows, columns) for columns in row_columns], 0),
+    ]
+    for name, ranks, shapes, whole in spread:
+        for height, columns in shapes if ranks > 1 else ():
+            if owned := height // ranks * ranks * columns * FP32:
+                send("all-reduce" if gloo else "reduce-scatter", name, ranks, owned)
+                send("all-gather", name, ranks, owned)
+        if rest := (whole + sum(height % ranks * columns for height, columns in shapes)) * FP32:
+            send("all-reduce", name, ranks, rest)
+    send("all-reduce", "world", world, FP32)
+    return found
+
+
+def stage_head_messages(s: Sizes, group: int) -> list[Message]:
+    """`head_messages` of a stage with vocabulary groups of `group` ranks, where every position has a label."""
+    return head_messages(
+        [[s.tokens] * group] * s.accumulation,
+        world=s.world,
+        columns=s.words,
+        gemm_bytes=s.width,
+        rows=ceil_div(s.base.vocab, group),
+        row_columns=s.row_columns(s.trainable),
+        matrices=s.matrices(s.trainable),
+        vectors=s.vectors(s.trainable),
+        full_gate_grad=s.config.loss.gate_grad == "full",
+        gloo=s.kind == "cpu",
+    )
+
+
+def step_messages(s: Sizes) -> list[Message]:
+    """Everything that a rank sends in one optimizer step of a stage."""
+    return stage_head_messages(s, s.group) + feature_messages(s)
+
+
+def feature_messages(s: Sizes) -> list[Message]:
+    """What the engine sends in one optimizer step of a stage (nothing while no feature trains, under ZeRO 1 and 2)."""
+    if s.world == 1 or (not s.graph and s.zero < 3):
+        return []
+    found: list[Message] = []
+
+    def send(operation: Operation, size: int, times: int = 1) -> None:
+        found.extend([Message(operation, "world", s.world, size)] * (times if size else 0))
+
+    if s.zero == 3:
+        gathered, persistent = _zero3_numbers(s)
+        send("all-gather", gathered * s.width, s.accumulation)
+        send("all-gather", persistent * s.width)
+        if s.graph:
+            send("reduce-scatter", ceil_div(s.trained_features, s.world) * s.world * s.width, s.accumulation)
+            send("all-reduce", 2 * FP32, len(s.engine_parameters))
+        return found
+    trained = [count for name, count in s.engine_parameters.items() if s.engine_group(name) in s.trainable]
+    send("all-reduce", sum(trained) * s.width, s.accumulation if s.zero == 2 else 1)
+    send("all-reduce", FP32)
+    for count in trained:
+        send("all-gather", ceil_div(count, 2 * s.world) * 2 * s.world * s.width)
+    return found
+
+
+def _zero3_numbers(s: Sizes) -> tuple[int, int]:
+    """Numbers that ZeRO-3 gathers in a micro-batch; and those of the small parameters, which it keeps whole and gathers
+    again after each step.
+
+    A micro-batch gathers the ends once. It gathers the layers once where all of them may stay gathered, else for
+    forward, for backward, and for what checkpointing computes again. Biases and norms count as smaller than any
+    threshold but 0.
+    """
+    a, below = s.base, s.zero_setting("stage3_param_persistence_threshold", PERSISTENT_BELOW)
+
+    def partitioned(large: list[int], small: int = 0) -> int:
+        return sum(size for size in large if size >= below) + (0 if below else small)
+
+    linear = [rows * columns for rows, columns, _ in a.linears.values()]
+    sides = [s.config.model.lora.r * side for name in s.adapters for side in a.linears[name][:2]]
+    frozen, adapters = partitioned(linear, a.layer_parameters - sum(linear)), partitioned(sides)
+    ends = partitioned([a.embedding_parameters], 3 * a.hidden)
+    every = a.layers * (a.layer_parameters + sum(sides)) + a.embedding_parameters + 3 * a.hidden
+    persistent = s.graph * (every - a.layers * (frozen + adapters) - ends)
+
+    window = min(s.zero_setting(f"stage3_max_{key}", MAX_LIVE) for key in ("live_parameters", "reuse_distance"))
+    again = s.graph and s.checkpointing
+    if a.backbone_parameters + a.embedding_parameters + s.trained_features <= window:
+        return ends + a.layers * (frozen * (1 + again) + adapters), persistent
+    passes = 1 + s.graph + again
+    numbers = partitioned([], 2 * a.hidden) * s.graph  # w_num and <NUM>'s row, for backward
+    return ends + numbers + a.layers * passes * (frozen + adapters), persistent

@@ -1,0 +1,119 @@
+"""`cqwen plan`: the plan, and by its options the search, the scaling and the written config."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cqwen_dist.config import Config, UserError, source_files
+from cqwen_dist.config.errors import Said
+from cqwen_dist.sizes.architecture import read_architecture
+from cqwen_dist.sizes.machine import machine
+from cqwen_dist.tools.plan.make import Plan, plan
+from cqwen_dist.tools.plan.search import FittingLayout, of_layout, scaling, search, with_layout
+from cqwen_dist.tools.plan.show import head_lines, render, render_scaling
+
+WHAT_MAY_FIT = "more ranks, more memory, shorter texts, or bf16 where it is fp32"
+COUNTED_BYTES = 2**30  # a file of texts larger than this is not counted through
+
+
+def run(
+    config: Config,
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu_memory_gib: float | None,
+    gpu: str = "",
+    interconnect: str = "ib400",
+    calibration: Path | None = None,
+    sequences: int | None = None,
+    text_tokens: float | None = None,
+    searching: bool = False,
+    scale: bool = False,
+    write: Path | None = None,
+) -> tuple[dict[str, Any], RenderableType]:
+    """The plan with what else was asked for: as plain values for JSON, and for a terminal. Raises `UserError`.
+
+    write: the config with the best layout that was found, or as it is where nothing was searched.
+    """
+    known = machine(gpu or ("h100" if gpus_per_node else "cpu"), interconnect, calibration)
+    architecture = read_architecture(config)
+    options: dict[str, Any] = {"gpu_memory_gib": gpu_memory_gib, "architecture": architecture, "machine": known}
+    points = scaling(config, **options) if scale else None
+    options |= {"nodes": nodes, "gpus_per_node": gpus_per_node, "sequences": sequences or count_sequences(config)}
+    options["text"] = text_tokens
+    planned, choices, notes = _planned(config, searching, options)
+    document, shown = planned.to_dict(), [*notes, *render(planned, choices).renderables]
+    if searching:
+        document["choices"] = [choice.to_dict() for choice in choices]
+        shown += [] if choices else [Text(f"no layout fits: {WHAT_MAY_FIT}", style="red")]
+    if points is not None:
+        document["scaling"] = [asdict(point) for point in points]
+        shown += [render_scaling(points)]
+        shown += [Text("* does not fit. 8 GPUs a node; every rank keeps its micro-batch, once a step.")]
+    if write is not None:
+        if searching and not choices:
+            raise UserError("--write", str(write), "a layout that fits (none was found)")
+        chosen, best = (with_layout(config, choices[0].layout), choices[0].plan) if choices else (config, planned)
+        command = f"cqwen plan {write} --nodes {nodes} --gpus-per-node {gpus_per_node}"
+        write_config(write, chosen, best, f"{command} --gpu-memory-gib {planned.gpu_memory_gib:g} --gpu {known.name}")
+        document["written"] = str(write)
+        shown += [Text(f"written: {write}")]
+    return document, Group(*shown)
+
+
+def _planned(
+    config: Config, searching: bool, options: dict[str, Any]
+) -> tuple[Plan, list[FittingLayout], list[RenderableType]]:
+    """(the plan, the layouts that a search found, a note): the best layout's plan where only another layout can run."""
+    try:
+        planned, refused = plan(config, **options), None
+    except UserError as error:
+        if not (searching and of_layout(error)):
+            raise
+        refused = error
+    choices = search(config, **options) if searching else []
+    if refused is None:
+        return planned, choices, []
+    if not choices:
+        raise UserError("--search", Said("no layout that fits"), WHAT_MAY_FIT)
+    note = f"As it is, the config cannot run here ({refused}). This is the best layout."
+    return choices[0].plan, choices, [Text(note, style="yellow")]
+
+
+def write_config(path: Path, config: Config, planned: Plan, command: str) -> None:
+    """The config as resolved, with the plan's summary as comments above. Raises `UserError` where there is a file."""
+    head = "".join(f"# {line}\n" for line in head_lines(planned, command))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(head + config.to_yaml())
+    except FileExistsError:
+        raise UserError("--write", str(path), "a file that does not exist yet") from None
+    except OSError as error:
+        raise UserError("--write", str(path), f"a place that can be written ({error.strerror})") from None
+
+
+def count_sequences(config: Config) -> int | None:
+    """Texts in an epoch: the lines of data.train. None for packed texts, and for files that are missing, large, or not
+    of one text a line."""
+    data = config.data
+    if data.pack:
+        return None
+    total = 0
+    try:
+        for source in [data.train] if isinstance(data.train, str) else data.train:
+            for name in source_files(source, "data.train"):
+                file = Path(name).expanduser()
+                by_line = file.is_file() and file.suffix.lower() not in (".parquet", ".json", ".gz")
+                if not by_line or file.stat().st_size > COUNTED_BYTES:
+                    return None
+                with file.open("rb") as lines:
+                    total += sum(1 for line in lines if line.strip())
+    except (OSError, UserError):
+        return None
+    held_out = round(total * data.eval_fraction) if data.eval is None else 0
+    return min(total - held_out, data.limit or total) or None

@@ -1,0 +1,156 @@
+"""How long a step takes, by part: a roofline over stated (or measured) rates; and how long the schedule takes.
+
+Products take operations / (peak x efficiency). Everything between them is bound by memory: bytes / (bandwidth x
+memory efficiency). Kernels are launched one by one, so a micro-batch takes at least `LAUNCH` for each. Communication
+is a ring over the slowest link that it crosses. docs/planner.md derives the terms; `--calibrate` scales each part by
+what `cqwen bench step` measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cqwen_dist.sizes.flops import Flops, flops, of_stage
+from cqwen_dist.sizes.machine import Machine
+from cqwen_dist.sizes.stage_sizes import FP32, Sizes
+from cqwen_dist.tools.plan.comm import Message, bytes_sent, feature_messages, step_messages
+
+# Measured on an H200 (docs/planner.md). LAUNCH: s to start a kernel from transformers' and PEFT's Python. TENSOR: s a
+# trained tensor costs DeepSpeed in a step. Kernels of a layer's forward, of an adapter in it, of a compiled layer;
+# backward takes twice as long to start (compiled: as long). COMPILED_PASSES: share of elementwise passes left.
+LAUNCH, TENSOR = 16e-6, 20e-6
+KERNELS, COMPILED_KERNELS = 60, 60
+ADAPTER_KERNELS = {1: 2, 2: 2, 3: 6}  # by ZeRO stage: products alone, PEFT's (`model.layers`)
+COMPILED_PASSES = 0.4
+# Bytes read and written for a (token, word) outside products; fused (not measured): 4, and the maths' time as bytes.
+PASSES = {"fused": 12, "triton": 16, "chunked": 160, "reference": 200}
+ADAMW = 28 + 8 + 8  # bytes a trained number: AdamW in one pass, clipping, the norm
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage: its step, its length, its total."""
+
+    stage: str
+    time: dict[str, float]  # seconds of one optimizer step of one rank, by part
+    tokens: int  # of all ranks, a step
+    steps: int | None  # None: the data's size is not known
+    flops_per_token: Flops
+    mfu: float
+    bytes_sent: int  # by a rank, a step
+    collectives: int
+    bound: str  # the part that takes longest
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.time.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second, of all ranks."""
+        return self.tokens / self.seconds
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the stage; evaluations and checkpoints are not counted."""
+        return None if self.steps is None else self.steps * self.seconds / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = asdict(self)
+        return {
+            "step_s": self.seconds,
+            "step_s_by_part": plain.pop("time"),
+            "tokens_per_step": plain.pop("tokens"),
+            "tokens_per_s": self.tokens_per_s,
+            "hours": self.hours,
+            **plain,
+            "flops_per_token": {**plain["flops_per_token"], "useful": self.flops_per_token.useful},
+        }
+
+
+def stage_cost(s: Sizes, m: Machine, ranks_per_node: int) -> StageCost:
+    """The cost of one stage on a machine."""
+    each, messages = flops(s), step_messages(s)
+    time = {part: s.accumulation * seconds for part, seconds in micro_batch_times(s, m).items()}
+    exposed = time.pop("exposed_launches")
+    communication = sum(message_time(message, s, m, ranks_per_node) for message in messages)
+    if s.zero == 3:  # ZeRO-3 gathers while layers compute: a step waits only for what takes longer than they do
+        gathers = [x for x in feature_messages(s) if x.operation == "all-gather"]
+        overlapped = sum(message_time(x, s, m, ranks_per_node) for x in gathers)
+        communication -= min(overlapped, time["backbone_forward"] + time["backbone_backward"])
+    time["communication"] = communication * m.factor("communication")
+    time |= {"optimizer": optimizer_time(s, m), "exposed_launches": exposed}
+    return StageCost(
+        stage=s.stage.name,
+        time=time,
+        tokens=s.step_tokens,
+        steps=s.steps,
+        flops_per_token=each,
+        mfu=each.useful * s.step_tokens / s.world / (sum(time.values()) * m.peak(s.width)),
+        bytes_sent=bytes_sent(messages),
+        collectives=len(messages),
+        bound=max(time, key=lambda part: time[part]).replace("_", " "),
+    )
+
+
+def micro_batch_times(s: Sizes, m: Machine) -> dict[str, float]:
+    """Seconds of one micro-batch on one rank, by part. exposed_launches: what starting kernels adds."""
+    each, n = flops(s), s.tokens
+    rate, memory = m.peak(s.width) * m.efficiency, m.memory * m.memory_efficiency
+    compiled = s.config.model.compile_layers
+    passes = layer_bytes(s) * (COMPILED_PASSES if compiled else 1)
+    between = each.between_texts
+    forward = n * ((each.backbone_forward + between) / rate + (0 if s.cached else passes / memory))
+    again = s.graph * (2.5 + s.checkpointing)  # both factors' gradients, the scores again, the layer again
+    backward = n * ((each.backbone_backward + each.recomputed + again * between) / rate)
+    backward += n * s.graph * (2 + s.checkpointing) * passes / memory
+    words = s.base.vocab * PASSES[s.loss_impl] + 15 * s.causal * FP32
+    operations = each.word_head + each.abduction
+    if s.loss_impl == "fused" and s.config.loss.scale_dtype == "fp8":  # one product in half its time
+        operations -= s.words * of_stage(s).vocab
+    heads = n * (operations / (m.peak(s.width) * m.head_efficiency) + words / memory)
+    exposed = 0.0
+    if s.kind == "cuda" and not m.calibrated:
+        layer = COMPILED_KERNELS if compiled else KERNELS + ADAPTER_KERNELS[s.zero] * len(s.adapters)
+        start = LAUNCH * s.base.layers * layer
+        exposed += max(0.0, start - forward) * (not s.cached)
+        exposed += max(0.0, start * ((1 if compiled else 2) + s.checkpointing) - backward) * s.graph
+    times = {"backbone_forward": forward, "backbone_backward": backward, "heads": heads}
+    return {**{part: seconds * m.factor(part) for part, seconds in times.items()}, "exposed_launches": exposed}
+
+
+def layer_bytes(s: Sizes) -> float:
+    """Bytes that the elementwise passes of all layers read and write for a token in forward: norms, residuals,
+    rotations, the activation, and the adapters."""
+    a, w = s.base, s.width
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    each = 2 * 32 * a.hidden + 6 * w * a.hidden + 10 * w * (q + kv) + 5 * w * a.intermediate
+    if a.model_type == "qwen3":
+        each += 32 * (q + kv)
+    for name in s.adapters:
+        rows, columns, _ = a.linears[name]
+        each += w * (rows + 6 * columns)
+    return float(a.layers * each)
+
+
+def optimizer_time(s: Sizes, m: Machine) -> float:
+    """Seconds of AdamW for the heads and this rank's share of the features, with the norm and the clip."""
+    heads = s.stepped_head(s.trainable)
+    features = s.trained_features * s.graph / s.over(1)
+    offloaded = s.config.parallel.offload == "optimizer"
+    looped = s.kind == "cuda" and s.graph and (s.zero == 3 or offloaded)  # DeepSpeed's own step; else `zero.flat_step`
+    tensors = 2 * s.base.layers * len(s.adapters) * TENSOR * looped
+    here = 0.0 if offloaded else ADAMW * (heads + features) / (m.memory * m.memory_efficiency)
+    host = (features * (ADAMW + 2 * s.width) + heads * (ADAMW + 3 * FP32)) / m.host if offloaded else 0.0
+    return (here + tensors) * m.factor("optimizer") + host
+
+
+def message_time(message: Message, s: Sizes, m: Machine, ranks_per_node: int) -> float:
+    """Seconds of one collective: a ring over the slowest link that its group crosses."""
+    crosses = (s.group if message.group == "vocabulary" else s.world) > ranks_per_node
+    rate, latency = (m.between, m.latency_between) if crosses else (m.inside, m.latency_inside)
+    rounds = (2 if message.operation == "all-reduce" else 1) * max(1, (message.ranks - 1).bit_length())
+    return message.wire_bytes / rate + latency * rounds

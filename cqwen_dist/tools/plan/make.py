@@ -1,0 +1,223 @@
+"""A plan: whether the run fits, what it needs, what it sends, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.sizes.architecture import Architecture
+from cqwen_dist.sizes.machine import MACHINES, Machine, describe
+from cqwen_dist.sizes.stage_sizes import Sizes, stage_sizes
+from cqwen_dist.tools.plan import memory
+from cqwen_dist.tools.plan.comm import bytes_sent, stage_head_messages
+from cqwen_dist.tools.plan.cost import StageCost, stage_cost
+from cqwen_dist.tools.plan.memory import ADAM_MOMENTS, FP32, GIB, Part
+
+NOT_TENSORS = ("process", "CUDA context", "communication buffers", "fragmentation")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The needs of one rank, and the costs of the run."""
+
+    nodes: int
+    gpus_per_node: int
+    world: int
+    gpu_memory_gib: float
+    accumulation: int
+    base_parameters: int
+    trainable_parameters: int
+    head_bytes_sent: int  # by a rank for the heads in an optimizer step
+    head_bytes_sent_unsharded: int  # the same with the whole head on every rank
+    stage: str  # with the largest need
+    moment: str  # the phase of its step with the largest need
+    parts: tuple[Part, ...]
+    advice: str
+    checkpoint_bytes: int  # of one checkpoint on disk
+    stages: tuple[StageCost, ...]
+    machine: Machine
+    global_batch_size: int
+    sequence_length: int
+
+    @property
+    def tensor_gib(self) -> float:
+        """The peak of torch's allocator, without the context, libraries' buffers and fragmentation."""
+        return tensor_bytes(part for part in self.parts if part.name not in NOT_TENSORS) / GIB
+
+    @property
+    def hours(self) -> float | None:
+        """The run's hours; None where a stage is given in epochs over data of unknown size."""
+        found = [stage.hours for stage in self.stages]
+        return None if None in found else sum(hours for hours in found if hours is not None)
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Hours times ranks; None where the hours are not known."""
+        return None if self.hours is None else self.hours * self.world
+
+    @property
+    def slowest(self) -> StageCost:
+        """The stage with the fewest tokens/s: what layouts are compared by."""
+        return min(self.stages, key=lambda stage: stage.tokens_per_s)
+
+    @property
+    def device_gib(self) -> float:
+        """Memory of one rank's device."""
+        return tensor_bytes(self.parts) / GIB
+
+    @property
+    def host_gib(self) -> float:
+        """Host memory of one rank."""
+        return sum(part.bytes for part in self.parts if part.place == "host") / GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank's parts stay within its memory."""
+        return self.device_gib <= self.gpu_memory_gib
+
+    @property
+    def reason(self) -> str:
+        """The verdict in one sentence."""
+        need = f"{self.device_gib:.2f} GiB of {self.gpu_memory_gib:g} GiB a rank"
+        if self.fits:
+            return f"fits: {need}"
+        part = largest(self.parts)
+        return f"does not fit: {need}; the largest part is {part.name} ({part.bytes / GIB:.2f} GiB). {self.advice}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            **asdict(self),
+            "machine": describe(self.machine),
+            "stages": [stage.to_dict() for stage in self.stages],
+            "tensor_gib": round(self.tensor_gib, 4),
+            "hours": self.hours,
+            "gpu_hours": self.gpu_hours,
+            "parts": [{**asdict(part), "gib": round(part.bytes / GIB, 4)} for part in self.parts],
+            "device_gib": round(self.device_gib, 4),
+            "host_gib": round(self.host_gib, 4),
+            "fits": self.fits,
+            "reason": self.reason,
+        }
+
+
+def worst(sizes: list[Sizes]) -> tuple[Sizes, str, tuple[Part, ...]]:
+    """The stage and the phase in which a rank's tensors take most memory, and the parts held then."""
+    found: list[tuple[Sizes, str, tuple[Part, ...]]] = []
+    for each in sizes:
+        always = tuple(memory.kept(each))
+        found += [(each, name, always + parts) for name, parts in memory.phases(each).items()]
+    s, phase, parts = max(found, key=lambda item: tensor_bytes(item[2]))
+    return s, phase, tuple(part for part in parts if part.bytes)
+
+
+def largest(parts: Iterable[Part]) -> Part:
+    """The largest part on the device."""
+    return max((part for part in parts if part.place == "device"), key=lambda part: part.bytes)
+
+
+def allocated_bytes(sizes: list[Sizes]) -> int:
+    """The peak of torch's allocator over these stages, with the maths libraries' workspaces on a GPU."""
+    return tensor_bytes(worst(sizes)[2]) + memory.WORKSPACE * (sizes[0].kind == "cuda")
+
+
+def tensor_bytes(parts: Iterable[Part]) -> int:
+    """The sum of the parts on the device."""
+    return sum(part.bytes for part in parts if part.place == "device")
+
+
+def plan(
+    config: Config,
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    gpu_memory_gib: float | None = None,
+    architecture: dict[str, Any],
+    machine: Machine | None = None,
+    sequences: int | None = None,
+    text: float | None = None,
+) -> Plan:
+    """Memory of one rank (the largest one), and what the run costs. `gpus_per_node` 0 means one CPU rank a node.
+
+    `architecture` is the base's transformers config (`read_architecture`); machine: rates, and the memory where none is
+    given (default an H100, or a CPU); sequences: in an epoch of the data, where that is known; text: as of `Sizes`.
+    Raises `UserError`.
+    """
+    if nodes < 1:
+        raise UserError("--nodes", nodes, "at least 1")
+    if gpus_per_node < 0:
+        raise UserError("--gpus-per-node", gpus_per_node, "0 (CPU) or more")
+    machine = machine or MACHINES["h100" if gpus_per_node else "cpu"]
+    gib = machine.gib if gpu_memory_gib is None else gpu_memory_gib
+    if not (math.isfinite(gib) and gib > 0):
+        raise UserError("--gpu-memory-gib", gib, "a number above 0")
+    ranks_per_node = max(1, gpus_per_node)
+    base = Architecture.of(architecture)
+    kind = "cuda" if gpus_per_node else "cpu"
+    sizes = stage_sizes(config, base, world=nodes * ranks_per_node, kind=kind, sequences=sequences, text=text)
+    s, phase, parts = worst(sizes)
+    parts = (*parts, *memory.outside_tensors(s, tensor_bytes(parts)))
+    return Plan(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        world=s.world,
+        gpu_memory_gib=gib,
+        accumulation=s.accumulation,
+        base_parameters=base.base_parameters,
+        trainable_parameters=_trained(s),
+        head_bytes_sent=bytes_sent(stage_head_messages(s, s.group)),
+        head_bytes_sent_unsharded=bytes_sent(stage_head_messages(s, 1)),
+        stage=s.stage.name,
+        moment=phase,
+        parts=parts,
+        advice=_advice(s, parts),
+        checkpoint_bytes=checkpoint_bytes(sizes[-1]),
+        stages=tuple(stage_cost(each, machine, ranks_per_node) for each in sizes),
+        machine=machine,
+        global_batch_size=config.train.global_batch_size,
+        sequence_length=config.data.sequence_length,
+    )
+
+
+def _trained(s: Sizes) -> int:
+    """Numbers that any stage trains, over all ranks."""
+    embedding = 0 if "embedding" in s.ever_trainable else s.engine_parameters["embedding of numbers"]
+    return s.head(s.ever_trainable) + s.trained_features - embedding
+
+
+def checkpoint_bytes(s: Sizes) -> int:
+    """Bytes of a checkpoint of the last stage, in fp32.
+
+    It holds adapters and embedding with two moments, all heads and the wide part, and moments of the heads that have
+    trained. It does not hold the frozen backbone.
+    """
+    v = s.base.vocab
+    heads = sum(s.whole_heads.values()) + v * s.words + v + (1 if s.config.train.thresholds == "scalar" else v)
+    heads += s.wide_part
+    return (s.trained_features + heads) * FP32 + (s.trained_features + s.head(s.ever_trainable)) * ADAM_MOMENTS
+
+
+def _advice(s: Sizes, parts: tuple[Part, ...]) -> str:
+    """What to change first, by the largest part."""
+    config = s.config
+    outside = sum(part.bytes for part in parts if part.name in NOT_TENSORS)
+    if 2 * outside > tensor_bytes(parts):
+        return "Most of it is not the model: only more memory helps."
+    name = largest(parts).name
+    if name in ("activations", "features and U", "one layer's backward", "gradients of U"):
+        checkpoint = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing, "
+        return f"Try {checkpoint}a smaller train.micro_batch_size or data.sequence_length."
+    if name == "loss tiles":
+        return "Try loss.impl auto." if config.loss.impl == "reference" else "Try a larger parallel.vocab_group_size."
+    if name in ("W_cls", "gradients", "gradients of the rows", "accumulated gradients"):
+        return "Try a larger parallel.vocab_group_size."
+    if name == "moments of the heads":
+        return "Try more ranks, or parallel.offload optimizer."
+    if config.train.precision == "fp32":
+        return "Try train.precision bf16."
+    if config.parallel.zero_stage < 3:
+        return "Try parallel.zero_stage 3."
+    return "Try more ranks, or a smaller base model."

@@ -1,0 +1,272 @@
+"""How many bytes each rank needs, part by part, in the phases of a step that may need most.
+
+Exact counts: what a rank always holds (weights, masters, Adam's moments), what autograd keeps, what the fused loss
+allocates. docs/planner.md derives every term. Letters: `sizes.stage_sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from cqwen_dist.sizes.stage_sizes import FP32, MAX_LIVE, Sizes, ceil_div
+from cqwen_dist.tools.plan import activations
+
+GIB, MIB = 2**30, 2**20
+ADAM_MOMENTS = 2 * FP32
+# The fused loss's tiles (`ops.ovr.one_pass`; a test holds the two equal): bytes of a [t, n] and of an [n, C] buffer,
+# most tokens; by implementation, the [t, n] buffers in fp32, scores among them; `fused` has its own tiles.
+TILE_BYTES = {"cpu": 2 * MIB, "cuda": 128 * MIB}
+BLOCK_BYTES = {"cpu": 8 * MIB, "cuda": 64 * MIB}
+TILE_TOKENS = {"cpu": 512, "cuda": 8192}
+WORK_BUFFERS = {"chunked": 5, "triton": 2, "fused": 0}
+FUSED_BYTES, FUSED_WORDS = 96 * MIB, 128
+REFERENCE_TENSORS = 9
+LABEL_TENSORS = 4  # [g N, C] in fp32: of sampled negatives, the labels' rows and what their backward needs
+# Computing the accuracy (`training.step`, `ops.ovr.head`): bytes of an [N, n] chunk, chunks alive at once.
+CHUNK_BYTES, CHUNKS = 8 * MIB, 5
+# fp32 tensors [N, C] of KL(U || U at the start), with those that its backward needs.
+KL_TENSORS = 8
+# Memory outside tensors. GPU: the context with its loaded kernels, NCCL's buffers of one communicator, the maths
+# libraries' workspaces (in torch's allocator), and what the allocator cannot use. CPU: the process with its libraries.
+CONTEXT, NCCL, WORKSPACE, PROCESS = 600 * MIB, 160 * MIB, 64 * MIB, 900 * MIB
+NF4_BYTES = 0.5 + 4 / 64  # 4 bits, an fp32 scale for every 64
+FRAGMENTATION = {"cuda": 0.04, "cpu": 0.0}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One user of memory on a rank."""
+
+    name: str
+    bytes: int
+    how: str
+    place: Literal["device", "host"] = "device"
+
+
+def kept(s: Sizes) -> Iterator[Part]:
+    """What a stage always holds: weights, masters, Adam's moments. Parts may be empty."""
+    yield from _frozen(s)
+    yield from _engine(s)
+    yield from _heads(s)
+
+
+def phases(s: Sizes) -> dict[str, tuple[Part, ...]]:
+    """The phases of a step that may need most, and what each holds in addition to `kept`. Parts may be empty."""
+    gradients, apart = _head_gradients(s) + _feature_gradients(s), _kept_apart(s)
+    before = (_head_gradients(s) + (apart or _feature_gradients(s))) * (s.accumulation > 1)
+    earlier = Part("accumulated gradients", before, "of earlier micro-batches")
+    held = (_activations(s), earlier, _gathered(s, s.graph))
+    found: dict[str, tuple[Part, ...]] = {
+        "the loss": (*held, *_loss(s)),
+        "backward of the heads": (*held, *_heads_backward(s)),
+        "optimizer step": (_step_gradients(s),),
+        "a look at the accuracy": (Part("gradients", gradients, "of the step"), _best_words(s)),
+    }
+    if s.config.loss.constraint.mode == "monitor":
+        found["a look at the constraint"] = (*held[:2], *_heads_backward(s, looking=True))
+    if s.graph:
+        layer = Part("one layer's backward", activations.layer_backward(s), "gradients of its widest tensors")
+        own = Part("gradients", gradients + apart, "fp32; features of this micro-batch in the weights' dtype")
+        found["backward of the last layer"] = (held[0], held[2], own, layer)
+    else:  # also where z is cached: this forward pass makes the cache
+        layer = Part("activations", activations.layer_forward(s), "one layer: no gradient runs through the backbone")
+        found["forward"] = (earlier, layer, _gathered(s, True))
+    return found
+
+
+def outside_tensors(s: Sizes, tensors: int) -> Iterator[Part]:
+    """What a rank needs beyond its `tensors` bytes of tensors."""
+    if s.kind == "cpu":
+        yield Part("process", PROCESS, "Python, torch and their libraries")
+        return
+    yield Part("CUDA context", CONTEXT, "driver, loaded kernels")
+    over_nccl = s.world > 1 and s.config.parallel.backend == "auto"
+    groups = (1 + (s.group > 1) + (1 < s.group < s.world) + 1) if over_nccl else 0
+    if groups:
+        yield Part("communication buffers", groups * NCCL, f"NCCL, {groups} communicators")
+    share = FRAGMENTATION[s.kind]
+    yield Part("fragmentation", round(share * tensors), f"{share:.0%} of the tensors: what the allocator cannot use")
+
+
+# ------------------------------------------------------------------------------------------ always held
+
+
+def _frozen(s: Sizes) -> Iterator[Part]:
+    a, over = s.base, s.over(3)
+    how = f"{s.width} bytes each" + (f", over {over} ranks (ZeRO-3)" if over > 1 else "")
+    linear = a.layers * sum(rows * columns for rows, columns, _ in a.linears.values())
+    if s.config.model.quantize == "nf4":
+        packed = round(linear * NF4_BYTES)
+        yield Part("backbone (frozen)", packed + (a.backbone_parameters - linear) * s.width, "4 bits and their scales")
+    else:
+        yield Part("backbone (frozen)", ceil_div(a.backbone_parameters * s.width, over), how)
+    yield Part("token embedding (frozen)", ceil_div(a.embedding_parameters * s.width, over), f"V H, {how}")
+
+
+def _engine(s: Sizes) -> Iterator[Part]:
+    """Weights; fp32 masters and Adam's moments of this rank's share."""
+    for name, count in s.engine_parameters.items():
+        trained = ADAM_MOMENTS if s.engine_group(name) in s.reached else 0
+        whole = count if s.zero < 3 or s.over(3) == 1 else ceil_div(count, s.over(3))
+        yield Part(f"{name}: weights", whole * s.width, f"{count:,} x {s.width} bytes")
+        if s.zero == 3:  # one flat buffer of gradients for good
+            yield Part(f"{name}: gradients", ceil_div(count, s.world) * s.width + count * s.width, "ZeRO-3's buffers")
+        yield Part(
+            f"{name}: optimizer",
+            ceil_div(count * (FP32 + trained), s.over(1)),
+            f"{count:,} x ({FP32} master + {trained} moments)" + (f" / {s.over(1)}" if s.over(1) > 1 else ""),
+            "host" if s.config.parallel.offload == "optimizer" else "device",
+        )
+
+
+def _heads(s: Sizes) -> Iterator[Part]:
+    """The heads are outside the engine, in fp32, with their own AdamW: its moments over the ranks with equal copies."""
+    v, words = s.rows, s.words
+    for name, count in s.whole_heads.items():
+        yield Part(name, count * FP32, f"{count:,} x 4 bytes")
+    spread = f", over {s.group} ranks" if s.group > 1 else ""
+    yield Part("W_cls", v * words * FP32, f"v C = {v:,} x {words:,}, 4 bytes{spread}")
+    yield Part("b_cls and C", (v + (v if s.config.train.thresholds != "scalar" else 1)) * FP32, "fp32")
+    yield Part("wide part (frozen)", s.wide_part * FP32, f"{s.wide_part:,} x 4 bytes, whole on every rank")
+    stepped = s.stepped_head(s.reached)
+    yield Part(
+        "moments of the heads",
+        stepped * ADAM_MOMENTS,
+        f"{stepped:,} x 8 bytes" + (f": a part of rows and matrices, over {s.world} ranks" if s.world > 1 else ""),
+        "host" if s.config.parallel.offload == "optimizer" else "device",
+    )
+    yield Part("abduction at the start", s.whole_heads["abduction"] * FP32, "a copy, for KL(U || U at the start)")
+
+
+# ---------------------------------------------------------------------------------- phases of a step
+
+
+def _activations(s: Sizes) -> Part:
+    if not s.graph:
+        return Part("activations", activations.batch(s), "the batch: nothing is kept of the backbone")
+    what = "layer inputs (recomputed in backward)" if s.checkpointing else "what autograd keeps of every layer"
+    return Part("activations", activations.saved(s), f"L = {s.base.layers} layers of N = {s.tokens:,}: {what}")
+
+
+def _gathered(s: Sizes, held: bool) -> Part:
+    """Whole weights in forward, and up to backward where they are held for it.
+
+    ZeRO-3 fetches ahead until its limit is reached or passed by a part of a matrix. Without a backward pass (also that
+    of the look at the constraint) it drops each weight after its use. After backward it holds none.
+    """
+    live = s.zero_setting("stage3_max_live_parameters", MAX_LIVE)
+    largest = max(rows * columns for rows, columns, _ in s.base.linears.values())
+    everything = s.base.backbone_parameters + s.trained_features
+    numbers = min(live + largest // 2, everything) if held and s.over(3) > 1 else 0
+    return Part("gathered by ZeRO-3", numbers * s.width, f"whole weights in use, at most {live:,} and half a matrix")
+
+
+def _head_gradients(s: Sizes) -> int:
+    """Bytes of the gradients of the heads' parameters after a micro-batch."""
+    return FP32 * (s.row_numbers(s.trainable) + s.whole_head(s.trainable))
+
+
+def _feature_gradients(s: Sizes) -> int:
+    """Bytes of the engine's gradients in backward."""
+    return s.trained_features * s.width * (s.graph and s.zero < 3)
+
+
+def _kept_apart(s: Sizes) -> int:
+    """Bytes of the engine's gradients of earlier micro-batches in fp32 (`zero.flat_step`): ZeRO-2's share, and in 16
+    bits all of ZeRO-1's. Others are added to in place."""
+    if not s.graph or s.accumulation == 1 or s.zero == 3:
+        return 0
+    if s.zero == 2:
+        return ceil_div(s.trained_features, s.world) * FP32
+    return s.trained_features * FP32 * (s.width < FP32 and s.config.parallel.offload != "optimizer")
+
+
+def _features_and_u(s: Sizes, forward: bool) -> int:
+    """Bytes of z, U, U' and what their backward needs. forward: while the loss is computed, with U's own scale."""
+    n, c, w = s.tokens, s.causal, s.width
+    differentiated = s.graph or "abduction" in s.trainable
+    tensors = 2 + differentiated + forward  # loc, scale with noise; before softplus; scale
+    size = n * w * s.base.hidden + tensors * n * c * FP32
+    if w < FP32:
+        size += 2 * n * s.words * w  # what the products take
+        size += 2 * w * c * s.base.hidden * s.graph  # the two matrices, rounded, kept for the gradient of z
+    if s.group > 1:
+        size += s.group * n * (2 * s.words * w + 12)
+    if s.config.loss.constraint.mode != "off" and s.reached & {"embedding", "lora"}:
+        size += n * w * s.base.hidden  # z as it was at the start
+    return size
+
+
+def _loss(s: Sizes) -> Iterator[Part]:
+    yield Part("features and U", _features_and_u(s, True), "z, and four [N, C] in fp32")
+    n, c = s.group * s.tokens, s.words
+    need_u = s.graph or bool(s.trainable & {"abduction", "noise"})
+    rows = FP32 * s.row_numbers(s.trainable)
+    gap = FP32 * s.rows * (1 + bool(s.trainable & {"thresholds"} or s.config.train.train_class_bias))
+    yield Part("gradients of U", need_u * 2 * n * c * (FP32 + (s.width if s.width < FP32 else 0)), "two [g N, C]")
+    yield Part("gradients of the rows", rows + gap, "fp32, made in forward")
+    share = s.config.loss.sampled_share
+    computed = s.rows if share is None else ceil(share * s.rows)
+    if share is not None:
+        size = (1 + ("classifier" in s.trainable)) * computed * c * FP32 + LABEL_TENSORS * n * c * FP32
+        yield Part("drawn rows", size, f"{computed:,} rows, the rows of the labels, their gradients")
+    if s.loss_impl == "reference":
+        yield Part("loss tiles", REFERENCE_TENSORS * n * computed * FP32, f"{REFERENCE_TENSORS} tensors [g N, v]")
+        return
+    fused = s.loss_impl == "fused"
+    t, words = tile_shape(n, computed, c, s.kind, fused)
+    low = s.width < FP32 and s.kind == "cuda"
+    tiles = t * words * FP32 * WORK_BUFFERS[s.loss_impl] + low * 2 * t * words * s.width
+    blocks = words * c * ((2 * s.width if low else FP32) + (1 + fused) * FP32 * ("classifier" in s.trainable))
+    copies = 2 * n * c * FP32 if s.width < FP32 and s.kind == "cpu" else 0
+    if fused:  # both operands of the tokens in one; sums of a tile's rows and columns
+        copies += 2 * n * c * s.width + 3 * FP32 * t * words // FUSED_WORDS
+    if s.config.loss.scale_dtype == "fp8":  # the operands in e4m3, and what rounding them takes
+        copies += (n + words) * c * (1 if fused else s.width if low else FP32) + words * c * 2 * FP32
+    yield Part(
+        "loss tiles", tiles + blocks + copies + 16 * n, f"tiles of {t:,} tokens x {words:,} words ({s.loss_impl})"
+    )
+
+
+def tile_shape(tokens: int, rows: int, c: int, kind: str, fused: bool = False) -> tuple[int, int]:
+    """(t, n) of the fused loss; as `ops.ovr.one_pass.tile_shape`."""
+    t = max(1, min(tokens, TILE_TOKENS[kind]))
+    n = min(TILE_BYTES[kind] // (t * FP32), BLOCK_BYTES[kind] // (max(1, c) * FP32))
+    if fused and kind == "cuda":
+        n = min(FUSED_BYTES // (t * 2), BLOCK_BYTES[kind] // (max(1, c) * FP32))
+        n = max(n // FUSED_WORDS, 1) * FUSED_WORDS
+    return t, max(1, min(rows, n))
+
+
+def _heads_backward(s: Sizes, looking: bool = False) -> Iterator[Part]:
+    n, c = s.tokens, s.causal
+    yield Part("features and U", _features_and_u(s, False), "what their backward needs")
+    yield Part("gradients", _head_gradients(s), "rows, abduction, regression")
+    wide = 2 * s.group * n * s.words * s.width + 3 * n * c * FP32 + (2 * n * c * s.width if s.width < FP32 else 0)
+    if looking:  # after the loss, before any gradient moves on
+        wide = 2 * s.group * n * s.words * s.width
+    yield Part("gradients of U", wide, "as they came, as they are added up, through softplus")
+    if looking or s.config.loss.constraint.mode in ("hinge", "dual"):
+        yield Part("KL to the start", KL_TENSORS * n * c * FP32, f"{KL_TENSORS} tensors [N, C] in fp32")
+
+
+def _best_words(s: Sizes) -> Part:
+    """What computing the accuracy of a micro-batch takes."""
+    n, w, group = s.tokens * s.group, s.width, s.group > 1
+    words = min(s.rows, max(64, CHUNK_BYTES // (FP32 * max(1, n, s.words))))
+    held = s.tokens * (s.base.hidden * w + s.causal * FP32 * 4) + group * 2 * n * s.words * w  # own; the group's
+    held += words * s.words * FP32 * (1 + (w < FP32))
+    return Part("best words", CHUNKS * n * words * FP32 + held, f"{CHUNKS} chunks [{n}, {words:,}]")
+
+
+def _step_gradients(s: Sizes) -> Part:
+    rows = s.rows % (s.world // s.group) * sum(s.row_columns(s.trainable))
+    whole = s.vectors(s.trainable) + sum(rows % s.world * columns for rows, columns in s.matrices(s.trainable))
+    summed = FP32 * max(rows, whole) if s.world > 1 else 0  # in one piece: what is not spread
+    features = 0 if not s.graph else s.trained_features * s.width + ceil_div(s.trained_features * FP32, s.over(1))
+    return Part(
+        "gradients", _head_gradients(s) + features + summed, "all of them, and those that are summed, in one piece"
+    )

@@ -1,0 +1,208 @@
+"""Which layout to take: every combination that fits, by tokens/s, with its reasons; and how layouts scale.
+
+Tried: micro-batch (powers of two up to a rank's share), ZeRO stage, vocabulary group (1 and every divisor of the ranks
+up to a node's, and the config's own), gradient checkpointing, offload. What a run *means* (its global batch, its
+lengths, its losses) is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from cqwen_dist.config import Config, UserError
+from cqwen_dist.sizes.stage_sizes import ceil_div
+from cqwen_dist.tools.plan.make import Plan, plan
+
+SIMPLER_WITHIN = 0.01  # a plainer layout is taken before one that is faster by less
+MAX_GROUP = 64
+MOST = 5  # layouts found
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+NODE = 8
+# ZeRO stage, vocabulary group (the node's ranks at most; 64: several nodes)
+LAYOUTS = ((1, 1), (1, NODE), (3, 1), (3, NODE), (3, 64))
+# The keys that the search may choose, each with its section.
+SECTION = {
+    "micro_batch_size": "train",
+    "zero_stage": "parallel",
+    "vocab_group_size": "parallel",
+    "gradient_checkpointing": "model",
+    "offload": "parallel",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A value for each key of `SECTION`."""
+
+    micro_batch_size: int
+    zero_stage: int
+    vocab_group_size: int
+    gradient_checkpointing: bool
+    offload: str
+
+    @property
+    def plainness(self) -> tuple[bool, bool, int, int]:
+        """Less is plainer: nothing on the host, nothing computed twice, a lower ZeRO stage, a smaller group."""
+        return (self.offload != "none", self.gradient_checkpointing, self.zero_stage, self.vocab_group_size)
+
+    def to_overrides(self) -> list[str]:
+        """As overrides of the command line."""
+        return [f"{SECTION[key]}.{key}={str(value).lower()}" for key, value in asdict(self).items()]
+
+
+@dataclass(frozen=True)
+class FittingLayout:
+    """A layout that fits, and its plan."""
+
+    layout: Layout
+    plan: Plan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of all ranks, in the slowest stage."""
+        return self.plan.slowest.tokens_per_s
+
+    @property
+    def why(self) -> str:
+        """The part that takes longest, and what each choice of the layout does."""
+        layout, planned = self.layout, self.plan
+        parts = [f"bound by {planned.slowest.bound}"]
+        if layout.vocab_group_size > 1:
+            spared = planned.head_bytes_sent_unsharded - planned.head_bytes_sent
+            verb = "spares" if spared > 0 else "costs"
+            rows = f"the word head's rows over {layout.vocab_group_size} ranks"
+            parts.append(f"{rows}: {verb} {abs(spared) / 2**20:,.0f} MiB on the wire a step")
+        elif planned.world > 1:
+            parts.append("every rank holds the whole word head")
+        if layout.zero_stage == 3:
+            parts.append("ZeRO-3 spreads the frozen backbone")
+        if layout.gradient_checkpointing:
+            parts.append("activations computed twice to hold fewer")
+        if layout.offload != "none":
+            parts.append("moments and the engine's masters on the host")
+        return "; ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "overrides": self.layout.to_overrides(),
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.plan.slowest.mfu,
+            "device_gib": round(self.plan.device_gib, 3),
+            "host_gib": round(self.plan.host_gib, 3),
+            "hours": self.plan.hours,
+            "gpu_hours": self.plan.gpu_hours,
+            "why": self.why,
+        }
+
+
+def search(config: Config, **options: Any) -> list[FittingLayout]:
+    """The best layouts that fit, at most MOST, the best first; none where nothing fits.
+
+    There is one of each plainness, sorted by tokens/s; a difference within SIMPLER_WITHIN counts as none. Of equally
+    fast micro-batches it takes the one that needs least memory; of equally fast layouts the plainest is first.
+    options: those of `plan`. Raises `UserError` as `plan` does.
+    """
+    ranks_per_node = max(1, options["gpus_per_node"])
+    kinds: dict[tuple[Any, ...], list[FittingLayout]] = {}
+    for layout in layouts(config, options["nodes"] * ranks_per_node, ranks_per_node):
+        try:
+            planned = plan(with_layout(config, layout), **options)
+        except UserError as error:
+            if not of_layout(error):
+                raise
+            continue
+        if planned.fits:
+            kinds.setdefault(layout.plainness, []).append(FittingLayout(layout, planned))
+    picked = [min(_near(kind), key=lambda found: found.plan.device_gib) for kind in kinds.values()]
+    near = sorted(_near(picked), key=lambda found: found.layout.plainness)
+    rest = sorted((found for found in picked if found not in near), key=lambda found: -found.tokens_per_s)
+    return [*near, *rest][:MOST]
+
+
+def of_layout(error: UserError) -> bool:
+    """Whether what a plan refused may be otherwise in another layout."""
+    return error.key.startswith(("train.micro", "parallel.", "model.lora.dora", "model.quantize"))
+
+
+def _near(found: list[FittingLayout]) -> list[FittingLayout]:
+    """Those within SIMPLER_WITHIN of the fastest."""
+    top = max((each.tokens_per_s for each in found), default=0.0)
+    return [each for each in found if each.tokens_per_s >= top * (1 - SIMPLER_WITHIN)]
+
+
+def layouts(config: Config, world: int, ranks_per_node: int) -> Iterator[Layout]:
+    """Every layout that is tried."""
+    batch, own = config.train.global_batch_size, config.train.micro_batch_size
+    share = ceil_div(batch, world)
+    sizes = sorted({own, *(2**k for k in range(share.bit_length()) if 2**k <= share)})
+    groups = {g for g in range(1, min(MAX_GROUP, ranks_per_node) + 1) if world % g == 0 and ranks_per_node % g == 0}
+    adapters = config.trains("lora")
+    compiled = config.model.compile_layers and config.model.attention == "varlen"  # then nothing is recomputed
+    combinations = product(
+        [size for size in sizes if batch % size == 0],
+        (1, 2, 3) if world > 1 else (1,),
+        sorted({*groups, config.parallel.vocab_group_size}),
+        (False, True) if (adapters or config.trains("embedding")) and not compiled else (False,),
+        ("none", "optimizer") if adapters else ("none",),
+    )
+    return (Layout(*each) for each in combinations)
+
+
+def with_layout(config: Config, layout: Layout) -> Config:
+    """The config with a layout's five keys. Nothing is validated again: only these keys change, to allowed values."""
+    for key, value in asdict(layout).items():
+        section = getattr(config, SECTION[key]).model_copy(update={key: value})
+        config = config.model_copy(update={SECTION[key]: section})
+    return config
+
+
+# -------------------------------------------------------------------------------------------- weak scaling
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of ranks in one layout."""
+
+    ranks: int
+    zero_stage: int
+    vocab_group_size: int
+    tokens_per_s: float
+    efficiency: float
+    communication: float  # share of the step
+    device_gib: float
+    fits: bool
+
+
+def scaling(config: Config, **options: Any) -> list[Point]:
+    """Every layout at every number of ranks; 8 to a node.
+
+    options: those of `plan` but for nodes and GPUs. Raises `UserError` as `plan` does.
+    """
+    alone = _planned(config, 1, 1, 1, options).slowest.tokens_per_s
+    found = []
+    for (zero, group), ranks in product(LAYOUTS, RANKS):
+        if group > NODE and ranks < group:
+            continue
+        size = min(group, ranks)
+        planned = _planned(config, ranks, zero, size, options)
+        rate, share = planned.slowest.tokens_per_s, planned.slowest.time["communication"] / planned.slowest.seconds
+        found.append(Point(ranks, zero, size, rate, rate / ranks / alone, share, planned.device_gib, planned.fits))
+    return found
+
+
+def _planned(config: Config, ranks: int, zero: int, group: int, options: dict[str, Any]) -> Plan:
+    """The plan of a layout with one micro-batch a step on every rank."""
+    batch = config.train.micro_batch_size * ranks
+    own = {"global_batch_size": None, "micro_batch_size": None}
+    grown = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"global_batch_size": batch}),
+            "parallel": config.parallel.model_copy(update={"zero_stage": zero, "vocab_group_size": group}),
+            "stages": [stage.model_copy(update=own) for stage in config.stages],
+        }
+    )
+    return plan(grown, nodes=max(1, ranks // NODE), gpus_per_node=min(ranks, NODE), **options)

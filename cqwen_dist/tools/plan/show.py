@@ -1,0 +1,142 @@
+"""A plan as tables for the console, and as the lines that head a config file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from cqwen_dist.tools.plan.make import Plan
+from cqwen_dist.tools.plan.memory import GIB, MIB
+from cqwen_dist.tools.plan.search import LAYOUTS, NODE, RANKS, SIMPLER_WITHIN, FittingLayout, Point
+
+
+def render(plan: Plan, choices: Sequence[FittingLayout] = ()) -> Group:
+    """What `rich` prints: a line of facts, memory by part, time by stage, the verdict, better layouts."""
+    ranks = f"{plan.world} rank{'s' * (plan.world > 1)} on {plan.nodes} node{'s' * (plan.nodes > 1)}"
+    facts = (
+        f"{ranks}; base {plan.base_parameters:,} parameters, trained {plan.trainable_parameters:,}; "
+        f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} a step; "
+        f"checkpoint {_size(plan.checkpoint_bytes)}"
+    )
+    if plan.world > 1:
+        sent, whole = _size(plan.head_bytes_sent), _size(plan.head_bytes_sent_unsharded)
+        facts += f"\nheads: a rank sends {sent} a step ({whole} with the whole head on every rank)"
+    verdict = Text(plan.reason, style="green" if plan.fits else "red")
+    shown: list[RenderableType] = [Text(facts), _memory(plan), _stages(plan), Text(_total(plan)), verdict]
+    if choices:
+        shown += _choices(plan, choices)
+    return Group(*shown)
+
+
+def _memory(plan: Plan) -> Table:
+    whole = round(plan.device_gib * GIB)
+    unit, each = ("GiB", GIB) if whole >= GIB else ("MiB", MIB)
+    title = f"Memory of one rank (stage {plan.stage}, {plan.moment})"
+    table = Table("part", Column(unit, justify="right"), "how", title=title, title_justify="left")
+    for part in plan.parts:
+        how = Text(part.how + (" (host)" if part.place == "host" else ""))  # brackets are meant
+        amount = part.bytes / each
+        table.add_row(part.name, f"{amount:.3f}" if amount >= 0.0005 else "<0.001", how)
+    table.add_section()
+    table.add_row("all", f"{whole / each:.3f}", f"host: {_size(round(plan.host_gib * GIB))}" if plan.host_gib else "")
+    return table
+
+
+def _size(count: float) -> str:
+    """Bytes in a readable unit."""
+    for unit, each in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
+        if abs(count) >= each:
+            return f"{count / each:,.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _stages(plan: Plan) -> Table:
+    """A row a metric, a column a stage: few stages fit any terminal."""
+    how = "measured rates" if plan.machine.calibrated else "stated rates"
+    table = Table("stage", title=f"One optimizer step on {plan.machine.name} ({how})", title_justify="left")
+    shown = {"backbone_forward": "forward", "backbone_backward": "backward", "exposed_launches": "starting kernels"}
+    rows: dict[str, list[str]] = defaultdict(list)
+    for stage in plan.stages:
+        table.add_column(stage.stage, justify="right")
+        rows["steps"].append("?" if stage.steps is None else f"{stage.steps:,}")
+        rows["seconds of a step"].append(f"{stage.seconds:.4g}")
+        for part, seconds in stage.time.items():
+            rows[shown.get(part, part)].append(f"{seconds / stage.seconds:.0%}")
+        rows["tokens/s"].append(f"{stage.tokens_per_s:,.0f}")
+        rows["MFU"].append(f"{stage.mfu:.0%}")
+        sent = f"{_size(stage.bytes_sent)} in {stage.collectives} messages" if stage.collectives else "nothing"
+        rows["a rank sends"].append(sent)
+        rows["all steps"].append("?" if stage.hours is None else _duration(stage.hours))
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def _total(plan: Plan) -> str:
+    if plan.hours is None or plan.gpu_hours is None:
+        return "hours: not known (a stage is given in epochs; give --sequences)"
+    gpus = f", {plan.gpu_hours:.1f} GPU-hours" if plan.gpus_per_node else ""
+    return f"{_duration(plan.hours)}{gpus} (evaluations and checkpoints not counted)"
+
+
+def _duration(hours: float) -> str:
+    if hours >= 0.1:
+        return f"{hours:.2f} hours"
+    return f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "under a minute"
+
+
+def _choices(plan: Plan, choices: Sequence[FittingLayout]) -> list[RenderableType]:
+    """A row a layout, narrow enough for 80 columns; below, the reasons for each, and the first as overrides.
+
+    gain: tokens/s against the config's own layout.
+    """
+    title = f"Layouts that fit, fastest first (within {SIMPLER_WITHIN:.0%}: plainest, least memory)"
+    numbers = [Column(name, justify="right") for name in ("", "micro", "ZeRO", "group", "recompute")]
+    rest = [Column(name, justify="right") for name in ("GiB", "tokens/s", "gain")]
+    table = Table(*numbers, "offload", *rest, title=title, title_justify="left")
+    notes = Table.grid(padding=(0, 1))
+    for number, choice in enumerate(choices, 1):
+        at, planned = choice.layout, choice.plan
+        notes.add_row(f"{number}", Text(choice.why))
+        recomputed = "yes" if at.gradient_checkpointing else "no"
+        gain = round(100 * (choice.tokens_per_s / plan.slowest.tokens_per_s - 1))
+        keys = (number, at.micro_batch_size, at.zero_stage, at.vocab_group_size, recomputed, at.offload)
+        table.add_row(*map(str, keys), f"{planned.device_gib:.1f}", f"{choice.tokens_per_s:,.0f}", f"{gain:+d}%")
+    overrides = " ".join(choices[0].layout.to_overrides())
+    return [table, notes, Text(f"The first, as overrides (--write FILE writes it): {overrides}")]
+
+
+def render_scaling(points: Sequence[Point]) -> Table:
+    """Efficiency by number of ranks (rows) and layout (columns). points: as `scaling` gives them."""
+    title = "Weak scaling: tokens/s a GPU against one GPU (and communication's share of the step)"
+    names = ("GPUs", *(f"ZeRO-{zero}, group {group}" for zero, group in LAYOUTS))
+    table = Table(*(Column(name, justify="right") for name in names), title=title, title_justify="left")
+    by = {(p.ranks, p.zero_stage, p.vocab_group_size): p for p in points}
+    for ranks in RANKS:
+        cells = []
+        for zero, group in LAYOUTS:
+            point = by.get((ranks, zero, group if group > NODE else min(group, ranks)))  # None: `scaling` skips it
+            cells.append(
+                f"{point.efficiency:.0%} ({point.communication:.0%}){'' if point.fits else ' *'}" if point else ""
+            )
+        table.add_row(f"{ranks:,}", *cells)
+    return table
+
+
+def head_lines(plan: Plan, command: str) -> list[str]:
+    """The head of a config file: the command, memory, time. A test makes them again and compares."""
+    lines = [command, f"{plan.reason} ({plan.stage}: {plan.moment})"]
+    for stage in plan.stages:
+        lines.append(
+            f"{stage.stage}: {stage.seconds:.3g} s a step of {stage.tokens:,} tokens, "
+            f"{stage.tokens_per_s:,.0f} tokens/s, {stage.mfu:.0%} MFU, bound by {stage.bound}"
+        )
+    rates = "measured" if plan.machine.calibrated else "stated"
+    if plan.hours is not None and plan.gpu_hours is not None:
+        lines.append(f"{plan.hours:.1f} hours, {plan.gpu_hours:.3g} GPU-hours at the {rates} rates")
+    lines.append(f"checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB")
+    return lines

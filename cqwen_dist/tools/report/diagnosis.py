@@ -1,0 +1,294 @@
+"""What the metrics of a run mean, in sentences: the seeds' rules (S3 5.3, 5.4, S1 6.1, 6.2) and some of our own."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cqwen_dist.tools.report.charts import watched_names
+from cqwen_dist.tools.report.run_data import RunData
+
+LEVELS = ("bad", "warn", "note", "good")  # the worst first
+
+FEW_WORDS = 0.2  # accuracy; a pretrained model has 0.3 to 0.7 on texts of a kind that it knows
+SUM, SUM_OF_ONE = "dist/ovr_prob_sum_median_standard", "dist/ovr_prob_sum_median_causal"
+USEFUL = 0.9  # of the median error of always predicting the median; above it, numbers are hardly learned
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding about a run: how good it is (level), a headline, what it means or what to do."""
+
+    level: str
+    title: str
+    text: str
+
+
+bad, warn, note, good = (partial(Finding, level) for level in LEVELS)
+
+
+def diagnose(run: RunData) -> list[Finding]:
+    """All findings, the worst first."""
+    found: list[Finding] = []
+    for rule, *metrics in RULES:
+        if run.last.keys() >= set(metrics):
+            found += rule(run, *(run.last[name] for name in metrics))
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
+def _knows_words(run: RunData) -> bool:
+    """Whether enough words are right for any other finding about words to be good."""
+    return run.last.get("eval/accuracy", 1.0) >= FEW_WORDS
+
+
+def _knows_numbers(run: RunData) -> bool:
+    """Whether its numbers are clearly better than always predicting the training median."""
+    return run.last.get("eval/reg_mdae", 0.0) < USEFUL * run.last.get("eval/baseline_mdae", math.inf)
+
+
+def _alarms(run: RunData) -> Iterator[Finding]:
+    for alarm in run.alarms:
+        kind, samples = alarm.get("kind"), ", ".join(map(str, alarm.get("samples") or []))
+        spike = kind == "loss-spike"
+        named = f" Samples: {samples}." if samples and spike else ""
+        yield (warn if spike else bad)(f"Alarm at step {alarm.get('step')}: {kind}", f"{alarm.get('text')}.{named}")
+
+
+def _words(run: RunData, accuracy: float, base: float) -> Iterator[Finding]:
+    gap = 100 * (accuracy - base)
+    if gap < -1.0:
+        held = run.config.loss.constraint.mode in ("hinge", "dual")
+        hold = "a smaller loss.constraint.eps" if held else "hold U near its start (loss.constraint.mode: hinge)"
+        yield bad(
+            f"It predicts {-gap:.1f} points fewer words right than its base model",
+            f"{accuracy:.1%} against {base:.1%}: knowledge was lost. Lower the learning rates, or {hold}.",
+        )
+    elif accuracy < FEW_WORDS:
+        model = run.config.model
+        if model.architecture is None:
+            cause = "Are the texts of a kind, and in the template, that the base knows (data.prompt_template)?"
+        elif model.pretrain is None:
+            cause = "The base has random weights (model.architecture): name a pretrained one (model.name_or_path)."
+        else:
+            cause = f"The base was pretrained for {model.pretrain.steps} steps only (model.pretrain.steps)."
+        yield bad(f"Words: only {accuracy:.1%} right", f"Its base model has {base:.1%}. {cause}")
+    else:
+        how = f"{gap:+.1f} points against" if abs(gap) >= 0.05 else "as many as"
+        yield good(f"Words: {accuracy:.1%} right", f"{how} the base model's own {base:.1%}.")
+
+
+def _forgotten(run: RunData) -> Iterator[Finding]:
+    for name in watched_names(run.last):
+        accuracy, base = run.last.get(f"watch/{name}/accuracy"), run.last.get(f"watch/{name}/base_accuracy")
+        if accuracy is None or not base:
+            continue
+        gap = 100 * (accuracy - base)
+        if gap < -max(1.0, 10 * base):
+            yield warn(f"It forgets {name}: {-gap:.1f} points of the base model's {base:.1%}", _against_forgetting(run))
+        else:
+            finding = good if accuracy >= FEW_WORDS else note
+            yield finding(f"Kept of {name}: {accuracy:.1%} right", f"{gap:+.1f} points against {base:.1%}.")
+
+
+def _against_forgetting(run: RunData) -> str:
+    """Advice that this run has not followed yet."""
+    trained = [group for group in ("classifier", "thresholds") if run.config.trains(group)]
+    if not trained:
+        return "Lower the rates (lr_groups), train for fewer steps, or mix such texts into data.train."
+    named = " and ".join(f"`{group}`" for group in trained)
+    return f"Freeze {named} (a stage's train), or lower their rates (lr_groups): they follow the training texts alone."
+
+
+def _overfit(run: RunData) -> Iterator[Finding]:
+    losses = run.raw.get("eval/cls_loss_mean", [])
+    if len(losses) >= 4 and losses[-1] > 1.05 * min(losses) and min(losses) > 0:
+        steps = run.curves["eval/cls_loss_mean"].x  # fewer than losses in a long run: of the stretch in which it lies
+        at = steps[losses.index(min(losses)) * len(steps) // len(losses)]
+        yield warn(
+            "The held-out word loss was lower before",
+            f"{min(losses):.3g} at step {at:.0f}, {losses[-1]:.3g} at the end: it overfits. Stop earlier "
+            f"(stages' until), or more dropout (model.lora.dropout is {run.config.model.lora.dropout:g}).",
+        )
+
+
+def _convergence(run: RunData) -> Iterator[Finding]:
+    """S1 6.2: if a loss does not fall, look at the statistics and at the regression's first predictions."""
+    known, errors = run.start.get("statistics") or {}, run.raw.get("eval/reg_mdae", [])
+    first = f"{errors[0]:.4g}" if errors else "unknown"
+    check = {
+        "words": ("eval/cls_loss_mean", "Look at the rates, and at the labels of the data (`cqwen prepare`)."),
+        "numbers": (
+            "eval/reg_nll",
+            f"Are these the numbers that you mean (`cqwen prepare`)? Their median is {known.get('median')}, half their "
+            f"interquartile range {known.get('scale')}; the median error at the start was {first}.",
+        ),
+    }
+    for what, (name, advice) in check.items():
+        losses = run.raw.get(name, [])
+        if len(losses) >= 2 and min(losses[1:]) >= losses[0]:
+            text = f"Held out: {losses[0]:.4g} at the start, never lower, {losses[-1]:.4g} at the end."
+            found = bad
+            if what == "numbers" and _knows_numbers(run):
+                found, advice = note, "The start's closed forms are the better fit: lower rates, or fewer steps."
+            yield found(f"The loss of {what} never fell", f"{text} {advice}")
+
+
+def _num(run: RunData, f1: float, mdae: float) -> Iterator[Finding]:
+    if f1 < 0.8:
+        precision, recall = run.last.get("eval/num_precision", 0.0), run.last.get("eval/num_recall", 0.0)
+        which = "it misses numbers" if recall <= precision else "it sees numbers where words are"
+        yield warn(
+            f"Telling numbers from words: F1 {f1:.2f}",
+            f"Precision {precision:.2f}, recall {recall:.2f}: {which}. The gate of the regression depends on it.",
+        )
+
+
+def _errors(run: RunData, mae: float, mdae: float) -> Iterator[Finding]:
+    baseline = run.last.get("eval/baseline_mdae")
+    if baseline is not None and mdae >= 0.99 * baseline:
+        yield bad(
+            "Numbers are no better than always saying the median",
+            f"Median absolute error {mdae:.4g}, always the training median's {baseline:.4g}.",
+        )
+    elif baseline is not None:
+        useful = _knows_numbers(run)
+        yield (good if useful else warn)(
+            f"Numbers: median absolute error {mdae:.4g}",
+            f"{'' if useful else 'Only '}{1 - mdae / baseline:.0%} less than always saying the training median "
+            f"({baseline:.4g}).",
+        )
+    if mae > 5 * mdae > 0:
+        logs = run.config.target_transform.endswith("_log")
+        yield note(
+            "A few extreme errors",
+            f"The mean absolute error, {mae:.4g}, is {mae / mdae:.0f} times the median one, {mdae:.4g}: a few "
+            "predictions are far off, most are not."
+            + ("" if logs else " Numbers of very different size? Try loss.target_transform: signed_log."),
+        )
+
+
+def _raw_intervals(run: RunData, raw: float) -> Iterator[Finding]:
+    if abs(raw - 0.9) > 0.05:
+        wide = raw > 0.9
+        yield note(
+            f"The Cauchy's own 90 % intervals hold {raw:.0%}",
+            f"They are too {'wide, as a Cauchy fitted to light-tailed errors is' if wide else 'narrow'}; use the "
+            "recalibrated ones.",
+        )
+
+
+def _recalibrated_intervals(run: RunData, conformal: float, count: float) -> Iterator[Finding]:
+    if count < 1:
+        return
+    reach = 2.576 * math.sqrt(0.09 / count)
+    inside = abs(conformal - 0.9) <= reach
+    if _knows_numbers(run) or not inside:  # guessed numbers need wide intervals, which hold easily
+        yield (good if inside else warn)(
+            f"Recalibrated 90 % intervals hold {conformal:.0%}",
+            f"Measured on {count:.0f} numbers that did not calibrate them. Chance alone gives "
+            f"{max(0.9 - reach, 0):.0%} to {min(0.9 + reach, 1):.0%} (99 % of the time).",
+        )
+
+
+def _distributions(run: RunData) -> Iterator[Finding]:
+    for name, what, meaning in (
+        ("U_loc", "locations", "single tokens have representations of their own"),
+        ("U_scale", "scales", "the model is much less sure of some tokens or dimensions"),
+    ):
+        if name == "U_scale" and run.config.number_dims:
+            continue  # skewed by design: of order 1 in number dimensions, of order 1e-3 in the others
+        mean, median, std, iqr = (run.last.get(f"dist/{name}_{k}") for k in ("mean", "median", "std", "iqr"))
+        if mean is None or median is None or std is None or not iqr:
+            continue
+        skew, tails = (mean - median) / iqr, std / (iqr / 1.349)
+        if abs(skew) > 0.5:
+            yield note(
+                f"The {what} of U are skewed",
+                f"Mean {mean:.3g}, median {median:.3g}, quartiles {iqr:.3g} apart: some tokens or dimensions pull to "
+                f"the {'high' if skew > 0 else 'low'} side.",
+            )
+        if tails > 3:
+            yield note(
+                f"The {what} of U have heavy tails",
+                f"Their deviation, {std:.3g}, is {tails:,.1f} times that of a normal law with these quartiles: "
+                f"{meaning}.",
+            )
+
+
+def _prob_sum(run: RunData, total: float) -> Iterator[Finding]:
+    if 0.7 <= total <= 1.5:
+        text = "One word comes next, so 1 is calibrated."
+        if not _knows_words(run):
+            text += " The sum is near 1 too if every word has the same probability: see how many words are right."
+        yield (good if _knows_words(run) else note)(f"The probabilities add up to {total:.2f}", text)
+    else:
+        yield (warn if total < 0.3 or total > 3 else note)(
+            f"The probabilities of all words add up to {total:.2f}",
+            "One word comes next, so it should be near 1: "
+            + ("too many words are likely (scales too wide)." if total > 1 else "no word is likely."),
+        )
+
+
+def _prob_sum_of_one(run: RunData, total: float, causal: float) -> Iterator[Finding]:
+    if causal > 0 and total > 0 and abs(math.log(causal)) > abs(math.log(total)) + 0.2:
+        yield note(
+            f"For one fixed individual they add up to {causal:.2f}",
+            f"That should be nearer to 1 than the {total:.2f} over all individuals: draws from U are far from its "
+            "location, or b_noise decides little.",
+        )
+
+
+def _gradients(run: RunData) -> Iterator[Finding]:
+    norms = run.raw.get("train/grad_norm", [])
+    if len(norms) < 10:
+        return
+    clipped = statistics.fmean(run.raw.get("train/clipped", [0.0]))
+    median = statistics.median(norms)
+    if max(norms) > 1000 * median > 0:
+        yield warn(
+            "Gradients exploded at times",
+            f"The largest norm was {max(norms):.3g}, the median {median:.3g}. Look at <NUM>'s bias and the start of "
+            "the heads.",
+        )
+    limit = run.config.max_grad_norm
+    if clipped > 0.9 and limit is not None:
+        yield warn(
+            f"{clipped:.0%} of the steps were clipped",
+            f"The median gradient norm is {median:.3g}, the limit (train.max_grad_norm) {limit:g}: only the gradient's "
+            "direction matters. With `usual`, only unusually large gradients are clipped.",
+        )
+
+
+def _speed(run: RunData) -> Iterator[Finding]:
+    seconds, waits = run.raw.get("perf/step_s", []), run.raw.get("perf/data_wait_s", [])
+    if len(waits) >= 5 and sum(waits) > 0.1 * sum(seconds):
+        yield warn(
+            f"{sum(waits) / sum(seconds):.0%} of the time went into waiting for data",
+            f"Make more batches ahead (data.prefetch is {run.config.data.prefetch}), or use a faster disk.",
+        )
+    refused = len(run.raw.get("train/refused", []))
+    if refused:
+        yield warn(f"{refused} steps were refused", "Their loss or gradient was not finite; see the alarms.")
+
+
+# Each rule with the metrics whose last values it gets; without one of them it says nothing.
+RULES: tuple[tuple[Any, ...], ...] = (
+    (_alarms,),
+    (_words, "eval/accuracy", "eval/base_accuracy"),
+    (_forgotten,),
+    (_overfit,),
+    (_convergence,),
+    (_num, "eval/num_f1", "eval/reg_mdae"),
+    (_errors, "eval/reg_mae", "eval/reg_mdae"),
+    (_raw_intervals, "eval/coverage_90"),
+    (_recalibrated_intervals, "eval/coverage_90_conformal", "eval/conformal_numbers"),
+    (_distributions,),
+    (_prob_sum, SUM),
+    (_prob_sum_of_one, SUM, SUM_OF_ONE),
+    (_gradients,),
+    (_speed,),
+)

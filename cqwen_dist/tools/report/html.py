@@ -1,0 +1,179 @@
+"""`cqwen report`: one or several runs in one HTML file that needs no network and no library."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic_core import to_json
+
+from cqwen_dist import __version__
+from cqwen_dist.config import changed_keys
+from cqwen_dist.run.files import METRICS, REPORT, write_atomically
+from cqwen_dist.run.status import read_status
+from cqwen_dist.tools.report.charts import PAGE, compared_metrics, sections
+from cqwen_dist.tools.report.diagnosis import diagnose
+from cqwen_dist.tools.report.run_data import RunData, read_run
+
+
+def write_report(folders: Sequence[Path], out: Path, samples: int = 0) -> Path:
+    """Read the runs and write the page atomically. samples: how many held-out texts each run's model continues.
+
+    Raises `UserError` for a folder that is no run, and if samples cannot be made.
+    """
+    runs = [read_run(folder) for folder in folders]
+    if samples:
+        from cqwen_dist.tools.report.samples import sample_texts
+
+        for run in runs:
+            run.samples = sample_texts(run.folder, run.config, samples)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, render(runs))
+    return out
+
+
+def leave_report(run: Path) -> None:
+    """On rank 0, write report.html into the run's folder and print a line about it.
+
+    An error here is only noted, as the run itself is done. A run that stopped before its first step has no report.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if not (run / METRICS).is_file():
+        typer.echo(f"{read_status(run)['status']}: {run}")
+        return
+    try:
+        page = write_report([run], run / REPORT)
+    except Exception as error:
+        typer.echo(f"note: no {REPORT}: {type(error).__name__}: {error}", err=True)
+    else:
+        typer.echo(f"{read_status(run)['status']}: {run}; what it learnt: {page}")
+
+
+def render(runs: Sequence[RunData]) -> str:
+    """The page. Runs that share a name are shown under their folders."""
+    names = [run.name for run in runs]
+    runs = [replace(run, name=str(run.folder)) if names.count(run.name) > 1 else run for run in runs]
+    metrics = {name for run in runs for name in run.curves}
+    parts = sections(metrics)
+    charts = [chart for _, _, found in parts for chart in found]
+    drawn = {name for chart in charts for name, _ in chart["series"]}
+    environment = Environment(
+        loader=FileSystemLoader(PAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_function"] = lambda data, **_: to_json(data, inf_nan_mode="null").decode()
+    environment.filters |= {"status": _status, "made_of": made_of, "diagnose": diagnose}
+    environment.filters["json"] = partial(json.dumps, indent=1, ensure_ascii=False)
+    return environment.get_template("report.html.j2").render(
+        runs=runs,
+        glance=_glance(runs),
+        tiles=main_metrics(runs[0]) if len(runs) == 1 else [],
+        sections=parts,
+        differences=differences(runs),
+        data={"runs": [_drawn(run) for run in runs], "charts": charts, "others": sorted(metrics - drawn)},
+        style=(PAGE / "report.css").read_text(encoding="utf-8"),
+        script=(PAGE / "report.js").read_text(encoding="utf-8"),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        version=__version__,
+    )
+
+
+def _drawn(run: RunData) -> dict[str, Any]:
+    """What the page's script draws of a run."""
+    return {
+        "name": run.name,
+        "stages": [asdict(stage) for stage in run.stages],
+        "curves": {
+            metric: {key: value for key, value in asdict(curve).items() if value is not None}
+            for metric, curve in run.curves.items()
+        },
+        "evaluations": run.evaluations,
+        "alarms": [{"step": alarm.get("step"), "kind": alarm.get("kind")} for alarm in run.alarms],
+    }
+
+
+def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """Config keys in which the runs differ, except run.dir and run.name, with each run's value as JSON."""
+    changes = [changed_keys(runs[0].config, run.config, begun=False) for run in runs]
+    first = {key: before for found in changes for key, before, _ in found if key not in ("run.dir", "run.name")}
+    values = [{**first, **{key: now for key, _, now in found}} for found in changes]
+    return [(key, [json.dumps(of_run[key], ensure_ascii=False) for of_run in values]) for key in first]
+
+
+def _status(run: RunData) -> str:
+    total, seconds, ranks = run.status.get("total_steps"), run.status.get("seconds"), run.environment.get("ranks")
+    of_total = f" of {total:,}" if isinstance(total, int) and total != run.steps else ""
+    steps = f"{run.steps:,}{of_total} steps"
+    if isinstance(seconds, (int, float)):
+        steps += f", {timedelta(seconds=round(seconds))}"
+    parts = [str(run.status.get("status", "unknown")), steps]
+    return " · ".join([*parts, f"{ranks} rank{'s' if ranks != 1 else ''}"] if ranks else parts)
+
+
+def made_of(run: RunData) -> list[tuple[str, str]]:
+    """(label, text) for the base model, the data and the machine of a run."""
+    model, found = run.config.model, run.environment
+    base = model.name_or_path or ""
+    if model.architecture is not None:
+        shape = model.architecture
+        made = f"pretrained for {model.pretrain.steps} steps" if model.pretrain else "with random weights"
+        size = f"{shape.get('num_hidden_layers')} layers of {shape.get('hidden_size')}"
+        base = f"{shape.get('model_type')}, {size}, {made}"
+    train = run.config.data.train
+    data = train if isinstance(train, str) else ", ".join(train)
+    gpus = found.get("gpus") or []
+    machine = [", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"]
+    machine += [f"{found['cpus']} CPU cores"] if "cpus" in found else []
+    machine += [f"torch {found['packages']['torch']}"] if "torch" in found.get("packages", {}) else []
+    return [("Base", base), ("Data", data), *([("Machine of rank 0", ", ".join(machine))] if found else [])]
+
+
+def _glance(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Rows of the table of last metrics: each metric, below it those to compare it with."""
+    rows = []
+    for metric in compared_metrics({name for run in runs for name in run.last}):
+        rows.append({**metric, "values": [run.last.get(metric["name"]) for run in runs]})
+        for name, label in metric.get("against", {}).items():
+            rows.append({**metric, "label": f"… {label}", "best": None, "values": [run.last.get(name) for run in runs]})
+    return [
+        {"label": row["label"], "values": _cells(row)}
+        for row in rows
+        if any(value is not None for value in row["values"])
+    ]
+
+
+def _cells(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A text for each run; the best value is marked, unless all are equal."""
+    known = {value for value in row["values"] if value is not None}
+    pick = {"larger": max, "smaller": min}.get(row.get("best") or "")
+    best = pick(known) if pick is not None and len(known) > 1 else None
+    return [
+        {"text": "–" if value is None else _text(value, row), "best": best is not None and value == best}
+        for value in row["values"]
+    ]
+
+
+def main_metrics(run: RunData) -> list[dict[str, str]]:
+    """The main metrics of a run, each with the metrics to compare it with: label, value, compared."""
+    tiles = []
+    for metric in compared_metrics([]):
+        if metric.get("tile") and metric["name"] in run.last:
+            others = {label: run.last[name] for name, label in metric.get("against", {}).items() if name in run.last}
+            compared = ", ".join(f"{label} {_text(value, metric)}" for label, value in others.items())
+            value = _text(run.last[metric["name"]], metric)
+            tiles.append({"label": metric["label"], "value": value, "compared": compared})
+    return tiles
+
+
+def _text(value: float, metric: dict[str, Any]) -> str:
+    if metric.get("percent"):
+        return f"{100 * value:.1f} %"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")

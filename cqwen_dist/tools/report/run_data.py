@@ -1,0 +1,158 @@
+"""What a report reads from a run's folder: metrics, thinned to what a screen shows, and the other files."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cqwen_dist.config import Config, Stage, UserError, load_config
+from cqwen_dist.run import files
+from cqwen_dist.run.files import read_lines, read_object
+from cqwen_dist.tools.report.charts import RIDGE
+from cqwen_dist.training.stages import StagePlan
+
+POINTS = 400  # of a curve; a longer one becomes medians over so many stretches, with a band from minimum to maximum
+
+Values = dict[str, tuple[list[float], list[float]]]  # metric -> its steps and values
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over steps. low, high: minimum and maximum of the steps that a point stands for, if several."""
+
+    x: list[float]
+    y: list[float]
+    low: list[float] | None = None
+    high: list[float] | None = None
+
+
+@dataclass
+class Stretch:
+    """A stage's steps, (start, stop]."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass
+class RunData:
+    """What a run's folder holds. A file that does not exist gives an empty value."""
+
+    name: str
+    folder: Path
+    status: dict[str, Any]
+    config: Config
+    yaml: str
+    environment: dict[str, Any]
+    start: dict[str, Any]
+    stages: list[Stretch]
+    curves: dict[str, Curve]
+    last: dict[str, float]  # the newest value of every metric
+    evaluations: list[dict[str, Any]]  # oldest first
+    alarms: list[dict[str, Any]]
+    raw: dict[str, list[float]] = field(repr=False)  # every value of every metric, for diagnoses
+    samples: list[dict[str, Any]] = field(default_factory=list)  # from `sample_texts`
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged."""
+        return self.stages[-1].stop if self.stages else 0
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run's folder. Raises `UserError` for any other folder."""
+    if not (folder / files.CONFIG).is_file():
+        raise UserError("RUN", str(folder), "a run's folder (it holds config.yaml and metrics.jsonl)")
+    config = load_config(folder / files.CONFIG, [f"run.dir={json.dumps(str(folder))}"])
+    start = read_object(folder / files.START)
+    values: Values = {}
+    for name, value in (start.get("eval") or {}).items():
+        _add(values, name, 0, value)
+    stages = _read_metrics(folder / files.METRICS, values)
+    _add_rates(values, config.stages, stages)
+    if config.data.eval == "bundled:diabetes/test" and "eval/baseline_mdae" in values:
+        from cqwen_dist.data.diabetes import baselines
+
+        values[RIDGE] = (values["eval/baseline_mdae"][0], [baselines().ridge] * len(values["eval/baseline_mdae"][0]))
+    found = (read_object(path) for path in sorted((folder / files.EVALUATIONS).glob("step-*.json")))
+    return RunData(
+        name=config.run.name or folder.resolve().name,
+        folder=folder,
+        status=read_object(folder / files.STATUS),
+        config=config,
+        yaml=config.to_yaml(),
+        environment=read_object(folder / files.ENVIRONMENT),
+        start=start,
+        stages=stages,
+        curves={name: _curve(x, y) for name, (x, y) in values.items()},
+        last={name: y[-1] for name, (_, y) in values.items()},
+        evaluations=[evaluation for evaluation in found if "step" in evaluation],
+        alarms=list(_lines(folder / files.ALARMS)),
+        raw={name: y for name, (_, y) in values.items()},
+    )
+
+
+def _read_metrics(path: Path, values: Values) -> list[Stretch]:
+    """Add every metric to `values`; return the stages."""
+    stages: list[Stretch] = []
+    for record in _lines(path):
+        step, stage = record.get("step", 0), str(record.get("stage", ""))
+        if not stages or stages[-1].name != stage:
+            stages.append(Stretch(stage, step - 1, step))
+        stages[-1].stop = step
+        for name, value in record.items():
+            if "/" in name:
+                _add(values, name, step, value)
+    return stages
+
+
+def _add_rates(values: Values, stages: Sequence[Stage], taken: Sequence[Stretch]) -> None:
+    """Add the learning rate of each trainable group, computed from the stage's rate, which is logged."""
+    by_name = {stage.name: StagePlan(stage, 0, 0, 1) for stage in stages}
+    for step, rate in zip(*values.get("train/lr", ([], [])), strict=True):
+        name = next((stretch.name for stretch in taken if stretch.start < step <= stretch.stop), "")
+        if name not in by_name:
+            continue
+        plan = by_name[name]
+        now = rate / (plan.stage.lr * plan.factor(0))
+        for group in sorted(plan.stage.groups):
+            _add(values, f"rate/{group}", step, now * plan.lr(group, group in ("noise", "thresholds"), 0))
+        if "abduction" in plan.stage.groups:
+            _add(values, "rate/b_scale", step, now * plan.lr("abduction", True, 0))
+
+
+def _add(values: Values, name: str, step: float, value: Any) -> None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        x, y = values.setdefault(name, ([], []))
+        x.append(step)
+        y.append(float(value))
+
+
+def _curve(x: list[float], y: list[float]) -> Curve:
+    """A metric's curve, thinned to at most POINTS points."""
+    if len(x) <= POINTS:
+        return Curve(x, [_short(v) for v in y])
+    edges = [round(i * len(x) / POINTS) for i in range(POINTS + 1)]
+    parts = [slice(a, b) for a, b in pairwise(edges)]
+    return Curve(
+        [x[(part.start + part.stop - 1) // 2] for part in parts],
+        [_short(statistics.median(y[part])) for part in parts],
+        [_short(min(y[part])) for part in parts],
+        [_short(max(y[part])) for part in parts],
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, without lines that a kill cut off or whose step is no integer."""
+    return (record for record in read_lines(path) if isinstance(record.get("step", 0), int))

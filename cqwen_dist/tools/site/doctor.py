@@ -1,0 +1,336 @@
+"""Facts and measurements of a machine, or of every node of a job, and red lines for faults, with their remedy.
+
+Each node collects its facts alone; then the ranks compare and measure together. Only `findings` decides what is a
+fault. Preflights run the quick part: no DeepSpeed import, two message sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from timeit import repeat
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cqwen_dist.cluster.rank import has_gpu
+from cqwen_dist.run.environment import git_commit, versions
+from cqwen_dist.run.files import free_bytes, write_atomically
+
+SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
+QUICK_SIZES = (2**20, 16 * 2**20)
+TOOLS = ("ninja", "g++", "nvcc", "pdsh", "srun")
+OPERATORS = ("installed", "can be built", "not here")
+LOW_DISK_GIB = 5.0
+LARGE_SKEW_S = 2.0
+SLOW_FOLDER_S = 1.0
+WAIT_FOR_FILE_S = 30.0
+
+
+def examine(folder: Path, quick: bool = False) -> dict[str, Any] | None:
+    """The document, on rank 0; None on the others. Collective under a launcher; alone without one."""
+    from cqwen_dist.parallel.collectives import gather_objects
+    from cqwen_dist.parallel.runtime import distributed
+    from cqwen_dist.tools.site.measure import bus_bandwidth, clock_spread, collective_seconds
+
+    join_srun()
+    facts = node_facts(folder, quick)
+    with distributed(60.0) as runtime:
+        world = runtime.world_size
+        nodes: dict[str, dict[str, Any]] = {}
+        for each in gather_objects(facts):
+            nodes.setdefault(each["host"], each)
+        hosts = list(nodes)
+        lost = gather_objects((facts["host"], _unresolved(hosts)))
+        together: dict[str, Any] = {"ranks": world, "unresolved": {host: names for host, names in lost if names}}
+        together |= {"folder_seen_s": None, "folder_unseen": []}
+        if all(node["folder"]["error"] is None for node in nodes.values()):
+            together |= _shared(folder, facts["host"], runtime.is_main)
+        if world > 1:
+            together["clock_spread_s"] = clock_spread()
+            times = collective_seconds(QUICK_SIZES if quick else SIZES, runtime.device, world)
+            together["backend"] = "nccl" if runtime.device.type == "cuda" else "gloo"
+            together["all_reduce"] = [
+                {"bytes": size, "seconds": s, "gib_per_s": bus_bandwidth(size, s, world) / 2**30}
+                for size, s in times.items()
+            ]
+        if not runtime.is_main:
+            return None
+    document = {"nodes": list(nodes.values()), "together": together}
+    return {**document, "red": findings(document)}
+
+
+def _shared(folder: Path, host: str, main: bool) -> dict[str, Any]:
+    """Seconds until all hosts see a file of the first rank, and the hosts that never do. Collective."""
+    from cqwen_dist.parallel.collectives import barrier, gather_objects
+
+    token = folder / f".cqwen-doctor-{gather_objects(secrets.token_hex(4))[0]}"
+    if main:
+        token.touch(exist_ok=False)  # fails on an existing link instead of following it
+    barrier()
+    seen = gather_objects((host, _seconds_until(token)))
+    if main:
+        token.unlink()
+    return {
+        "folder_seen_s": max((seconds for _, seconds in seen if seconds is not None), default=None),
+        "folder_unseen": sorted({name for name, seconds in seen if seconds is None}),
+    }
+
+
+def join_srun() -> None:
+    """Under srun, where no address is set, let the ranks meet on the step's first host.
+
+    The batch script itself is no step: SLURM's variables there describe ranks that do not exist, and are removed.
+    """
+    if "MASTER_ADDR" in os.environ or "SLURM_PROCID" not in os.environ:
+        return
+    if "SLURM_STEP_NODELIST" not in os.environ:
+        del os.environ["SLURM_PROCID"]
+        return
+    names = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    hosts = subprocess.run(names, capture_output=True, text=True, check=True).stdout.split()
+    job, step = int(os.environ["SLURM_JOB_ID"]), int(os.environ["SLURM_STEP_ID"])
+    os.environ.update(MASTER_ADDR=hosts[0], MASTER_PORT=str(20000 + (job * 37 + step) % 12000))
+
+
+def node_facts(folder: Path, quick: bool) -> dict[str, Any]:
+    """The facts of this process's machine."""
+    import torch
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append({"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)})
+    return {
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": versions(),
+        "commit": git_commit(),
+        "driver": has_gpu(),
+        "cuda": torch.version.cuda or "",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
+        "gpus": gpus,
+        "interconnect": _interconnect(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "tools": {name: shutil.which(name) is not None for name in TOOLS},
+        "operators": {} if quick else _operators(),
+        "disk_gib": {str(path): _free_gib(path) for path in dict.fromkeys((folder, Path("/tmp"), Path.home()))},
+        "folder": _try_folder(folder),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("NCCL_", "GLOO_", "OMP_", "DS_", "CUDA_VISIBLE", "TORCH_EXTENSIONS"))
+        },
+    }
+
+
+def findings(document: dict[str, Any]) -> list[dict[str, str]]:
+    """The red lines: where, what the fault is, and the remedy."""
+    nodes, together = document["nodes"], document["together"]
+    red: list[tuple[str, str, str]] = []
+    for node in nodes:
+        red += [(node["host"], *found) for found in (*_wrong_alone(node), *_unlike(node, nodes[0]))]
+    for host, lost in together["unresolved"].items():
+        red.append((host, f"does not know the name {', '.join(lost)}", "the names in DNS or /etc/hosts of every node"))
+    for host in together["folder_unseen"]:
+        unseen = f"does not see {nodes[0]['folder']['path']} of {nodes[0]['host']}"
+        red.append((host, unseen, "a folder on a shared file system"))
+    if (spread := together.get("clock_spread_s") or 0.0) > LARGE_SKEW_S:
+        remedy = "NTP or chrony on every node: locks and logs compare times"
+        red.append(("all", f"clocks differ by {spread:.1f} s", remedy))
+    return [{"where": where, "what": what, "remedy": remedy} for where, what, remedy in red]
+
+
+def _wrong_alone(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(a fault of a node by itself, the remedy)."""
+    if node["driver"] and not node["gpus"] and node["environment"].get("DS_ACCELERATOR") != "cpu":
+        remedy = "torch for this driver's CUDA version; in a SLURM job also --gpus-per-node, without which it gets none"
+        yield "an NVIDIA driver, and torch sees no GPU", remedy
+    for name, version in node["packages"].items():
+        if version == "not installed":
+            yield f"{name} is not installed", f"{node['executable']} -m pip install {name}"
+    if (error := node["folder"]["error"]) is not None:
+        yield f"{node['folder']['path']}: {error}", "a folder that every node may write: run.dir, or --folder"
+    elif node["folder"]["write_s"] > SLOW_FOLDER_S:
+        slow = f"writing one small file takes {node['folder']['write_s']:.1f} s"
+        yield slow, "another file system for run.dir: every checkpoint waits for this one"
+    for path, free in node["disk_gib"].items():
+        if free is not None and free < LOW_DISK_GIB:
+            yield f"{free:.1f} GiB free in {path}", "make room: a checkpoint that does not fit fails the run"
+    for port in node["interconnect"]["infiniband"]:
+        if "ACTIVE" not in port["state"]:
+            yield f"{port['name']} is {port['state']}", "its cable or switch; or NCCL_IB_HCA without it"
+
+
+def _unlike(node: dict[str, Any], first: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(a difference of a node from the first, the remedy)."""
+    pairs = {key: (node[key], first[key]) for key in ("python", "commit", "cuda", "nccl")}
+    for name, version in node["packages"].items():
+        other = first["packages"].get(name)
+        if "not installed" not in (version, other):
+            pairs[name] = (version, other)
+    for name, (mine, theirs) in pairs.items():
+        if mine != theirs:
+            yield f"{name} {mine}, on {first['host']} {theirs}", "the same environment on every node"
+    if len(node["gpus"]) != len(first["gpus"]):
+        count = f"{len(node['gpus'])} GPUs, on {first['host']} {len(first['gpus'])}"
+        yield count, "nodes of one kind: --constraint, --exclude"
+
+
+# --------------------------------------------------------------------------------------- the page for a terminal
+
+
+def page(document: dict[str, Any]) -> Group:
+    """Nodes in columns, what they measured together, red lines last."""
+    nodes, together = document["nodes"], document["together"]
+    table = Table("", *(node["host"] for node in nodes), box=None, pad_edge=False)
+    packages = dict.fromkeys(name for node in nodes for name in node["packages"])
+    columns = [_column(node, packages) for node in nodes]
+    for name in columns[0]:
+        values = [column[name] for column in columns]
+        if any(values):
+            same = len(set(values)) == 1 and len(values) > 1
+            table.add_row(name, *([values[0], *["same"] * (len(values) - 1)] if same else values))
+    parts: list[RenderableType] = [table]
+    if topology := nodes[0]["interconnect"]["topology"]:
+        parts += [Text(f"\ninterconnect of {nodes[0]['host']}\n{topology}")]
+    if together["ranks"] > 1:
+        parts.append(_measured(together))
+    parts += [
+        Text(f"\n{line['where']}: {line['what']}; remedy: {line['remedy']}", "bold red") for line in document["red"]
+    ]
+    if not document["red"]:
+        parts.append(Text("\nnothing wrong was found", "green"))
+    return Group(*parts)
+
+
+def _column(node: dict[str, Any], packages: Iterable[str]) -> dict[str, str]:
+    """A node's column: row -> text."""
+    ports, tools, folder = node["interconnect"]["infiniband"], node["tools"], node["folder"]
+    return {
+        "python": node["python"],
+        **{name: node["packages"].get(name, "") for name in packages},
+        "commit": (node["commit"] or "")[:12],
+        "CUDA, NCCL": " ".join(filter(None, (node["cuda"], node["nccl"]))),
+        "GPUs": _gpus(node["gpus"]),
+        "ports": ", ".join(f"{port['name']} {port['state']} {port['rate']}" for port in ports),
+        "cores, memory": f"{node['cpus']}, {node['memory_gib']:.0f} GiB",
+        "tools": " ".join(name for name, found in tools.items() if found),
+        "no": " ".join(name for name, found in tools.items() if not found),
+        "DeepSpeed's operators": _operators_by_kind(node["operators"]),
+        "free disk": ", ".join(f"{path} {free} GiB" for path, free in node["disk_gib"].items()),
+        "run folder": folder["error"]
+        or f"write {1e3 * folder['write_s']:.1f} ms, read {1e3 * folder['read_s']:.1f} ms",
+        "environment": " ".join(f"{name}={value}" for name, value in node["environment"].items()),
+    }
+
+
+def _gpus(gpus: list[dict[str, Any]]) -> str:
+    kinds = dict.fromkeys(f"{gpu['name']} {gpu['memory_gib']:.0f} GiB" for gpu in gpus)
+    return f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none"
+
+
+def _operators_by_kind(operators: dict[str, str]) -> str:
+    kinds = {how: " ".join(name for name, found in operators.items() if found == how) for how in OPERATORS[:2]}
+    return "; ".join(f"{how}: {names}" for how, names in kinds.items() if names)
+
+
+def _measured(together: dict[str, Any]) -> Group:
+    table = Table("all-reduce", "time", "bandwidth of a link", box=None, pad_edge=False)
+    for line in together["all_reduce"]:
+        size = f"{line['bytes'] // 2**20} MiB" if line["bytes"] >= 2**20 else f"{line['bytes'] // 2**10} KiB"
+        table.add_row(size, f"{1e3 * line['seconds']:.2f} ms", f"{line['gib_per_s']:.2f} GiB/s")
+    words = f"\n{together['ranks']} ranks over {together['backend']}"
+    words += f"; clocks within {1e3 * together['clock_spread_s']:.1f} ms"
+    if (seen := together["folder_seen_s"]) is not None:
+        words += f"; a file of the first is seen by the others after {1e3 * seen:.0f} ms"
+    return Group(Text(words), table)
+
+
+# ------------------------------------------------------------------------------------------------- small parts
+
+
+def _unresolved(hosts: list[str]) -> list[str]:
+    lost = []
+    for host in hosts if len(hosts) > 1 else []:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            lost.append(host)
+    return lost
+
+
+def _try_folder(folder: Path) -> dict[str, Any]:
+    """Seconds to write a small file durably (write, fsync, rename) and to read it: medians of five."""
+    mine = folder / f".cqwen-doctor-{platform.node()}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_s = median(repeat(lambda: write_atomically(mine, "x" * 4096), number=1, repeat=5))
+        read_s = median(repeat(mine.read_bytes, number=1, repeat=5))
+        mine.unlink()
+    except OSError as error:
+        return {"path": str(folder), "error": error.strerror or str(error)}
+    return {"path": str(folder), "error": None, "write_s": write_s, "read_s": read_s}
+
+
+def _seconds_until(path: Path) -> float | None:
+    """Seconds until a file of another host appears here; None: longer than WAIT_FOR_FILE_S."""
+    began = time.monotonic()
+    while not path.exists():
+        if time.monotonic() - began > WAIT_FOR_FILE_S:
+            return None
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def _free_gib(path: Path) -> float | None:
+    try:
+        return round(free_bytes(path) / 2**30, 1)
+    except OSError:
+        return None
+
+
+def _interconnect() -> dict[str, Any]:
+    """Links between GPUs as nvidia-smi draws them, and InfiniBand or RoCE ports with their state and rate."""
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20, check=True)
+        topology = done.stdout.partition("\nLegend")[0].strip()
+    except (OSError, subprocess.SubprocessError):  # no such tool, or no answer
+        topology = ""
+    ports = []
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        try:
+            state, rate = ((port / name).read_text().strip() for name in ("state", "rate"))
+        except OSError:
+            continue
+        ports.append({"name": f"{port.parts[-3]}:{port.name}", "state": state, "rate": rate})
+    return {"topology": topology, "infiniband": ports}
+
+
+def _operators() -> dict[str, str]:
+    """DeepSpeed's compiled operators: installed, can be built here when needed, or not here."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu() else "cpu")
+    try:
+        import deepspeed.ops
+        from deepspeed.git_version_info import installed_ops
+
+        compatible = deepspeed.ops.__compatible_ops__
+    except ImportError:
+        return {}
+    return {
+        name: OPERATORS[0] if installed_ops[name] else OPERATORS[1] if compatible.get(name) else OPERATORS[2]
+        for name in sorted(installed_ops)
+    }

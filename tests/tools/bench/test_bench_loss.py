@@ -1,0 +1,77 @@
+"""``cqwen bench loss``: what it reports, and the promises about memory that it measures."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from cqwen_dist.tools.bench.loss import FUSED, run, table
+from cqwen_dist.tools.bench.memory import peak_growth_bytes
+
+
+def test_reports_every_contender_or_why_not():
+    result = run(tokens=8, hidden=16, vocab=500, rounds=2)
+    names = {row["name"] for row in result["rows"]}
+    assert {"floor", "this", "seed", "stable", "softmax"} <= names
+    assert names | result["skipped"].keys() >= {"liger", "cce", "triton", "chunked", *FUSED}
+    floor = result["rows"][0]
+    assert floor["name"] == "floor"
+    assert floor["ratio_to_floor"]["median"] == 1.0
+    for row in result["rows"]:
+        assert row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
+        assert row["ratio_to_floor"]["best"] > 0
+    json.dumps(result)
+    console = Console(width=160, record=True)
+    console.print(table(result))
+    text = console.export_text()
+    assert all(name in text for name in names)
+
+
+def test_a_materialising_contender_too_large_is_skipped_and_named():
+    result = run(tokens=8, hidden=4, vocab=500, rounds=1, plain_limit_gib=0.0)
+    assert {"seed", "stable", "softmax"} <= result["skipped"].keys()
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "int8"}, {"device": "tpu"}, {"only": ["magic"]}, {"impl": "magic"}])
+def test_bad_input_is_refused(wrong):
+    with pytest.raises(ValueError, match="found"):
+        run(tokens=2, hidden=2, vocab=10, rounds=1, **wrong)
+
+
+def test_peak_growth_sees_what_was_held():
+    held = []
+    growth = peak_growth_bytes(lambda: held.append(torch.ones(40 << 20, dtype=torch.uint8)), torch.device("cpu"))
+    if growth is None:
+        pytest.skip("not known on this system")
+    assert 38 << 20 < growth < 80 << 20
+
+
+def test_extra_memory_stays_within_64_mib_and_a_few_token_sized_tensors():
+    """64 MiB + O(N C), whatever V is; the seeds' formula holds several [N, V] (here 32 MiB each)."""
+    result = run(tokens=128, hidden=64, vocab=65_536, rounds=1, only=["this", "seed"])
+    extra = {row["name"]: row["extra_mib"] for row in result["rows"]}
+    if extra["this"] is None:
+        pytest.skip("not known on this system")
+    assert extra["this"] < 64 + 12 * 128 * 64 * 4 / 2**20
+    assert extra["seed"] > 4 * 32
+
+
+def test_extra_memory_does_not_grow_with_the_tokens():
+    """At 65,536 tokens, where one [N, V] fp32 would take 64 MiB, as at 512: a few tiles."""
+    row = run(tokens=65_536, hidden=32, vocab=256, rounds=1, only=["this"])["rows"][1]
+    if row["extra_mib"] is None:
+        pytest.skip("not known on this system")
+    assert row["extra_mib"] < 40
+
+
+@pytest.mark.slow
+def test_time_is_near_the_floor_and_grows_linearly():
+    """At most 1.15 times the six products alone, best round against best round; four times the tokens, four times."""
+    small = run(tokens=512, vocab=16_384, rounds=12, only=["this"])
+    large = run(tokens=2048, vocab=16_384, rounds=4, only=["this"])
+    assert small["rows"][1]["ratio_to_floor"]["best"] < 1.15
+    assert large["rows"][1]["ratio_to_floor"]["best"] < 1.15
+    assert large["rows"][1]["seconds"]["min"] < 4.8 * small["rows"][1]["seconds"]["min"]
+    if small["rows"][1]["extra_mib"] is not None:
+        assert large["rows"][1]["extra_mib"] < small["rows"][1]["extra_mib"] + 24

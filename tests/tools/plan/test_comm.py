@@ -1,0 +1,93 @@
+"""The byte formula by itself; that the ranks say exactly this is tests/matrix/test_traffic.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cqwen_dist.config import Config
+from cqwen_dist.tools.plan import plan
+from cqwen_dist.tools.plan.comm import Message, head_messages
+
+SHAPE = {"world": 4, "columns": 10, "gemm_bytes": 2, "matrices": [(9, 5), (3, 2)], "vectors": 7}
+
+
+def transfer_share(vocab: int, group: int, *, flops: float, bytes_per_s: float, gemm_bytes: int = 2) -> float:
+    """Time of the token transfers over time of the loss's products, whatever N and C are.
+
+    A rank receives 2 N C (g-1) numbers and sends as many gradients back; its six products are 12 (g N) C (V/g) flops.
+    flops, bytes_per_s: what a rank sustains.
+    """
+    return (4 * (group - 1) * gemm_bytes / bytes_per_s) / (12 * vocab / flops)
+
+
+def test_a_group_of_one_rank_alone_says_nothing() -> None:
+    alone = {**SHAPE, "world": 1}
+    assert head_messages([[7], [0]], rows=11, row_columns=[10, 1], **alone) == []
+
+
+def test_by_hand() -> None:
+    found = head_messages([[3, 5]], rows=11, row_columns=[10, 1], **SHAPE)
+    assert [(m.operation, m.group, m.bytes) for m in found] == [
+        ("all-gather", "vocabulary", 2 * 5 * 10 * 2),
+        ("all-gather", "vocabulary", 2 * 5 * 10 * 2),
+        ("all-gather", "vocabulary", 2 * 5 * 8),
+        ("all-gather", "vocabulary", 2 * 5 * 4),
+        ("reduce-scatter", "vocabulary", 2 * 5 * 3 * 4),
+        ("all-reduce", "vocabulary", 4),
+        ("reduce-scatter", "vocabulary", 2 * 5 * 10 * 2),
+        ("reduce-scatter", "vocabulary", 2 * 5 * 10 * 2),
+        ("reduce-scatter", "world", 8 * 5 * 4),  # of 9 rows each of four ranks owns two
+        ("all-gather", "world", 8 * 5 * 4),
+        ("all-reduce", "world", (5 + 3 * 2 + 7) * 4),  # one row; three that are fewer than the ranks; the vectors
+        ("reduce-scatter", "replica", 10 * 10 * 4),
+        ("all-gather", "replica", 10 * 10 * 4),
+        ("reduce-scatter", "replica", 10 * 4),
+        ("all-gather", "replica", 10 * 4),
+        ("all-reduce", "replica", 11 * 4),
+        ("all-reduce", "world", 4),
+    ]
+    on_a_cpu = head_messages([[3, 5]], rows=11, row_columns=[10, 1], gloo=True, **SHAPE)
+    of_step = [m for m in found if m.operation == "reduce-scatter" and m.group != "vocabulary"]
+    assert on_a_cpu == [replace(m, operation="all-reduce") if m in of_step else m for m in found]
+    assert Message("all-gather", "vocabulary", 4, 400).wire_bytes == 300
+    assert Message("all-reduce", "world", 4, 400).wire_bytes == 600
+
+
+def test_only_the_replicas_sum_depends_on_the_vocabulary() -> None:
+    def without_replicas(rows: int) -> list[Message]:
+        found = head_messages([[3, 5], [0, 2]], rows=rows, row_columns=[10, 1], **SHAPE)
+        assert sum(m.wire_bytes for m in found if m.group == "replica") == rows * 11 * 4
+        return [m for m in found if m.group != "replica"]
+
+    assert without_replicas(100) == without_replicas(75_968)
+    one_group = {**SHAPE, "world": 2}
+    assert not [m for m in head_messages([[3, 5]], rows=10, row_columns=[10], **one_group) if m.group == "replica"]
+
+
+def test_share_of_the_transfers() -> None:
+    inside_a_node = transfer_share(152_064, 8, flops=600e12, bytes_per_s=450e9)
+    assert inside_a_node == pytest.approx(0.041, abs=0.001)
+    assert transfer_share(152_064, 8, flops=600e12, bytes_per_s=50e9) == pytest.approx(9 * inside_a_node)
+
+
+def test_the_plan_says_what_sharding_the_head_saves_on_the_wire() -> None:
+    config = Config.model_validate(
+        {
+            "model": {"name_or_path": "unused", "number_dims": 8},
+            "data": {"train": "unused", "sequence_length": 1024},
+            "parallel": {"vocab_group_size": 8},
+            "train": {"global_batch_size": 16, "micro_batch_size": 2, "precision": "bf16"},
+        }
+    )
+    sizes = {"model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3584, "num_attention_heads": 28}
+    found = plan(config, nodes=1, gpus_per_node=8, gpu_memory_gib=80.0, architecture=sizes)
+    c, u, n = 3584, 3592, 2 * 1024
+    replicated = 7 / 8 * 2 * 4 * (2 * (u * c + u) + 2 * u + 1)  # a reduce-scatter and an all-gather send as much
+    tokens = 7 * n * (4 * c * 2 + 8 + 4 + 3 * 4)
+    assert found.head_bytes_sent == round(tokens + replicated + 2 * 7 / 8 * 2 * 4)
+    assert found.head_bytes_sent_unsharded == round(
+        7 / 8 * 2 * 4 * 152_064 * (c + 1) + replicated + 2 * 7 / 8 * 4
+    )  # and the norm
+    assert found.head_bytes_sent < found.head_bytes_sent_unsharded / 4

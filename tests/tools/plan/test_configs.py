@@ -1,0 +1,73 @@
+"""The configs of the public sizes: each is headed by what the plan says of it, made again here and compared.
+
+`python tests/tools/plan/test_configs.py` writes the heads anew.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cqwen_dist.config import load_config
+from cqwen_dist.sizes.architecture import read_architecture
+from cqwen_dist.sizes.machine import machine
+from cqwen_dist.tools.plan import plan
+from cqwen_dist.tools.plan.show import head_lines
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+# file: nodes, GPUs on each, GiB of one, its kind
+CLUSTERS = {
+    "qwen2.5-0.5b.yaml": (1, 1, 80, "h100"),
+    "qwen2.5-7b.yaml": (1, 8, 80, "h100"),
+    "qwen2.5-14b.yaml": (4, 8, 80, "h100"),
+    "qwen2.5-32b.yaml": (4, 8, 80, "h100"),
+    "qwen2.5-72b.yaml": (8, 8, 80, "h100"),
+}
+
+
+def head_of(name: str) -> list[str]:
+    nodes, gpus, gib, gpu = CLUSTERS[name]
+    config = load_config(CONFIGS / name)
+    found = plan(
+        config,
+        nodes=nodes,
+        gpus_per_node=gpus,
+        gpu_memory_gib=gib,
+        architecture=read_architecture(config),
+        machine=machine(gpu, "ib400"),
+    )
+    assert found.fits, f"{name}: {found.reason}"
+    command = f"cqwen plan configs/{name} --nodes {nodes} --gpus-per-node {gpus} --gpu-memory-gib {gib} --gpu {gpu}"
+    return [f"# {line}" for line in head_lines(found, command)]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_head_is_what_the_plan_says(name):
+    lines = (CONFIGS / name).read_text(encoding="utf-8").splitlines()
+    head = head_of(name)
+    assert lines[: len(head)] == head, "python tests/tools/plan/test_configs.py writes the heads anew"
+
+
+def test_the_smallest_and_the_largest_are_planned_without_torch():
+    code = (
+        "import sys; from cqwen_dist.cli import main; main_argv = sys.argv\n"
+        "try:\n    main()\nexcept SystemExit: pass\n"
+        "print(*(m for m in ('torch', 'transformers', 'deepspeed') if m in sys.modules), file=sys.stderr)"
+    )
+    for name, search in (("qwen2.5-0.5b.yaml", []), ("qwen2.5-72b.yaml", ["--search"])):
+        nodes, gpus, gib, _ = CLUSTERS[name]
+        size = ["--nodes", nodes, "--gpus-per-node", gpus, "--gpu-memory-gib", gib]
+        command = [sys.executable, "-c", code, "plan", CONFIGS / name, *size, "--json", *search]
+        done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True)
+        assert done.stderr.strip() == "", "planning is arithmetic: no heavy package"
+        assert done.stdout.startswith("{")
+
+
+if __name__ == "__main__":
+    for name in CLUSTERS:
+        file = CONFIGS / name
+        body = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        file.write_text("\n".join([*head_of(name), *body]) + "\n", encoding="utf-8")

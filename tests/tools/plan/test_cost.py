@@ -1,0 +1,295 @@
+"""Operations by hand (torch counts them in train/test_perf.py); what time and layouts must do, not their figures."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.sizes.architecture import Architecture, known_architecture
+from cqwen_dist.sizes.flops import cache_ratio, flops, of_stage, softmax_head_ratio
+from cqwen_dist.sizes.machine import MACHINES, machine, peak_tflops
+from cqwen_dist.sizes.stage_sizes import Sizes, stage_sizes
+from cqwen_dist.tools.plan import command, plan
+from cqwen_dist.tools.plan.cost import stage_cost
+from cqwen_dist.tools.plan.memory import phases
+from cqwen_dist.tools.plan.search import layouts, scaling, search, with_layout
+from cqwen_dist.tools.plan.show import render
+
+ALL = {"name": "all", "train": ["heads", "embedding", "lora"], "steps": 100}
+HEADS = {"name": "heads", "train": ["heads"], "steps": 100}
+
+
+def config(name: str = "Qwen/Qwen2.5-7B", **sections: Any) -> Config:
+    sections = {
+        "train": {"precision": "bf16", "global_batch_size": 64, "micro_batch_size": 4},
+        "stages": [HEADS, ALL],
+        **sections,
+    }
+    return Config.model_validate(
+        {"model": {"name_or_path": name}, "data": {"train": "unused", "sequence_length": 1024}, **sections}
+    )
+
+
+def sizes(settings: Config, world: int = 1, architecture: dict[str, Any] | None = None) -> list[Sizes]:
+    found = architecture or known_architecture(str(settings.model.name_or_path))
+    assert found is not None
+    return stage_sizes(settings, Architecture.of(found), world=world, kind="cuda")
+
+
+def options(settings: Config, nodes: int = 1, gpus: int = 8, gib: float = 80.0) -> dict[str, Any]:
+    found = known_architecture(str(settings.model.name_or_path))
+    return {"nodes": nodes, "gpus_per_node": gpus, "gpu_memory_gib": gib, "architecture": found}
+
+
+def crossover_tokens(hidden: int, vocab: int, *, ranks: int, replicas: int, gemm_bytes: int = 2) -> float:
+    """Tokens a rank and step from which a replicated word head says less than one over `ranks` of a group.
+
+    A group of g says 4 N C (g-1) numbers of `gemm_bytes` a rank (gather loc and scale, scatter their gradients) and
+    sums its V C / g rows over the replicas; without it the V C rows are summed over all g x replicas ranks.
+    """
+    world = ranks * replicas
+    whole = 2 * (world - 1) / world * vocab * hidden * 4
+    rows = 2 * (replicas - 1) / replicas * vocab / ranks * hidden * 4
+    return (whole - rows) / (4 * hidden * (ranks - 1) * gemm_bytes)
+
+
+def test_operations_of_the_heads_by_hand():
+    for s in sizes(config()):
+        each = flops(s)
+        assert each.word_head == 12 * 3584 * 152_064  # six products
+        assert each.abduction == 2 * 2 * 3592 * 3584 * (3 if s.graph else 2)
+
+
+def test_sampled_negatives_save_work_and_hold_a_copy_of_their_rows():
+    full, some = (sizes(config(loss=loss))[0] for loss in ({}, {"negatives": "sampled", "negatives_share": 0.125}))
+    assert flops(some).word_head == flops(full).word_head / 8
+    assert flops(some).abduction == flops(full).abduction
+    drawn = {part.name: part.bytes for part in phases(some)["the loss"]}["drawn rows"]
+    assert drawn > 2 * 0.125 * some.rows * some.words * 4
+
+
+def test_what_is_computed_again_is_not_useful():
+    plain, saved = (
+        flops(sizes(config(model={"name_or_path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": again}))[1])
+        for again in (False, True)
+    )
+    assert saved.useful == plain.useful
+    assert saved.recomputed - plain.recomputed == plain.backbone_forward
+    assert plain.recomputed == 28 * 3584 * 1024, "the scores once more, in attention's backward"
+    assert flops(sizes(config())[0]).recomputed == 0
+
+
+def test_attention_of_packed_texts_is_by_their_own_lengths():
+    """Texts of 100, 300 and 624 tokens in rows of 1,024: their squares over their sum. A mask makes all of [T, T]."""
+    texts, own = (100, 300, 624), {"precision": "bf16", "micro_batch_size": 32}
+    text = sum(n * n for n in texts) / sum(texts)
+    base = Architecture.of(known_architecture("Qwen/Qwen2.5-0.5B") or {})
+    data = {"train": "x", "sequence_length": 1024, "pack": True}
+
+    def each(attention: str) -> Sizes:
+        model = {"name_or_path": "Qwen/Qwen2.5-0.5B", "attention": attention}
+        settings = config(model=model, data=data, train=own, stages=[ALL])
+        return stage_sizes(settings, base, world=1, kind="cuda", text=text)[0]
+
+    mask, within = each("mask"), each("varlen")
+    scores = 24 * 2 * 14 * 64  # twice A D in each of 24 layers: half of [n, n], for q k and for p v
+    assert flops(mask).useful == flops(within).useful
+    forward = sum(n * scores * n for n in texts) / sum(texts)
+    work = of_stage(within)
+    assert flops(within).backbone_forward == pytest.approx(2 * (work.matrices + work.adapters) + forward)
+    assert flops(within).between_texts == 0
+    assert flops(mask).between_texts == pytest.approx(2 * scores * 1024 - forward)
+    seconds = [stage_cost(s, MACHINES["h100"], 1).seconds for s in (within, mask)]
+    assert seconds[0] < seconds[1]
+    assert not any(layout.gradient_checkpointing for layout in layouts(compiled(), 8, 8))
+
+
+def compiled() -> Config:
+    """Compiled layers, whose attention has no mask: recomputing them is refused, so no layout has it."""
+    return config(model={"name_or_path": "Qwen/Qwen2.5-7B", "attention": "varlen", "compile_layers": True})
+
+
+def test_the_ratios_that_operations_predict():
+    """Backbone alone, as the goals are stated: adapters and attention are left out of neither side here."""
+    half, seven = (sizes(config(f"Qwen/Qwen2.5-{name}")) for name in ("0.5B", "7B"))
+    assert softmax_head_ratio(half[1]) == pytest.approx(0.73, abs=0.03)
+    assert cache_ratio(half[0]) == pytest.approx(1.44, abs=0.05)
+    assert cache_ratio(seven[0]) == pytest.approx(3.0, abs=0.05)
+
+
+def test_time_goes_where_it_must():
+    """More of a thing takes longer; nothing takes less than its operations at the peak."""
+    base = stage_cost(sizes(config())[1], MACHINES["h100"], 8)
+    assert 0 < base.mfu < 1
+    saved = config(model={"name_or_path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": True})
+    assert stage_cost(sizes(saved)[1], MACHINES["h100"], 8).seconds > base.seconds
+    assert stage_cost(sizes(config())[1], MACHINES["a100"], 8).seconds > base.seconds
+    apart = config(parallel={"vocab_group_size": 16})
+    inside, outside = (stage_cost(sizes(apart, 16)[1], MACHINES["h100"], per_node) for per_node in (16, 8))
+    assert outside.time["communication"] > 4 * inside.time["communication"]
+    cached = config(train={"precision": "bf16", "feature_cache": {"mode": "require"}})
+    assert stage_cost(sizes(cached)[0], MACHINES["h100"], 8).time["backbone_forward"] == 0
+
+
+def test_hours_follow_the_schedule():
+    settings = config(stages=[{**ALL, "steps": None, "epochs": 2.0}])
+    unknown = plan(settings, **options(settings))
+    assert (unknown.stages[0].steps, unknown.hours, unknown.gpu_hours) == (None, None, None)
+    known = plan(settings, **options(settings), sequences=6400)
+    assert known.stages[0].steps == 200
+    assert known.hours is not None
+    assert known.gpu_hours == pytest.approx(8 * known.hours)
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(known))
+    assert re.search(r"│ steps +│ +200 │", out.getvalue())
+    assert f"{60 * known.hours:.0f} minutes, 0.3 GPU-hours" in out.getvalue()
+
+
+def test_calibration_scales_each_part(tmp_path):
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"calibration": {"machine": "h100", "factors": {"heads": 2.0}}}))
+    s = sizes(config())[1]
+    stated = stage_cost(s, machine("h100", "ib400"), 8).time
+    measured = stage_cost(s, machine("h100", "ib400", file), 8).time
+    assert measured["heads"] == pytest.approx(2 * stated["heads"])
+    assert measured["backbone_forward"] == stated["backbone_forward"]
+    file.write_text("{}")
+    for arguments, key in (
+        (("h100", "ib400", file), "--calibrate"),
+        (("h1", "ib400"), "--gpu"),
+        (("h100", "x"), "--int"),
+    ):
+        with pytest.raises(UserError, match=f"^{key}"):
+            machine(*arguments)
+
+
+def test_the_search_finds_what_fits_and_changes_nothing_else():
+    settings = config("Qwen/Qwen2.5-72B", parallel={"zero_stage": 1, "vocab_group_size": 1})
+    assert not plan(settings, **options(settings)).fits
+    found = search(settings, **options(settings))
+    assert found
+    assert all(choice.plan.fits and choice.layout.zero_stage == 3 for choice in found)
+    rates = [choice.plan.slowest.tokens_per_s for choice in found]
+    assert rates[0] >= 0.98 * max(rates)
+    best = with_layout(settings, found[0].layout)
+    changed = {
+        key for key in ("model", "data", "loss", "stages", "train") if getattr(best, key) != getattr(settings, key)
+    }
+    assert changed <= {"model", "train"}
+    assert best.train.global_batch_size == settings.train.global_batch_size
+    assert not search(settings, **options(settings, gib=8.0))
+
+
+def test_the_search_tries_every_layout_that_is_allowed():
+    tried = list(layouts(config(), 8, 8))
+    assert {layout.micro_batch_size for layout in tried} == {1, 2, 4, 8}
+    assert {layout.vocab_group_size for layout in tried} == {1, 2, 4, 8}
+    assert {layout.zero_stage for layout in tried} == {1, 2, 3}
+    assert len(tried) == len(set(tried)) == 4 * 4 * 3 * 2 * 2
+
+
+def test_of_micro_batches_as_fast_the_one_that_needs_least_memory():
+    settings = config("Qwen/Qwen2.5-0.5B")
+    found = search(settings, **options(settings, gpus=1))
+    best = found[0]
+    for micro in (1, 2, 4, 8, 16, 32, 64):
+        other = plan(with_layout(settings, replace(best.layout, micro_batch_size=micro)), **options(settings, gpus=1))
+        if other.fits and other.slowest.tokens_per_s >= best.plan.slowest.tokens_per_s:
+            assert other.device_gib >= best.plan.device_gib
+    assert [choice.layout.plainness for choice in found] == list(dict.fromkeys(c.layout.plainness for c in found))
+
+
+def test_the_layouts_found_fit_80_columns_a_line_each():
+    settings = config()
+    found = search(settings, **options(settings, nodes=2))
+    out = io.StringIO()
+    Console(file=out, width=80).print(render(plan(settings, **options(settings, nodes=2)), found))
+    table = out.getvalue().split("Layouts that fit")[1]
+    assert sum(line.startswith("│") for line in table.splitlines()) == len(found)
+    assert "train.micro_batch_size=" in table
+
+
+def test_where_sharding_the_head_says_less():
+    """Where the bytes of both are equal, by the plan's own count."""
+    tokens = crossover_tokens(3584, 152_064, ranks=8, replicas=4)
+    sent = {}
+    for group in (1, 8):
+        for factor in (0.5, 2):
+            length = int(tokens * factor)
+            own = config(
+                data={"train": "unused", "sequence_length": length},
+                stages=[{**HEADS, "train": ["classifier"]}],
+                train={"precision": "bf16", "global_batch_size": 32, "micro_batch_size": 1},
+                parallel={"vocab_group_size": group},
+            )
+            sent[group, factor] = plan(own, **options(own, nodes=4)).head_bytes_sent
+    assert sent[8, 0.5] < sent[1, 0.5]
+    assert sent[8, 2] > sent[1, 2]
+
+
+def test_scaling_ends_at_1024_and_begins_at_one():
+    settings = config()
+    points = scaling(settings, gpu_memory_gib=80.0, architecture=known_architecture("Qwen/Qwen2.5-7B") or {})
+    assert {point.ranks for point in points} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024}
+    one = [point for point in points if point.ranks == 1]
+    assert all(point.communication == 0 for point in one)
+    for point in one:  # ZeRO 3 steps tensor by tensor, so it is slower on one rank already
+        assert point.efficiency == pytest.approx(1, rel=1e-6 if point.zero_stage == 1 else 0.03)
+    last = {(p.zero_stage, p.vocab_group_size): p.efficiency for p in points if p.ranks == 1024}
+    assert last[1, 8] > last[1, 1]  # the rows' gradients stay in the node
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+    ],
+)
+def test_a_peak_is_that_of_the_whole_name(name: str, tflops: float | None) -> None:
+    assert peak_tflops(name) == tflops
+
+
+def asked(settings: Config, **how: Any) -> tuple[dict[str, Any], str]:
+    """`cqwen plan`'s document and what it shows, 100 columns wide."""
+    found, shown = command.run(settings, **{"nodes": 1, "gpus_per_node": 1, "gpu_memory_gib": None, **how})
+    out = io.StringIO()
+    Console(file=out, width=100).print(shown)
+    return found, out.getvalue()
+
+
+def test_a_config_of_more_ranks_than_here_are_is_searched_for_those_that_are_here(tmp_path: Path) -> None:
+    settings = config(parallel={"vocab_group_size": 8})
+    with pytest.raises(UserError, match=r"parallel\.vocab_group_size: found 8"):
+        asked(settings)
+    found, said = asked(settings, searching=True, write=tmp_path / "best.yaml")
+    assert "the config cannot run here (parallel.vocab_group_size: found 8" in said
+    best = load_config(tmp_path / "best.yaml")
+    assert best.parallel.vocab_group_size == 1
+    assert asked(best)[0]["device_gib"] == pytest.approx(found["device_gib"])
+    with pytest.raises(UserError, match="--search: found no layout that fits"):
+        asked(settings, searching=True, gpu_memory_gib=4.0)
+    with pytest.raises(UserError, match="--nodes: found 0"):
+        asked(settings, searching=True, nodes=0)
+    with pytest.raises(UserError, match=r"--write: found .*, allowed: a file that does not exist yet"):
+        asked(best, write=tmp_path / "best.yaml")
+    with pytest.raises(UserError, match=r"--write: found .*, allowed: a place that can be written"):
+        asked(best, write=tmp_path / "no" / "best.yaml")
+
+
+def test_the_scaling_has_a_line_for_each_number_of_gpus() -> None:
+    found, said = asked(config(), gpus_per_node=8, scale=True)
+    lines = [line.split("│")[1].strip() for line in said.split("Weak scaling")[1].splitlines() if line.startswith("│")]
+    assert lines == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1,024"]
+    assert {point["ranks"] for point in found["scaling"]} == {int(line.replace(",", "")) for line in lines}

@@ -1,0 +1,379 @@
+"""The plan's counts against real models, its arithmetic by hand, and its errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+from support.runs import train_run, write_config
+
+from cqwen_dist.checkpoint.manifest import latest_checkpoint
+from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config.bases import ARCHITECTURES
+from cqwen_dist.sizes.architecture import Architecture, read_architecture
+from cqwen_dist.sizes.stage_sizes import stage_sizes
+from cqwen_dist.tools.plan import Plan, activations, command, memory, plan, render
+from cqwen_dist.tools.plan.command import count_sequences
+from cqwen_dist.tools.plan.make import checkpoint_bytes
+from cqwen_dist.tools.plan.memory import GIB
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN25_05B = {
+    **SMALL,
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "tie_word_embeddings": True,
+}
+
+
+def config(*, architecture: dict[str, Any] | None = None, **sections: Any) -> Config:
+    model = {"architecture": architecture or SMALL, **sections.pop("model", {})}
+    data = {"train": "x", "sequence_length": 16, **sections.pop("data", {})}
+    return Config.model_validate({"model": model, "data": data, **sections})
+
+
+def planned(settings: Config, *, nodes: int = 1, gpus: int = 1, gib: float = 80.0) -> Plan:
+    architecture = read_architecture(settings)
+    return plan(settings, nodes=nodes, gpus_per_node=gpus, gpu_memory_gib=gib, architecture=architecture)
+
+
+def size(result: Plan, name: str) -> int:
+    return next(part.bytes for part in result.parts if part.name == name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": None},
+        {"head_dim": 24},
+        {"model_type": "qwen3"},
+        {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True},
+        {"model_type": "qwen3", "head_dim": 8},
+        {"model_type": "llama"},
+        {"model_type": "llama", "num_key_value_heads": None, "tie_word_embeddings": True},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 24},
+        {"model_type": "mistral", "tie_word_embeddings": True},
+        {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+    ],
+)
+def test_the_count_of_parameters_is_that_of_the_real_model(changes):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {**SMALL, **changes}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**found))
+    base = Architecture.of(found)
+    assert base.base_parameters == sum(p.numel() for p in model.parameters())
+    assert base.embedding_parameters == model.get_input_embeddings().weight.numel()
+    shapes = {n.rsplit(".", 1)[-1]: m for n, m in model.model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert base.linears == {n: (m.in_features, m.out_features, m.bias is not None) for n, m in shapes.items()}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_keys_that_are_left_out_are_what_transformers_takes(kind):
+    from transformers import AutoConfig
+
+    real = AutoConfig.for_model(kind)
+    base = Architecture.of({"model_type": kind})
+    assert (base.vocab, base.hidden, base.intermediate) == (real.vocab_size, real.hidden_size, real.intermediate_size)
+    assert (base.layers, base.heads) == (real.num_hidden_layers, real.num_attention_heads)
+    assert base.window == (getattr(real, "sliding_window", None) if kind == "mistral" else None)
+    assert (base.kv_heads, base.tied) == (real.num_key_value_heads, real.tie_word_embeddings)
+    assert base.head_dim == (getattr(real, "head_dim", None) or real.hidden_size // real.num_attention_heads)
+
+
+def test_adapters_are_counted_as_peft_makes_them():
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import AutoConfig, AutoModel
+
+    for targets, dora in ((["q_proj", "down_proj"], False), ("all-linear", False), ("all-linear", True)):
+        with torch.device("meta"):
+            model = AutoModel.from_config(AutoConfig.for_model(**SMALL))
+            inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, use_dora=dora), model)
+        made = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+        assert Architecture.of(SMALL).lora_parameters(4, targets, dora) == made
+        lora = {"r": 4, "target_modules": targets, "dora": dora}
+        one = stage_sizes(config(model={"lora": lora}), Architecture.of(SMALL), world=1, kind="cpu")[0]
+        assert one.engine_parameters["LoRA"] == made
+
+
+@pytest.mark.parametrize("features", [0, 256])
+def test_the_wide_part_is_counted_as_the_model_makes_it(features):
+    import torch
+
+    from cqwen_dist.model.wide import WidePart
+
+    with torch.device("meta"):
+        real = WidePart(4096, num_token_id=999, vocab_size=1000, random_features=features)
+    result = planned(config(model={"wide": 4096, "random_features": features}))
+    assert size(result, "wide part (frozen)") == 4 * sum(p.numel() for p in real.parameters())
+    assert "wide part (frozen)" not in {part.name for part in planned(config()).parts}
+
+
+def test_the_real_qwen_sizes_are_known():
+    assert Architecture.of(QWEN25_05B).base_parameters == 494_032_768
+
+
+def test_each_part_by_hand():
+    stage = [{"name": "all", "train": ["heads", "embedding", "lora"], "steps": 1}]
+    train = {"precision": "bf16", "micro_batch_size": 4}
+    result = planned(config(model={"number_dims": 0}, train=train, stages=stage), gpus=2)
+    base = Architecture.of(SMALL)
+    assert size(result, "backbone (frozen)") == 2 * base.backbone_parameters
+    assert size(result, "token embedding (frozen)") == 2 * 1000 * 64
+    lora = base.lora_parameters(8, "all-linear")
+    assert size(result, "LoRA: weights") == 2 * lora
+    assert size(result, "LoRA: optimizer") == 12 * lora / 2  # ZeRO 1 over two ranks
+    abduction = 2 * (64 * 64 + 64)
+    assert size(result, "abduction") == 4 * abduction  # whole on every rank
+    assert size(result, "abduction at the start") == 4 * abduction
+    assert size(result, "W_cls") == 1000 * 64 * 4
+    # two ranks with equal copies: each has moments of half of the matrices and rows, and of all vectors
+    assert size(result, "moments of the heads") == 8 * (64 * 64 + 2 * 64 + (64 + 1) + 64 + 500 * 65)
+    assert not any("bf16" in part.name for part in result.parts)  # W_cls is rounded block by block, never copied
+    assert size(result, "b_cls and C") == 1000 * (4 + 4)
+    assert result.trainable_parameters == lora + 2 * (64 * 64 + 64) + (64 + 1 + 64 + 2 * 64) + 1000 * 65
+    assert (result.world, result.accumulation, result.fits) == (2, 4, True)
+    assert result.device_gib == pytest.approx(sum(part.bytes for part in result.parts) / GIB)
+
+
+def test_a_layers_share_by_hand():
+    """One token of one layer, bf16 and adapters on everything; see docs/planner.md."""
+    base = Architecture.of(SMALL)
+    h, i, q, kv, r, w = 64, 96, 64, 32, 8, 2
+    settings = config(train={"precision": "bf16", "micro_batch_size": 4})
+    one = stage_sizes(settings, base, world=1, kind="cuda")[1]
+    by_hand = w * (h + 2 * q + 2 * kv + h + 4 * i + 7 * r) + 2 * 4 * (h + 1) + 4 * base.heads
+    assert activations.layer_saved(one) == one.tokens * by_hand
+
+
+def test_packed_texts_without_a_mask_keep_what_unpacked_ones_keep():
+    """By hand: a mask repeats k and v for every head, and is kept as numbers in each layer and as bools once."""
+    base, train = Architecture.of(SMALL), {"precision": "bf16", "micro_batch_size": 4}
+
+    def one(kind: str = "cuda", architecture: Architecture = base, **data: Any) -> Any:
+        attention = data.pop("attention", "mask")
+        settings = config(model={"attention": attention}, data=data, train=train)
+        return stage_sizes(settings, architecture, world=1, kind=kind)[1]
+
+    plain, mask, within = one(), one(pack=True), one(pack=True, attention="varlen")
+    assert activations.saved(within) == activations.saved(plain)
+    q, kv, w, length = 64, 32, 2, 16
+    more = w * (4 * q - 2 * q - 2 * kv) + length * w
+    assert activations.layer_saved(mask) - activations.layer_saved(plain) == mask.tokens * more
+    once = mask.tokens * length
+    assert activations.saved(mask) - activations.saved(plain) == base.layers * mask.tokens * more + once
+    on_cpu, plain_cpu = one("cpu", pack=True, attention="varlen"), one("cpu")
+    beside = on_cpu.tokens * w * q  # the outputs of the texts put together, which o_proj's adapter reads
+    assert activations.layer_saved(on_cpu) - activations.layer_saved(plain_cpu) == beside
+    window = Architecture.of({**SMALL, "model_type": "mistral", "sliding_window": 8})
+    assert activations.masked(one(architecture=window, pack=True))
+    assert not activations.masked(one(architecture=window, pack=True, attention="varlen")), "the kernel knows it"
+    assert activations.masked(one("cpu", architecture=window, pack=True, attention="varlen"))
+
+
+def test_zero_shards_the_engine_and_the_group_shards_the_rows():
+    one = planned(config(), gpus=4)
+    three = planned(config(parallel={"zero_stage": 3, "vocab_group_size": 4}), gpus=4)
+    for name in ("backbone (frozen)", "LoRA: weights"):
+        assert size(three, name) == -(-size(one, name) // 4)
+    assert size(three, "LoRA: optimizer") == size(one, "LoRA: optimizer")
+    assert size(three, "W_cls") * 4 == size(one, "W_cls")
+    odd = planned(config(parallel={"vocab_group_size": 3}, train={"global_batch_size": 24}), gpus=3)
+    assert size(odd, "W_cls") == 334 * 64 * 4  # ceil(1000 / 3) rows of C = 64
+    # replicas of rows: none; matrices [72, 64] of the abduction over three ranks
+    assert size(odd, "moments of the heads") == 8 * (2 * 24 * 64 + 2 * 72 + 72 + 1 + 72 + 334 * 65)
+
+
+def test_settings_move_what_they_should():
+    plain, frozen = planned(config()), planned(config(stages=[{"name": "a", "train": ["regression"], "steps": 1}]))
+    names = {part.name for part in frozen.parts}
+    assert not any(name.startswith("LoRA") for name in names)
+    assert size(frozen, "W_cls") == 1000 * 64 * 4
+    assert frozen.device_gib < plain.device_gib
+    large = {"data": {"train": "x", "sequence_length": 2048}}
+    whole, saved = planned(config(**large)), planned(config(model={"gradient_checkpointing": True}, **large))
+    assert saved.device_gib < whole.device_gib
+    moved = planned(config(parallel={"offload": "optimizer"}))
+    assert moved.host_gib > 0
+    assert moved.device_gib < plain.device_gib
+    moments = next(part for part in moved.parts if part.name == "moments of the heads")
+    assert (moments.place, moments.bytes) == ("host", size(plain, "moments of the heads"))
+    reference = planned(config(loss={"impl": "reference"}))
+    assert size(reference, "loss tiles") == 9 * 8 * 16 * 1000 * 4
+
+
+def test_the_need_is_that_of_the_stage_and_the_moment_that_need_most():
+    short = {"name": "short", "train": ["heads"], "steps": 1, "sequence_length": 8}
+    long = {"name": "long", "train": ["heads", "lora"], "steps": 1, "sequence_length": 512}
+    result = planned(config(stages=[short, long]))
+    assert result.stage == "long"
+    alone = planned(config(stages=[short]))
+    assert alone.device_gib < result.device_gib
+    wide = planned(config(stages=[{**short, "micro_batch_size": 1, "global_batch_size": 1}]))
+    assert wide.device_gib <= alone.device_gib
+
+
+def test_the_loss_works_in_the_tiles_that_are_planned():
+    from cqwen_dist.ops.ovr import head, one_pass, tile
+    from cqwen_dist.ops.ovr.fused import FusedTile
+    from cqwen_dist.ops.ovr.triton import TritonTile
+
+    assert memory.TILE_BYTES == one_pass.TILE_BYTES
+    assert memory.BLOCK_BYTES == one_pass.BLOCK_BYTES
+    assert memory.TILE_TOKENS == one_pass.TILE_TOKENS
+    maths = {"chunked": tile.TorchTile, "triton": TritonTile, "fused": FusedTile}
+    assert {name: each.buffers for name, each in maths.items()} == memory.WORK_BUFFERS
+    assert (memory.FUSED_BYTES, memory.FUSED_WORDS) == (one_pass.FUSED_BYTES, one_pass.FUSED_WORDS)
+    assert memory.CHUNK_BYTES == head.CHUNK_BYTES
+    for shape in ((100, 1000, 64), (8192, 151_936, 896), (9000, 40, 12)):
+        for kind in ("cpu", "cuda"):
+            for fused in (False, True):
+                found = one_pass.tile_shape(*shape, kind, fused=fused)
+                assert memory.tile_shape(*shape, kind, fused) == found
+
+
+@pytest.mark.parametrize("vocab", [151_936, 1_000_000])
+@pytest.mark.parametrize("scale_dtype", ["bf16", "fp8"])
+def test_the_fused_loss_takes_less_than_400_mib_whatever_the_vocabulary(vocab, scale_dtype):
+    """N = 8,192, H = 896: no fp32 tile. The sums of U's gradients are counted too."""
+    settings = config(
+        architecture={**QWEN25_05B, "vocab_size": vocab},
+        loss={"impl": "fused", "scale_dtype": scale_dtype},
+        data={"sequence_length": 8192},
+        train={"precision": "bf16"},
+        stages=[{"name": "heads", "steps": 1, "train": ["classifier"], "global_batch_size": 1, "micro_batch_size": 1}],
+    )
+    (sizes,) = stage_sizes(settings, Architecture.of(read_architecture(settings)), world=1, kind="cuda")
+    tiles = {part.name: part.bytes for part in memory._loss(sizes)}["loss tiles"]
+    assert tiles + 2 * 8192 * 896 * 4 < 400 << 20
+
+
+def test_the_verdict_names_the_largest_part_and_a_way_out():
+    settings = config(architecture=QWEN25_05B)
+    roomy, tight = planned(settings, gib=80), planned(settings, gib=2)
+    assert roomy.reason.startswith("fits: ")
+    assert tight.reason.startswith("does not fit: ")
+    assert "the largest part is backbone" in tight.reason
+    half = planned(config(architecture=QWEN25_05B, train={"precision": "bf16"}), gib=2)
+    assert "the largest part is moments of the heads" in half.reason
+    assert "Try more ranks, or parallel.offload optimizer" in half.reason
+    assert json.loads(json.dumps(tight.to_dict()))["fits"] is False
+
+
+def test_the_table_is_readable():
+    out = io.StringIO()
+    Console(file=out, width=140).print(render(planned(config())))
+    for word in ("backbone (frozen)", "W_cls", "GiB", "fits: "):
+        assert word in out.getvalue()
+
+
+def test_any_number_of_ranks_shares_a_step_as_the_loader_does():
+    """32 sequences by 8: 3 ranks take 11 at most, in 2 micro-batches; 16 take 2, in one that is not full."""
+    ranks = {gpus: planned(config(), gpus=gpus) for gpus in (1, 3, 16)}
+    assert [result.accumulation for result in ranks.values()] == [4, 2, 1]
+    tokens = [stage_sizes(config(), Architecture.of(SMALL), world=r, kind="cuda")[0].tokens for r in (1, 3, 16)]
+    assert tokens == [8 * 16, 8 * 16, 2 * 16]
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "key", "allowed"),
+    [
+        ({"parallel": {"vocab_group_size": 3}}, 4, "parallel.vocab_group_size", "a divisor of the 4 ranks: 1, 2, 4"),
+        ({"architecture": {**SMALL, "hidden_size": "a"}}, 1, "model.architecture.hidden_size", "a whole number"),
+        ({}, 0, "--gpus-per-node", "0 .CPU. or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_the_users_to_mend(sections, ranks, key, allowed):
+    with pytest.raises(UserError, match=rf"^{key}: found .*, allowed: {allowed}"):
+        planned(config(**sections), gpus=ranks or -1)
+
+
+def test_the_architecture_is_read_from_the_models_folder(tmp_path):
+    def by_name(name: str) -> dict[str, Any]:
+        return read_architecture(Config.model_validate({"model": {"name_or_path": name}, "data": {"train": "x"}}))
+
+    with pytest.raises(UserError, match="a folder with the model's config"):
+        by_name("Someone/else")
+    assert Architecture.of(by_name("Qwen/Qwen2.5-0.5B")) == Architecture.of(QWEN25_05B)
+    assert Architecture.of(by_name("Qwen/Qwen2.5-72B-Instruct")).base_parameters == 72_706_203_648
+    published = {
+        "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+        "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+        "meta-llama/Llama-3.2-1B": 1_235_814_400,
+        "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+        "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    }
+    for name, parameters in published.items():  # and 64 rows for <NUM>, as their words use all
+        with_rows = Architecture.of(by_name(name))
+        added = 64 * with_rows.hidden * (1 if with_rows.tied else 2)
+        assert with_rows.base_parameters == parameters + added, name
+    file = tmp_path / "config.json"
+    for text, message in (("{", "no readable JSON"), ("[]", "a JSON object"), ('{"model_type": "x"}', "model_type: x")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=message):
+            by_name(str(tmp_path))
+    file.write_text(json.dumps(SMALL))
+    for words, rows in ((900, 1000), (1000, 1024)):
+        tokens = {"model": {"vocab": {f"w{i}": i for i in range(words - 1)}}, "added_tokens": [{"id": words - 1}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+        assert by_name(str(tmp_path))["vocab_size"] == rows
+    (tmp_path / "tokenizer.json").unlink()
+    assert by_name(str(tmp_path)) == SMALL
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys, cqwen_dist.tools.plan; print(*(m for m in ('torch', 'transformers', 'numpy') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "", "cqwen_dist.tools.plan is arithmetic: it imports no heavy package"
+
+
+def test_the_texts_of_an_epoch_are_counted_by_line_or_not_at_all(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    (tmp_path / "c.json").write_text('[{"text": "a"}]\n')
+    counts = {"*.jsonl": 4, "a.jsonl": 2, "*.json": None, "*": None, "none*": None}
+    assert {name: count_sequences(config(data={"train": str(tmp_path / name)})) for name in counts} == counts
+
+
+@pytest.mark.parametrize(("gpu", "gib"), [("l40s", 44.0), ("h200", 139.0), ("", 80.0)])
+def test_the_memory_is_that_of_the_gpu_that_is_named(gpu: str, gib: float) -> None:
+    document, _ = command.run(config(), nodes=1, gpus_per_node=8, gpu_memory_gib=None, gpu=gpu)
+    assert document["gpu_memory_gib"] == gib
+
+
+@pytest.mark.parametrize("changes", [{}, {"train__thresholds": "scalar"}, {"model__wide": 64}], ids=str)
+def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Of its tensors to the byte."""
+    settings = write_config(tmp_path, stages__0__steps=1, stages__1__steps=1, **changes)
+    train_run(settings)
+    folder = latest_checkpoint(tmp_path / "run")
+    assert folder is not None
+    tensors = [t for file in folder.rglob("*.safetensors") for t in load_file(file).values()]
+    config = load_config(settings)
+    last = stage_sizes(config, Architecture.of(read_architecture(config)), world=1, kind="cpu")[-1]
+    assert sum(t.numel() * t.element_size() for t in tensors) == checkpoint_bytes(last)

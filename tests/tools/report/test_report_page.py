@@ -1,0 +1,286 @@
+"""The report of real (tiny) runs: complete, self-contained, and drawn by a real browser."""
+
+import csv
+import html
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from support.browser import look
+from support.runs import cqwen_forked
+
+from cqwen_dist.config import UserError, load_config
+from cqwen_dist.data.store import Document
+from cqwen_dist.tools.report.html import render, write_report
+from cqwen_dist.tools.report.run_data import POINTS, read_run
+from cqwen_dist.tools.report.samples import cut
+from cqwen_dist.training.stages import StagePlan
+
+
+@pytest.fixture(scope="module")
+def one(one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([one_rank], tmp_path_factory.mktemp("report") / "one.html")
+
+
+@pytest.fixture(scope="module")
+def both(one_rank: Path, two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([one_rank, two_ranks], tmp_path_factory.mktemp("report") / "both.html")
+
+
+def data_of(page: Path) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)[1])
+
+
+def test_the_page_needs_nothing_but_itself(one: Path, both: Path) -> None:
+    for page in (one, both):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"<(link|img|iframe|script)[^>]+(src|href)\s*=", text)
+        assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest", text)
+        assert set(re.findall(r"https?://[^\s\"'<)]+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert page.stat().st_size < 400_000
+
+
+def test_every_figure_of_the_run_is_on_the_page(one: Path, one_rank: Path) -> None:
+    run, data = read_run(one_rank), data_of(one)
+    drawn = {name for chart in data["charts"] for name, _ in chart["series"]} | set(data["others"])
+    assert set(run.curves) <= drawn
+    assert data["runs"][0]["curves"]["train/total_loss"]["x"] == [1, 2, 3, 4, 5, 6]
+    assert [stage["name"] for stage in data["runs"][0]["stages"]] == ["heads", "lora"]
+    assert [(stage["start"], stage["stop"]) for stage in data["runs"][0]["stages"]] == [(0, 3), (3, 6)]
+    assert [evaluation["step"] for evaluation in data["runs"][0]["evaluations"]] == [0, 3, 6]
+    text = one.read_text()
+    assert "train.global_batch_size" not in text, "one run differs in nothing"
+    assert "global_batch_size: 12" in text
+    assert json.loads((one_rank / "environment.json").read_text())["platform"] in text
+
+
+def charts_in(dom: str) -> int:
+    return int(re.search(r'data-charts="(\d+)"', dom)[1])
+
+
+def test_a_real_browser_draws_every_chart_and_complains_of_nothing(one: Path, tmp_path: Path) -> None:
+    seen = look(one, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr, [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
+    data = data_of(one)
+    assert charts_in(seen.stdout) == len(data["charts"]) + len(data["others"])
+    figures = re.findall(r"<figure>.*?</figure>", seen.stdout, re.S)
+    assert len(figures) == charts_in(seen.stdout) + 3, "coverage, PIT, predicted against true"
+    for figure in figures:
+        title = re.search(r"<figcaption>(.*?)</figcaption>", figure)[1]
+        assert re.search(r'<path class="line" d="M[\d.-]|<circle |<rect x=', figure), f"{title}: nothing drawn"
+        axes = re.findall(r'<text class="axis"[^>]*>(.+?)</text>', figure)
+        assert len(axes) == 2, f"{title}: both axes say what they are"
+        ticks = re.findall(r'text-anchor="end">(.*?)</text>', figure)
+        assert len(ticks) > 1, f"{title}: {ticks}"
+    heads = re.findall(r"<h3>(.*?)<|<h2>(.*?)<|<figcaption>(.*?)<|class=\"tile\"><b>.*?<span>(.*?)<", seen.stdout)
+    known = {name.split("/")[-1] for name in data["others"]}
+    said = [head for found in heads for head in found if head and head.split("/")[-1] not in known]
+    assert [head for head in said if not head[0].isupper() and head[0] not in "λ"] == [], "heads are alike"
+    for bad in ("NaN", "undefined", "Infinity"):
+        assert bad not in re.sub(r"<script.*?</script>", "", seen.stdout, flags=re.S), bad
+    assert seen.stdout.count('class="heat"') == 2, "U's drift after each stage"
+
+
+def test_runs_stand_side_by_side(both: Path, tmp_path: Path, one_rank: Path, two_ranks: Path) -> None:
+    """They share a name (their folder's), so they are told apart by their folders; what differs is in a table."""
+    seen = look(both, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr
+    loss = re.search(r"<figcaption>Total loss</figcaption>.*?</figure>", seen.stdout, re.S)[0]
+    assert loss.count('class="line"') == 2
+    assert {str(one_rank), str(two_ranks)} == {run["name"] for run in data_of(both)["runs"]}
+    assert re.search(
+        r"<code>train\.micro_batch_size</code></th>\s*<td><code>12</code></td>\s*<td><code>6</code>", both.read_text()
+    )
+
+
+USE = """<script>
+const named = (f) => f.querySelector("figcaption").textContent === "Word loss";
+const figure = [...document.querySelectorAll("figure")].find(named);
+const ticks = () => [...figure.querySelectorAll("svg text")].map((t) => t.textContent).join(" ");
+const before = ticks();
+figure.querySelector("button").click();
+const link = figure.querySelector("a.csv");
+link.addEventListener("click", (event) => event.preventDefault());
+link.click();
+const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
+svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width * 0.6, clientY: box.top + 50 }));
+const lines = document.querySelectorAll("figure .line").length;
+document.querySelector("#shown input").click();
+const select = document.querySelector("#evaluations select");
+select.value = "0";
+select.dispatchEvent(new Event("change"));
+document.getElementById("smooth").click();
+document.body.dataset.seen = JSON.stringify({
+  switched: before !== ticks(),
+  csv: [link.download, decodeURIComponent(link.href.split(",").slice(1).join(","))],
+  tip: figure.querySelector(".tip").innerText,
+  lines,
+  left: document.querySelectorAll("figure .line").length,
+  chosen: select.selectedOptions[0].textContent,
+  drawn: document.querySelectorAll("#evaluations figure svg").length,
+});
+</script></body>"""
+
+
+def test_axes_switch_curves_tell_their_values_and_runs_can_be_hidden(both: Path, tmp_path: Path) -> None:
+    page = tmp_path / "used.html"
+    page.write_text(both.read_text(encoding="utf-8").replace("</body>", USE), encoding="utf-8")
+    seen = look(page, tmp_path / "profile", "--dump-dom")
+    assert "CONSOLE" not in seen.stderr, seen.stderr[-2000:]
+    found = json.loads(html.unescape(re.search(r'data-seen="(.*?)"', seen.stdout)[1]))
+    assert found["switched"], "another axis has other ticks"
+    name, text = found["csv"]
+    table = list(csv.DictReader(io.StringIO(text)))
+    assert name == "word-loss.csv"
+    assert {row["run"] for row in table} == {run["name"] for run in data_of(both)["runs"]}
+    curve = data_of(both)["runs"][1]["curves"]["train/cls_loss_mean"]["y"]
+    second = [row for row in table if row["run"] == data_of(both)["runs"][1]["name"]]
+    assert [float(r["value"]) for r in second if r["metric"] == "train/cls_loss_mean"] == curve
+    rows = found["tip"].split("\n")
+    assert rows[0].startswith("step ")
+    assert len(rows) == 1 + 4, "training and held out of two runs"
+    assert all(re.search(r": [\d.]+$", row) for row in rows[1:])
+    assert 0 < found["left"] < found["lines"], "one run's curves are gone"
+    assert found["chosen"] == "before training"
+    assert found["drawn"] == 6, "three drawings a run"
+
+
+PHONE = """<script>
+const tops = [...document.querySelectorAll(".tile")].map((tile) => tile.getBoundingClientRect().top);
+document.body.dataset.phone = JSON.stringify({
+  first: document.querySelector(".charts figure").getBoundingClientRect().top,
+  rows: new Set(tops).size, tiles: tops.length, wide: document.documentElement.scrollWidth, window: innerWidth,
+});
+</script></body>"""
+
+
+def test_on_a_phone_the_curves_are_near_the_top(one: Path, tmp_path: Path) -> None:
+    page = tmp_path / "phone.html"
+    page.write_text(one.read_text(encoding="utf-8").replace("</body>", PHONE), encoding="utf-8")
+    seen = look(page, tmp_path / "profile", "--dump-dom", width=500, height=900)
+    found = json.loads(html.unescape(re.search(r'data-phone="(.*?)"', seen.stdout)[1]))
+    assert found["wide"] <= found["window"], "nothing is cut off"
+    assert 2 * found["rows"] <= found["tiles"] + 1, "two tiles in a row"
+    assert found["first"] < 1500
+
+
+def test_the_head_says_what_the_run_is_made_of(one: Path, one_rank: Path) -> None:
+    head = one.read_text()[: one.read_text().index("<main>")]
+    assert "qwen2, 2 layers of 16, with random weights" in head
+    assert str(one_rank.parent / "texts.jsonl") in head
+    assert f"torch {torch.__version__}" in head
+
+
+def test_each_group_has_its_rate(one_rank: Path, tmp_path: Path) -> None:
+    """As the stages plan them; a group that sleeps has none."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = yaml.safe_load((one_rank / "config.yaml").read_text())
+    config["stages"][0] |= {"lr_groups": {"classifier": 1e-4}, "warmup_steps": 1, "train": ["classifier", "thresholds"]}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    stages = load_config(folder / "config.yaml").stages
+    plans = [StagePlan(stages[0], 0, 0, 3), StagePlan(stages[1], 1, 3, 6)]
+    taken = [plan for plan in plans for _ in range(3)]
+    lines = [
+        {"step": step + 1, "stage": plan.stage.name, "train/lr": plan.stage.lr * plan.factor(step)}
+        for step, plan in enumerate(taken)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curves = read_run(folder).curves
+    for group, first in (("classifier", 0), ("thresholds", 0), ("lora", 3)):
+        steps = range(first, 6)
+        assert curves[f"rate/{group}"].x == [step + 1 for step in steps]
+        rates = [taken[step].lr(group, group == "thresholds", step) for step in steps]
+        assert curves[f"rate/{group}"].y == pytest.approx(rates, rel=1e-4)
+
+
+def test_the_quickstarts_study_has_its_ridge_regression(one_rank: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = yaml.safe_load((one_rank / "config.yaml").read_text())
+    config["data"] |= {"train": "bundled:diabetes/train", "eval": "bundled:diabetes/test", "eval_fraction": 0.0}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    line = {"step": 1, "stage": "heads", "eval/reg_mdae": 38.1, "eval/baseline_mdae": 63.5}
+    (folder / "metrics.jsonl").write_text(json.dumps(line))
+    page = render([read_run(folder)])
+    assert "always the median 63.5, ridge 40.2" in page
+
+
+def test_it_is_not_an_empty_picture(one: Path, tmp_path: Path) -> None:
+    """A blank page of this size is a PNG of some 10 kB."""
+    picture = tmp_path / "page.png"
+    look(one, tmp_path / "profile", f"--screenshot={picture}")
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 80_000
+
+
+def test_a_run_leaves_its_report_and_the_verb_writes_one(one_rank: Path, two_ranks: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "page.html"
+    done = cqwen_forked("report", one_rank, two_ranks, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert out.read_text().startswith("<!doctype html>")
+    assert str(out) in done.stdout
+    assert re.search(rf"^  bad   {one_rank}: Numbers are no better|^  good  {one_rank}: ", done.stdout, re.M)
+    done = cqwen_forked("report", tmp_path)
+    assert done.returncode == 2
+    assert "RUN" in done.stderr
+    assert done.stderr.count("\n") == 1
+    # the run is done, so this trains nothing and leaves the page
+    config = tmp_path / "config.yaml"
+    config.write_text((one_rank / "config.yaml").read_text())
+    (one_rank / "report.html").unlink(missing_ok=True)
+    done = cqwen_forked("train", config)
+    assert done.returncode == 0, done.stderr
+    assert (one_rank / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_samples_are_what_checkpoints_write_behind_held_out_texts(one: Path, one_rank: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    done = cqwen_forked("report", one_rank, "--samples", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    text = html.unescape(out.read_text())
+    known = {json.loads(line)["text"] for line in (one_rank.parent / "texts.jsonl").read_text().splitlines()}
+    found = re.findall(r"<b>Prompt</b>(.*?)<br><b>Truth</b>(.*?)\n(.*?)</div>", text, re.S)
+    assert len(found) == 2
+    for prompt, truth, written in found:
+        assert prompt + truth in known
+        assert re.findall(r"<b>Step (\d+)</b>", written) == ["1", "6"]
+    assert '<section id="samples">' not in one.read_text(), "they are made where they are asked for"
+
+
+def test_where_a_sample_is_cut() -> None:
+    ids, no = np.arange(8), np.zeros(8, bool)
+    one, two = no.copy(), no.copy()
+    one[6], two[[2, 6]] = True, True
+    learnt = np.arange(8) >= 3
+    cuts = [cut(Document(ids, ids * 0.0, targets, mask)) for targets, mask in ((no, None), (one, None), (two, None))]
+    assert cuts == [4, 6, 4]
+    assert cut(Document(ids, ids * 0.0, one, learnt)) == 3
+
+
+def test_a_hostile_name_and_a_broken_line_do_no_harm(one_rank: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    text = (one_rank / "config.yaml").read_text()
+    name = "</script><script>alert(1)</script>"
+    text = re.sub(r"^  name: null$", f"  name: '{name}'", text, flags=re.M)
+    assert name in text
+    (folder / "config.yaml").write_text(text)
+    lines = [json.dumps({"step": step, "stage": "a", "train/total_loss": 1.0 / step}) for step in range(1, 2001)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2001, "tra']))
+    run = read_run(folder)
+    assert run.steps == 2000
+    curve = run.curves["train/total_loss"]
+    assert len(curve.x) == len(curve.y) == POINTS, "thinned"
+    assert curve.low is not None
+    assert curve.high[0] == 1.0
+    page = render([run])
+    assert name not in page
+    assert page.count("<script") == 2
+    with pytest.raises(UserError, match="RUN"):
+        read_run(tmp_path / "nowhere")

@@ -1,0 +1,96 @@
+"""What the doctor calls wrong, each with a remedy; and the page it prints."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.runs import cqwen_forked
+
+from cqwen_dist.tools.site.doctor import findings, node_facts, page
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two healthy nodes: this machine's facts, twice."""
+    facts = node_facts(tmp_path_factory.mktemp("runs"), quick=True)
+    facts["disk_gib"] = {"/scratch": 100.0}
+    nodes = [{**copy.deepcopy(facts), "host": host} for host in ("node1", "node2")]
+    together = {
+        "ranks": 2,
+        "unresolved": {},
+        "folder_seen_s": 0.01,
+        "folder_unseen": [],
+        "clock_spread_s": 0.001,
+        "backend": "gloo",
+        "all_reduce": [{"bytes": 2**20, "seconds": 0.001, "gib_per_s": 0.98}],
+    }
+    return {"nodes": nodes, "together": together}
+
+
+def test_healthy_nodes_have_no_red_line(two_nodes: dict[str, Any]) -> None:
+    assert findings(two_nodes) == []
+
+
+Change = Callable[[dict[str, Any], dict[str, Any]], object]
+FAULTS: list[tuple[Change, str, str, str]] = [
+    (lambda n, t: n.update(driver=True, environment={}), "node2", "torch sees no GPU", "CUDA"),
+    (
+        lambda n, t: n["packages"].update(deepspeed="not installed"),
+        "node2",
+        "deepspeed is not installed",
+        "pip install",
+    ),
+    (lambda n, t: n["packages"].update(torch="1.0"), "node2", "torch 1.0, on node1", "same environment"),
+    (lambda n, t: n.update(commit="0" * 40), "node2", "commit 000", "same environment"),
+    (lambda n, t: n.update(nccl="2.1"), "node2", "nccl 2.1, on node1", "same environment"),
+    (lambda n, t: n.update(gpus=[{"name": "x", "memory_gib": 1}]), "node2", "1 GPUs, on node1 0", "--constraint"),
+    (lambda n, t: n.update(folder={"path": "/r", "error": "Read-only"}), "node2", "Read-only", "every node may write"),
+    (lambda n, t: n["folder"].update(write_s=3.0), "node2", "takes 3.0 s", "another file system"),
+    (lambda n, t: n["disk_gib"].update({"/scratch": 1.0}), "node2", "1.0 GiB free in /scratch", "make room"),
+    (
+        lambda n, t: n["interconnect"].update(infiniband=[{"name": "mlx5_0:1", "state": "1: DOWN", "rate": "0"}]),
+        "node2",
+        "mlx5_0:1 is 1: DOWN",
+        "NCCL_IB_HCA",
+    ),
+    (lambda n, t: t.update(unresolved={"node2": ["node1"]}), "node2", "does not know the name node1", "/etc/hosts"),
+    (lambda n, t: t.update(folder_unseen=["node2"]), "node2", "does not see", "shared file system"),
+    (lambda n, t: t.update(clock_spread_s=9.0), "all", "clocks differ by 9.0 s", "chrony"),
+]
+
+
+@pytest.mark.parametrize(("change", "where", "what", "remedy"), FAULTS, ids=[fault[2] for fault in FAULTS])
+def test_each_fault_is_one_red_line(
+    two_nodes: dict[str, Any], change: Change, where: str, what: str, remedy: str
+) -> None:
+    document = copy.deepcopy(two_nodes)
+    change(document["nodes"][1], document["together"])
+    (line,) = findings(document)
+    assert line["where"] == where
+    assert what in line["what"]
+    assert remedy in line["remedy"]
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(page({**document, "red": [line]}))
+    assert line["what"] in console.export_text()
+
+
+def test_the_verb_prints_one_document(tmp_path: Path) -> None:
+    done = cqwen_forked("doctor", "--quick", "--json", "--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["together"]["ranks"] == 1
+    assert document["nodes"][0]["folder"]["error"] is None
+    assert not list(tmp_path.iterdir()), "nothing stays behind"
+
+
+def test_a_folder_that_cannot_be_written_is_red_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = cqwen_forked("doctor", "--quick", "--folder", tmp_path / "file" / "runs")
+    assert done.returncode == 1
+    assert "a folder that every node may write" in " ".join(done.stdout.split())
