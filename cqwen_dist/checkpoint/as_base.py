@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
-from cqwen_dist.model.abduction import AbductionNetwork
 
 OPTION = "--as-base"
 HELD = 1e-6  # logits; a smaller bias is rounding

@@ -36,10 +36,10 @@ from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.chat import Chat
 from cqwen_dist.data.tokenizer import POLICY_FILE, NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import end_ids
-from cqwen_dist.intervals import FILE as CALIBRATION
-from cqwen_dist.intervals import read_intervals
+from cqwen_dist.heads.abduction import loaded_abduction
+from cqwen_dist.heads.intervals import FILE as CALIBRATION
+from cqwen_dist.heads.intervals import read_intervals
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.abduction import loaded_abduction
 from cqwen_dist.model.backbone import base_folder_of, load_base
 from cqwen_dist.model.lora import is_lora
 from cqwen_dist.ops.products import dtype_of

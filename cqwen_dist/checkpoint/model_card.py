@@ -11,7 +11,7 @@ import transformers
 from jinja2 import Template
 
 from cqwen_dist.generate.modes import MODES
-from cqwen_dist.intervals import LEVELS, Intervals
+from cqwen_dist.heads.intervals import LEVELS, Intervals
 
 SHOWN = {
     "eval/accuracy": "next-word accuracy",

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.targets import TargetTransform
+from cqwen_dist.heads.targets import TargetTransform
 
 # Float64 numbers in arrays; each call is one pass over them.
 Parts = Callable[[], Iterable[np.ndarray]]

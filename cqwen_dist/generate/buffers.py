@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from cqwen_dist.batch import recent_numbers
 from cqwen_dist.generate.numbers import POWERS, GeneratedNumbers, empty_numbers
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 
 ROOM = 64  # a static cache holds a multiple of so many positions: texts of similar lengths share one, and its graphs
 

@@ -21,7 +21,7 @@ from cqwen_dist.generate.generator import Watch
 from cqwen_dist.generate.modes import find_mode
 from cqwen_dist.generate.numbers import MOST_DIGITS, GeneratedNumbers
 from cqwen_dist.generate.streaming import NumberStreamer, Tokenizer, ends_at
-from cqwen_dist.intervals import LEVELS
+from cqwen_dist.heads.intervals import LEVELS
 
 # As in `Settings`.
 PASSED_ON = ("decode_rule", "digits", "eps_truncation", "generator", "number_first", "seed", "used_rows")

@@ -14,7 +14,7 @@
 
 b is b_noise. Draws use `temperature` times the scale (1: as inferred; 0: the location itself); in compatible the
 temperature is one of Hugging Face's processors. Letters: B rows, C causal dimension, V vocabulary. All tensors belong
-to one position: [B,C], at most [B,V]. action: a `model.action.ActionNetwork` with all V rows on this device.
+to one position: [B,C], at most [B,V]. action: a `heads.action.ActionNetwork` with all V rows on this device.
 """
 
 from __future__ import annotations

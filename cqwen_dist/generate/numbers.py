@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.intervals import LEVELS, Intervals
+from cqwen_dist.heads.intervals import LEVELS, Intervals
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.targets import TargetTransform
 
 MOST_DIGITS = 17  # of a float64: all of it
 TENS = 308  # the largest power of ten of a float64

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, TextGenerationPipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from cqwen_dist.intervals import LEVELS
+from cqwen_dist.heads.intervals import LEVELS
 
 
 class CausalQwenTextGeneration(TextGenerationPipeline):

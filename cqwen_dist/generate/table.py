@@ -18,7 +18,7 @@ from cqwen_dist.generate.continuation import generate_batch
 from cqwen_dist.generate.decisions import choose
 from cqwen_dist.generate.numbers import Digits, GeneratedNumbers, check_digits, shown
 from cqwen_dist.generate.streaming import Tokenizer, reader
-from cqwen_dist.intervals import LEVELS
+from cqwen_dist.heads.intervals import LEVELS
 
 NUMBER_COLUMNS = ("predicted", *(f"{end}_{level * 100:g}" for level in LEVELS for end in ("low", "high")), "p_num")
 CHOICE = "chosen"

@@ -2,8 +2,8 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from cqwen_dist.model.abduction import AbductionNetwork
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.abduction import AbductionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.model.backbone import FeatureExtractionNetwork
 from cqwen_dist.model.causal_lm import CausalQwenForCausalLM
 from cqwen_dist.model.causal_qwen import CausalQwenModel

@@ -15,14 +15,14 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch, recent_numbers
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import Watch, at_hand, generate
 from cqwen_dist.generate.hugging_face import CausalQwenGeneration, as_rows, translate
-from cqwen_dist.model.abduction import AbductionNetwork
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.abduction import AbductionNetwork
+from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.backbone import seen_inside
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.from_base import turned_causal
 from cqwen_dist.model.lora import merge_lora
-from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 
 logger = logging.get_logger(__name__)

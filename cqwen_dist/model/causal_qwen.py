@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cqwen_dist.batch import Batch
 from cqwen_dist.config import LoraConfig, UserError
 from cqwen_dist.generate.generator import at_hand
-from cqwen_dist.model.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.abduction import Abduction, abduction_named, loaded_abduction, make_abduction
+from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.backbone import (
     FeatureExtractionNetwork,
     base_tokenizer,
@@ -33,7 +34,6 @@ from cqwen_dist.model.lora import inject_lora
 from cqwen_dist.model.varlen import attends_within_texts
 from cqwen_dist.model.wide import WidePart, columns_beside_z
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.targets import TargetTransform
 
 SHAPE = set(signature(CausalQwenConfig).parameters) - {"base", "num_token_id", "kwargs"}
 

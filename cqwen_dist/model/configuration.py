@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.config import UserError
-from cqwen_dist.targets import TargetTransform
+from cqwen_dist.heads.targets import TargetTransform
 
 BESIDE_Z = 3  # the wide part's columns behind z: g rounded to z's dtype, the rest of it, and h
 OF_BASE = ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")

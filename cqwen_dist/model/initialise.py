@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cqwen_dist.model.abduction import AbductionNetwork
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.abduction import AbductionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.model.configuration import CausalQwenConfig
 from cqwen_dist.model.embedding import NumericalAwareEmbedding
 

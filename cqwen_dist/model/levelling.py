@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.model.initialise import Heads
 from cqwen_dist.model.ridge import ridge_by_leave_one_out
 from cqwen_dist.parallel.groups import ALONE, Groups

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.ops.cauchy import log_prob_above, prob_above
 from cqwen_dist.ops.ovr.head import chunk_rows
 from cqwen_dist.ops.products import product

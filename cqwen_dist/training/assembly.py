@@ -24,12 +24,12 @@ from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
 from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.model.abduction import abduction_named
+from cqwen_dist.heads.abduction import abduction_named
+from cqwen_dist.heads.fused_loss import LossOptions, gate_named
 from cqwen_dist.model.backbone import base_folder_of, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
-from cqwen_dist.model.losses import LossOptions, gate_named
 from cqwen_dist.ops.ovr.loss import OvrOptions, runs_on
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import from_main_rank, gather_objects, main_rank_first

@@ -22,12 +22,12 @@ from cqwen_dist.checkpoint.manifest import resolve_checkpoint
 from cqwen_dist.checkpoint.resume import KEYS, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.config.errors import Said
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import LEVEL_TOKENS, Calibration, calibrate
 from cqwen_dist.model.initialise import override_start
 from cqwen_dist.parallel.collectives import main_rank_first
 from cqwen_dist.run.environment import write_environment
 from cqwen_dist.run.files import LATEST, START, START_TENSORS, write_atomically
-from cqwen_dist.targets import TargetTransform
 from cqwen_dist.training.assembly import Run
 from cqwen_dist.training.stages import refuse_unknown_metrics
 from cqwen_dist.training.state import Place, head_shapes, load_heads, restore, row_range

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cqwen_dist.generate.line_chart import line_chart
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
 from experiments.claims.measures import Claim, cell
 from experiments.claims.scores import scored

@@ -18,12 +18,12 @@ from cqwen_dist.config.errors import Said
 from cqwen_dist.config.training import HEADS
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
+from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
-from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.ovr.loss import OvrOptions
 from cqwen_dist.ops.regression import counts_text
 from cqwen_dist.parallel.groups import ALONE
-from cqwen_dist.targets import TargetTransform
 from cqwen_dist.training.optim import HeadOptimizer
 from cqwen_dist.training.parameter_groups import head_members
 from cqwen_dist.training.stages import StagePlan

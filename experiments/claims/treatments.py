@@ -26,7 +26,7 @@ from cqwen_dist.config import load_config
 from cqwen_dist.generate.continuation import padded
 from cqwen_dist.generate.line_chart import line_chart
 from cqwen_dist.generate.table import prompts_of, template_of
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.fitting import CONFIG, EMPTY, FitRequest, best_checkpoint, prepare
 from cqwen_dist.tables.rows import write_rows

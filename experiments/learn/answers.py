@@ -14,7 +14,7 @@ from cqwen_dist.data.collate import collate
 from cqwen_dist.data.numbers import find_numbers
 from cqwen_dist.data.store import Document
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
 from experiments.learn.corpora import Item

@@ -13,7 +13,7 @@ from support.tiny import tiny_base
 
 from cqwen_dist.config import Config, UserError
 from cqwen_dist.data.tokenizer import DigitTokenizer, NumericalAwareTokenizer, train_tokenizer
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.parallel.runtime import distributed
 from experiments.learn import arms, compare
 from experiments.learn.answers import Predictions, answer_batches, number_metrics, numbers_after_prompts

@@ -26,9 +26,9 @@ from cqwen_dist.config import UserError
 from cqwen_dist.generate.generator import generate
 from cqwen_dist.generate.modes import MODES
 from cqwen_dist.generate.numbers import GeneratedNumbers
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.targets import TargetTransform
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from transformers.generation import (
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.modes import MODES, Draws, Options, find_mode, prob_words
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 
 DRAWS = 100_000

@@ -11,9 +11,9 @@ from support.numerics import assert_close
 
 from cqwen_dist.config import UserError
 from cqwen_dist.generate.numbers import number_interval, shown
-from cqwen_dist.intervals import Intervals, read_intervals
+from cqwen_dist.heads.intervals import Intervals, read_intervals
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.targets import TargetTransform
 
 STANDARD = TargetTransform("standardise", 150.0, 40.0)
 

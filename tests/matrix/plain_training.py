@@ -13,8 +13,8 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_model
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.heads.seed_losses import CausalQwenLoss
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.losses import CausalQwenLoss
 
 STEPS = 6
 ROWS = 12  # sequences of an optimizer step; the last third without a number

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import Config
+from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.layers import fuse_adapters
-from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.parallel.groups import Groups, build_groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range

@@ -10,8 +10,8 @@ from support.ranks import run_ranks
 from torch import nn
 
 from cqwen_dist.config import Stage
-from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
+from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range

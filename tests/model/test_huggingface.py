@@ -17,10 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from cqwen_dist.config import UserError
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
+from cqwen_dist.heads.seed_losses import CausalQwenLoss
 from cqwen_dist.model import CausalQwenConfig, CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.lora import adapters_disabled, is_lora
-from cqwen_dist.model.losses import CausalQwenLoss
 
 LORA = {"r": 3, "alpha": 6, "dropout": 0.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 SHAPES = {

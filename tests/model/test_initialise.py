@@ -13,10 +13,10 @@ from support.tiny import HIDDEN, NUM, VOCAB, random_batch, random_ids, tiny_base
 from torch import Tensor
 
 from cqwen_dist.config import UserError
+from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.initialise import SEED_GAMMA, SEED_NOISE, inherit_head, set_scales
-from cqwen_dist.model.losses import OvrClassificationLoss
 
 
 def logits_of(model: CausalQwenModel, ids: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cqwen_dist.batch import IGNORE_INDEX, Batch
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.model.calibration import Calibration, calibrate
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import VALUE_SHARE, start_regression
@@ -24,7 +25,6 @@ from cqwen_dist.model.levelling import APART, rows_of
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
-from cqwen_dist.targets import TargetTransform
 
 DIGITS = list(range(80, 90))
 WORDS = 80  # words are the ids below; <NUM> and the rows behind it were never in a text

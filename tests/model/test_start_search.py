@@ -12,8 +12,8 @@ from support.ranks import run_ranks
 from support.tiny import HIDDEN, NUM, VOCAB, tiny_base
 from torch import Tensor
 
+from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.model.causal_qwen import CausalQwenModel
-from cqwen_dist.model.losses import OvrClassificationLoss
 from cqwen_dist.model.start_search import Histogram, StartLogits, best_threshold_and_gamma
 from cqwen_dist.parallel.groups import ALONE, Groups, build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range

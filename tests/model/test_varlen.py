@@ -21,10 +21,10 @@ from cqwen_dist.config import Config, LoraConfig
 from cqwen_dist.config.bases import ARCHITECTURES
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.store import Document, Sample
+from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model import CausalQwenModel, varlen
 from cqwen_dist.model.layers import compile_layers
 from cqwen_dist.model.lora import is_lora_b
-from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.varlen import _even, _within, attend_within_texts, kernel_for
 
 ROWS = ((7, 1, 5), (11, 1, 3), (15,))  # tokens of each row's texts: padding of 3, 1 and (in its own text) 1 behind

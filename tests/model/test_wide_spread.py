@@ -10,7 +10,7 @@ from sklearn.linear_model import Ridge
 from support.numerics import assert_close
 from support.tiny import NUM, VOCAB, tiny_model
 
-from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model.calibration import calibrate
 from cqwen_dist.model.wide import FOLDS, MOST, WidePart
 from cqwen_dist.model.wide_rows import texts_before

@@ -20,9 +20,9 @@ from support.tiny import random_batch, tiny_model
 from torch import Tensor
 
 from cqwen_dist.config import UserError
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.losses import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import OvrOptions, WordHead, linear_ovr, sampled
 from cqwen_dist.ops.ovr.loss import ovr_loss

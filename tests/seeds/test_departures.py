@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny import tiny_model
 
-from cqwen_dist.model.losses import OvrClassificationLoss
+from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr import linear_ovr
 

@@ -14,8 +14,8 @@ from support.tiny import NUM, tiny_base, tiny_model
 from torch import nn
 
 from cqwen_dist.generate.modes import MODES
-from cqwen_dist.model.abduction import AbductionNetwork
-from cqwen_dist.model.losses import CausalQwenLoss, OvrClassificationLoss, RegressionLoss
+from cqwen_dist.heads.abduction import AbductionNetwork
+from cqwen_dist.heads.seed_losses import CausalQwenLoss, OvrClassificationLoss, RegressionLoss
 from cqwen_dist.ops.ovr import linear_ovr
 
 B, T, V = 3, 5, 23

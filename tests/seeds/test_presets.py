@@ -12,9 +12,9 @@ from cqwen_dist.checkpoint.manifest import checkpoint_folder
 from cqwen_dist.checkpoint.resume import load_checkpoint
 from cqwen_dist.config import Config, load_config
 from cqwen_dist.data.dataset import TextDataset
+from cqwen_dist.heads.abduction import AbductionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.model import causal_qwen
-from cqwen_dist.model.abduction import AbductionNetwork
-from cqwen_dist.model.action import ActionNetwork
 from cqwen_dist.training.trainer import train_on
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cqwen_dist.model.abduction import AbductionNetwork
+from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 
 

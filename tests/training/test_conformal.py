@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from cqwen_dist.intervals import Intervals
-from cqwen_dist.targets import TargetTransform
+from cqwen_dist.heads.intervals import Intervals
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.training.evaluation.number_metrics import (
     RAW,
     Numbers,

@@ -14,8 +14,8 @@ from cqwen_dist.checkpoint.manifest import Retention, checkpoint_folder
 from cqwen_dist.checkpoint.resume import TrainState, load_checkpoint
 from cqwen_dist.checkpoint.saving import About, Saver
 from cqwen_dist.config import Config, Stage
-from cqwen_dist.model.abduction import AbductionNetwork
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.abduction import AbductionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.parallel.groups import ALONE, Groups, build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.sizes.architecture import Architecture

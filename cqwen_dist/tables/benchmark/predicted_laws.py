@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cqwen_dist.intervals import LEVELS
+from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.tables.fitting import errors, intervals
 
 QUANTILE_GRID = "quantile grid"

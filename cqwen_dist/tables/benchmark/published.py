@@ -27,7 +27,7 @@ import numpy as np
 
 from cqwen_dist.config import UserError, load_config
 from cqwen_dist.data.recipes import records_of
-from cqwen_dist.intervals import LEVELS
+from cqwen_dist.heads.intervals import LEVELS
 from cqwen_dist.run.environment import git_commit
 from cqwen_dist.run.files import write_atomically
 from cqwen_dist.tables.baselines import natural_boosting

@@ -19,7 +19,7 @@ from cqwen_dist.data.loader import EvalLoader
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.backbone import load_base
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.ovr.head import WordHead

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.levelling import rows_of
 from cqwen_dist.model.lora import adapters_disabled

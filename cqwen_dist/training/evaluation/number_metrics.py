@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from cqwen_dist.generate.numbers import number_interval
-from cqwen_dist.intervals import LEVELS, Intervals
+from cqwen_dist.heads.intervals import LEVELS, Intervals
+from cqwen_dist.heads.targets import TargetTransform
 from cqwen_dist.ops.cauchy import Cauchy
-from cqwen_dist.targets import TargetTransform
 
 CALIBRATION = "calibration"  # key of the factors in a checkpoint's metrics
 RAW = Intervals()  # the Cauchy's own

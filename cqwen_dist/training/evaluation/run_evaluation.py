@@ -23,7 +23,7 @@ from cqwen_dist.data.dataset import TextDataset, tokenise
 from cqwen_dist.data.records import ReadReport
 from cqwen_dist.data.sources import read_texts
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
-from cqwen_dist.intervals import Intervals
+from cqwen_dist.heads.intervals import Intervals
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.run.files import EVALUATIONS, PROBE, let_read, write_atomically, written_whole
 from cqwen_dist.training.evaluation.evaluator import Evaluation, Evaluator

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cqwen_dist.targets import NAMES, TargetTransform
+from cqwen_dist.heads.targets import NAMES, TargetTransform
 
 
 @given(

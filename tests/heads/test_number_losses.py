@@ -9,8 +9,9 @@ import torch
 from support.numerics import assert_close
 from torch import Tensor
 
-from cqwen_dist.model.action import ActionNetwork
-from cqwen_dist.model.losses import CausalQwenLoss, LossOptions, LossTerms, TokenLabels, fused_loss
+from cqwen_dist.heads.action import ActionNetwork
+from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
+from cqwen_dist.heads.seed_losses import CausalQwenLoss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.ops.regression import number_nll
 

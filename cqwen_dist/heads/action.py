@@ -140,7 +140,7 @@ class ActionNetwork(nn.Module):
     def forward(self, loc_U: Tensor, scale_U: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """loc_U, scale_U [..., C] -> loc_S, scale_S [..., rows], loc_Y, scale_Y [...] (the seeds' S2 3.4).
 
-        Materialises [..., rows]; training never comes here (see `model.losses.fused_loss`).
+        Materialises [..., rows]; training never comes here (see `heads.fused_loss`).
         """
         u_prime = self.add_noise(Cauchy(loc_U, scale_U))
         scores, value = self.scores(u_prime), self.value(u_prime)

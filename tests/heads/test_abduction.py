@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.numerics import assert_close
 
-from cqwen_dist.model.abduction import AbductionNetwork, inverse_activation
+from cqwen_dist.heads.abduction import AbductionNetwork, inverse_activation
 
 H = 12
 

@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 from support.numerics import assert_close
 
-from cqwen_dist.model.action import ActionNetwork
+from cqwen_dist.heads.action import ActionNetwork
 from cqwen_dist.ops.cauchy import Cauchy
 
 C, V = 6, 11

@@ -11,8 +11,8 @@ from support.ranks import run_ranks
 from support.tiny import NUM, random_batch, tiny_causal_lm, tiny_model
 
 from cqwen_dist.batch import recent_numbers
+from cqwen_dist.heads.fused_loss import TokenLabels, _copy_loss
 from cqwen_dist.model.calibration import calibrate
-from cqwen_dist.model.losses import TokenLabels, _copy_loss
 from cqwen_dist.ops.cauchy import Cauchy
 from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.training.evaluation.evaluator import Evaluator

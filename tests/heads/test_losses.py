@@ -11,16 +11,9 @@ from support.tiny import NUM, VOCAB, random_batch, tiny_model
 from torch import Tensor
 
 from cqwen_dist.batch import Batch
+from cqwen_dist.heads.fused_loss import LossOptions, LossTerms, TokenLabels, fused_loss
+from cqwen_dist.heads.seed_losses import CausalQwenLoss, OvrClassificationLoss, RegressionLoss
 from cqwen_dist.model import CausalQwenModel
-from cqwen_dist.model.losses import (
-    CausalQwenLoss,
-    LossOptions,
-    LossTerms,
-    OvrClassificationLoss,
-    RegressionLoss,
-    TokenLabels,
-    fused_loss,
-)
 from cqwen_dist.ops.cauchy import Cauchy
 
 B, T, V = 2, 5, 13
