@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import Pool, run_ranks
 
 from cqwen_dist.checkpoint.manifest import (
     Retention,
@@ -85,8 +85,10 @@ def assert_is(found: TrainState, expected: TrainState) -> None:
 
 
 @pytest.mark.parametrize(("world", "group_size"), [(1, 1), (2, 1), (2, 2), (4, 4), (4, 2)])
-def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(tmp_path: Path, world: int, group_size: int) -> None:
-    run_ranks(save_here, world, str(tmp_path), group_size)
+def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(
+    pool: Pool, tmp_path: Path, world: int, group_size: int
+) -> None:
+    pool(save_here, world, str(tmp_path), group_size)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
     for start, stop in [(0, 7), (0, 4), (4, 7), (2, 5), (6, 7), (3, 4)]:
@@ -102,15 +104,15 @@ def test_any_range_of_rows_is_read_back_whatever_ranges_were_saved(tmp_path: Pat
     assert [bare.row_moments, bare.head_moments, bare.feature_moments] == [{}, {}, {}]
 
 
-def test_a_rank_without_rows_loads_none_and_all_rows_need_no_number(tmp_path: Path) -> None:
-    run_ranks(save_here, 1, str(tmp_path), 1)
+def test_a_rank_without_rows_loads_none_and_all_rows_need_no_number(pool: Pool, tmp_path: Path) -> None:
+    pool(save_here, 1, str(tmp_path), 1)
     folder = checkpoint_folder(tmp_path, 1)
     assert all(not value.numel() for value in load_checkpoint(folder, (7, 7)).rows.values())
     assert_is(load_checkpoint(folder, (0, 2**62)), state_of(0, 7, 1.0))
 
 
-def test_the_manifest_names_every_file_and_what_wrote_it(tmp_path: Path) -> None:
-    run_ranks(save_here, 2, str(tmp_path), 2)
+def test_the_manifest_names_every_file_and_what_wrote_it(pool: Pool, tmp_path: Path) -> None:
+    pool(save_here, 2, str(tmp_path), 2)
     folder = checkpoint_folder(tmp_path, 1)
     manifest = read_manifest(folder)
     assert manifest is not None
@@ -123,18 +125,18 @@ def test_the_manifest_names_every_file_and_what_wrote_it(tmp_path: Path) -> None
     assert verify(folder) == []
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
-    run_ranks(save_here, 1, str(tmp_path), 1, (1, 2, 3, 10), 2)
+def test_the_newest_are_kept(pool: Pool, tmp_path: Path) -> None:
+    pool(save_here, 1, str(tmp_path), 1, (1, 2, 3, 10), 2)
     assert [folder.name for folder in list_checkpoints(tmp_path)] == ["step-00000003", "step-00000010"]
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 10)
 
 
-def test_a_run_set_back_to_an_earlier_checkpoint_keeps_what_it_writes(tmp_path: Path) -> None:
-    run_ranks(save_here, 1, str(tmp_path), 1, (2, 4, 6), 3)
+def test_a_run_set_back_to_an_earlier_checkpoint_keeps_what_it_writes(pool: Pool, tmp_path: Path) -> None:
+    pool(save_here, 1, str(tmp_path), 1, (2, 4, 6), 3)
     write_atomically(tmp_path / "latest", "checkpoints/step-00000002\n")
-    run_ranks(save_here, 1, str(tmp_path), 1, (3,), 1)
+    pool(save_here, 1, str(tmp_path), 1, (3,), 1)
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 3)
-    run_ranks(save_here, 1, str(tmp_path), 1, (4,), 2)  # over the old one of that step
+    pool(save_here, 1, str(tmp_path), 1, (4,), 2)  # over the old one of that step
     assert_is(load_checkpoint(checkpoint_folder(tmp_path, 4), (0, 7)), state_of(0, 7, 4.0))
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 4)
 
@@ -153,11 +155,11 @@ def save_empty(run: str) -> str:
     return "saved"
 
 
-def test_an_empty_tensor_is_refused_by_name_and_no_checkpoint_appears(tmp_path: Path) -> None:
+def test_an_empty_tensor_is_refused_by_name_and_no_checkpoint_appears(pool: Pool, tmp_path: Path) -> None:
     """How a sharded optimizer loses an adapter: a tensor of shape (0,)."""
     assert (
         "adapter_model.safetensors: base_model.model.model.a.lora_A.weight is empty"
-        in run_ranks(save_empty, 1, str(tmp_path))[0]
+        in pool(save_empty, 1, str(tmp_path))[0]
     )
     assert latest_checkpoint(tmp_path) is None
     assert list_checkpoints(tmp_path) == []
@@ -189,8 +191,8 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint_as_latest(tmp_
 
 
 @pytest.mark.parametrize("name", ["state.json", "features.safetensors", "heads.moments.safetensors"])
-def test_a_file_that_cannot_be_read_is_a_user_error(tmp_path: Path, name: str) -> None:
-    run_ranks(save_here, 1, str(tmp_path), 1)
+def test_a_file_that_cannot_be_read_is_a_user_error(pool: Pool, tmp_path: Path, name: str) -> None:
+    pool(save_here, 1, str(tmp_path), 1)
     folder = checkpoint_folder(tmp_path, 1)
     (folder / name).write_bytes(b"\0\0")
     with pytest.raises(UserError, match="files that can be read"):
@@ -210,8 +212,8 @@ def save_from_gpu(run: str) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_on_a_gpu_is_saved_as_it_was(tmp_path: Path) -> None:
-    run_ranks(save_from_gpu, 1, str(tmp_path))
+def test_what_is_on_a_gpu_is_saved_as_it_was(pool: Pool, tmp_path: Path) -> None:
+    pool(save_from_gpu, 1, str(tmp_path))
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
     assert_is(load_checkpoint(folder, (0, 7)), state_of(0, 7, 5.0))
@@ -228,8 +230,8 @@ def save_and_step(run: str) -> dict[str, float]:
     return saver.take()
 
 
-def test_the_next_step_does_not_reach_what_is_being_saved(tmp_path: Path) -> None:
-    cost = run_ranks(save_and_step, 1, str(tmp_path))[0]
+def test_the_next_step_does_not_reach_what_is_being_saved(pool: Pool, tmp_path: Path) -> None:
+    cost = pool(save_and_step, 1, str(tmp_path))[0]
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
     assert_is(load_checkpoint(folder, (0, 7)), state_of(0, 7, 5.0))
@@ -257,8 +259,10 @@ def fail_to_save(run: str) -> list[str]:
     return said
 
 
-def test_a_disk_that_refuses_one_rank_is_told_on_all_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    for failure, error in run_ranks(fail_to_save, 2, str(tmp_path)):
+def test_a_disk_that_refuses_one_rank_is_told_on_all_and_leaves_the_checkpoint_before(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for failure, error in pool(fail_to_save, 2, str(tmp_path)):
         assert failure == "the checkpoint of step 2 failed"
         assert ".step-00000002.partial: run.dir: found " in error
         assert "File too large" in error

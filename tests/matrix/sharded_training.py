@@ -21,6 +21,7 @@ from matrix.plain_training import (
     gate_grad_of,
     step_batch,
 )
+from support.ranks import groups_of
 from support.tiny import NUM, VOCAB
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from cqwen_dist.batch import IGNORE_INDEX, Batch
 from cqwen_dist.config import Config
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
 from cqwen_dist.model.layers import fuse_adapters
-from cqwen_dist.parallel.groups import Groups, build_groups
+from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 from cqwen_dist.training.stages import Schedule
@@ -233,21 +234,13 @@ def distance(case: Case, groups: Groups, found: Trained, oracle: Trained) -> Fou
     return Found(*(max(column) for column in zip(*everyone, strict=True)), name)  # type: ignore[arg-type]
 
 
-def run_cases(cases: list[Case], oracles: dict[str, Trained]) -> list[tuple[Case, Found]]:
-    """Every case of one world size, on this rank."""
-    groups = {size: build_groups(size) for size in sorted({case.group for case in cases})}
-    results = []
-    for case in cases:
-        trained = train_sharded(case, groups[case.group])
-        results.append((case, distance(case, groups[case.group], trained, oracles[case.kind])))
-    return results
+def run_case(case: Case, oracle: Trained) -> Found:
+    """How far this rank's training is from the oracle's."""
+    groups = groups_of(case.group)
+    return distance(case, groups, train_sharded(case, groups), oracle)
 
 
-def train_alone(cases: list[Case]) -> dict[str, tuple[list[float], list[float], dict[str, Any]]]:
-    """One rank's losses, norms and parameters (arrays: they outlive the rank), by kind."""
-    groups, found = build_groups(1), {}
-    for case in cases:
-        trained = train_sharded(case, groups)
-        arrays = {name: value.numpy() for name, value in trained.parameters.items()}
-        found[case.kind] = trained.losses, trained.norms, arrays
-    return found
+def train_alone(case: Case) -> tuple[list[float], list[float], dict[str, Any]]:
+    """One rank's losses, norms and parameters (arrays: they outlive the rank)."""
+    trained = train_sharded(case, groups_of(1))
+    return trained.losses, trained.norms, {name: value.numpy() for name, value in trained.parameters.items()}

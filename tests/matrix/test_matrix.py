@@ -8,18 +8,20 @@ fp32: losses, norms and every parameter as the oracle's. bf16: no further from i
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from matrix.plain_training import COLUMN, KINDS, Trained, train_plainly
-from matrix.sharded_training import Case, Found, run_cases, train_alone
-from support.ranks import LIMIT_S, run_ranks
+from matrix.sharded_training import Case, Found, run_case, train_alone
+from support.ranks import Pool
 
 TOLERANCE = 1e-5  # relative for losses and norms, absolute for parameters of order 1
 ON_GPU = 1e-4  # the same: kernels sum in other orders, and Adam divides by the root of what may be small
 SPREAD = 1.5  # bf16 on ranks, over the worst of unsharded bf16
 GROUPS = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4)}
 BOTH = "heads+lora"
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
 
 WHOLE = {
     world: [Case(world, *rest) for rest in product(sizes, (1, 2, 3), ("fp32", "bf16"), (1, 2), COLUMN)]
@@ -54,18 +56,29 @@ STAGED = [
 UNSHARDED_BF16 = [Case(1, 1, 1, "bf16", accumulation, kind) for accumulation, kind in product((1, 2), COLUMN)]
 
 
+def named(cases: list[Case]) -> Any:
+    names = [
+        f"{c.world} ranks, groups of {c.group}, ZeRO {c.zero}, {c.precision}, {c.accumulation} micro-batches, {c.kind}"
+        + ", offload" * c.offload
+        + ", checkpointing" * c.checkpointing
+        for c in cases
+    ]
+    return pytest.mark.parametrize("case", cases, ids=names)
+
+
 @pytest.fixture(scope="module")
 def oracles() -> dict[str, Trained]:
     return {kind: train_plainly(kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
-def bf16_spread(oracles: dict[str, Trained]) -> dict[str, Found]:
+def bf16_spread(pool: Pool, oracles: dict[str, Trained]) -> dict[str, Found]:
     """The furthest that bf16 in one process, no vocabulary group, is from the fp32 oracle."""
-    return furthest(run_ranks(run_cases, 1, UNSHARDED_BF16, oracles)[0])
+    return furthest(pool, oracles)
 
 
-def furthest(found: list[tuple[Case, Found]]) -> dict[str, Found]:
+def furthest(pool: Pool, oracles: dict[str, Trained], staged: str = "") -> dict[str, Found]:
+    found = [(case, pool(run_case, 1, case, oracles[case.kind], staged=staged)[0]) for case in UNSHARDED_BF16]
     return {
         kind: Found(*(max(f[i] for case, f in found if case.kind == kind) for i in range(4)), "")  # type: ignore[arg-type]
         for kind in COLUMN
@@ -73,64 +86,77 @@ def furthest(found: list[tuple[Case, Found]]) -> dict[str, Found]:
 
 
 def check(
-    cases: list[Case],
+    pool: Pool,
+    case: Case,
     oracles: dict[str, Trained],
     spread: dict[str, Found],
     staged: str = "",
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Each case against its oracle. staged: as of `run_ranks`."""
-    results = run_ranks(run_cases, cases[0].world, cases, oracles, timeout=LIMIT_S + 20 * len(cases), staged=staged)[0]
-    wrong = []
-    for case, found in results:
-        if case.precision == "fp32":
-            good = max(found[:3]) <= tolerance
-        else:
-            limit = spread[case.kind]
-            good = found.loss <= SPREAD * limit.loss and found.drift <= SPREAD * limit.drift
-        line = f"loss {found.loss:.1e}, norm {found.norm:.1e}, parameter {found.parameter:.1e}, drift {found.drift:.1e}"
-        print(f"{case}: {line}")
-        if not good:
-            wrong.append(f"{case}: {line} ({found.name})")
-    assert len(results) == len(cases)
-    assert not wrong, "\n".join(wrong)
+    """Hold the case to its oracle. staged: as of `run_ranks`."""
+    found = pool(run_case, case.world, case, oracles[case.kind], staged=staged)[0]
+    if case.precision == "fp32":
+        good = max(found[:3]) <= tolerance
+    else:
+        limit = spread[case.kind]
+        good = found.loss <= SPREAD * limit.loss and found.drift <= SPREAD * limit.drift
+    line = f"loss {found.loss:.1e}, norm {found.norm:.1e}, parameter {found.parameter:.1e}, drift {found.drift:.1e}"
+    print(f"{case}: {line}")
+    assert good, f"{line} ({found.name})"
 
 
-@pytest.mark.parametrize("world", GROUPS)
-def test_a_choice_of_the_matrix(world: int, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
-    check(THIN[world], oracles, bf16_spread)
+@named([case for cases in THIN.values() for case in cases])
+def test_a_choice_of_the_matrix(
+    pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
+) -> None:
+    check(pool, case, oracles, bf16_spread)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", GROUPS)
-def test_the_whole_matrix(world: int, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
-    check(WHOLE[world], oracles, bf16_spread)
+@named([case for cases in WHOLE.values() for case in cases])
+def test_the_whole_matrix(pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]) -> None:
+    check(pool, case, oracles, bf16_spread)
 
 
+@named(STAGED)
 def test_collectives_by_way_of_the_host_train_the_same(
-    oracles: dict[str, Trained], bf16_spread: dict[str, Found]
+    pool: Pool, case: Case, oracles: dict[str, Trained], bf16_spread: dict[str, Found]
 ) -> None:
     """DeepSpeed's ZeRO 1-3 and the heads over `parallel.staged`, every tensor copied to and fro."""
-    check(STAGED, oracles, bf16_spread, "cpu")
+    check(pool, case, oracles, bf16_spread, "cpu")
+
+
+@pytest.fixture(scope="module")
+def gpu_oracles(pool: Pool, oracles: dict[str, Trained]) -> dict[str, Trained]:
+    """One rank on the GPU, with the GPU's kernels."""
+    found = {}
+    for kind in KINDS:
+        ((losses, norms, parameters),) = pool(train_alone, 1, Case(1, 1, 1, "fp32", 1, kind), staged="cuda")
+        tensors = {name: torch.from_numpy(array) for name, array in parameters.items()}
+        found[kind] = Trained(losses, norms, tensors, oracles[kind].start)
+    return found
+
+
+@pytest.fixture(scope="module")
+def gpu_bf16_spread(pool: Pool, gpu_oracles: dict[str, Trained]) -> dict[str, Found]:
+    return furthest(pool, gpu_oracles, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none here")
-def test_two_ranks_on_one_gpu_equal_one(oracles: dict[str, Trained]) -> None:
-    """The whole matrix of two ranks on one GPU, with the GPU's kernels; the oracle is one rank on that GPU.
+@NEEDS_GPU
+@named([Case(1, 1, 1, "fp32", 1, kind) for kind in KINDS])
+def test_one_rank_on_a_gpu_equals_the_cpu(pool: Pool, case: Case, oracles: dict[str, Trained]) -> None:
+    """As far from the plain formulas as other kernels' rounding takes it."""
+    check(pool, case, oracles, {}, "cuda", ON_GPU)
 
-    And that one rank is as far from the CPU's plain formulas as other kernels' rounding takes it.
-    """
-    alone = [Case(1, 1, 1, "fp32", 1, kind) for kind in KINDS]
-    on_gpu = {
-        kind: Trained(losses, norms, {n: torch.from_numpy(p) for n, p in parameters.items()}, oracles[kind].start)
-        for kind, (losses, norms, parameters) in run_ranks(train_alone, 1, alone, staged="cuda")[0].items()
-    }
-    check(alone, oracles, {}, "cuda", ON_GPU)
-    spread = furthest(run_ranks(run_cases, 1, UNSHARDED_BF16, on_gpu, staged="cuda")[0])
-    check(WHOLE[2], on_gpu, spread, "cuda", ON_GPU)
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@named(WHOLE[2])
+def test_two_ranks_on_one_gpu_equal_one(
+    pool: Pool, case: Case, gpu_oracles: dict[str, Trained], gpu_bf16_spread: dict[str, Found]
+) -> None:
+    check(pool, case, gpu_oracles, gpu_bf16_spread, "cuda", ON_GPU)
 
 
 def test_the_choice_covers_every_value() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
-from support.ranks import run_ranks
+from support.ranks import Pool
 from support.runs import as_rank
 
 from cqwen_dist.config import Config
-from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.sizes.architecture import Architecture
 from cqwen_dist.sizes.stage_sizes import stage_sizes
 from cqwen_dist.tools.plan.comm import step_messages
@@ -40,6 +41,7 @@ OPERATIONS = {
     "reduce_scatter_tensor": "reduce-scatter",
     "all_reduce": "all-reduce",
 }
+WATCHING = ExitStack()
 TINY = 64  # bytes for each rank: the counts of a step, norms, flags; every other message of these cases is larger
 
 
@@ -60,17 +62,21 @@ def config_of(zero: int, group: int, precision: str, accumulation: int, world: i
     )
 
 
-def said(cases: list[tuple[int, int, str, int, dict[str, Any]]]) -> list[tuple[Counter[Any], Counter[Any], int, int]]:
-    """(counted, planned) bytes by operation and group."""
-    runtime, traffic = as_rank(), Traffic(time.perf_counter)
-    with traffic.watching():  # around all: DeepSpeed keeps the functions that it finds first
-        return [_of_one(traffic, runtime, *case) for case in cases]
+@cache
+def traffic() -> Traffic:
+    """Of this rank, from its first case on: DeepSpeed keeps the functions that it finds first."""
+    traffic = Traffic(time.perf_counter)
+    WATCHING.enter_context(traffic.watching())
+    return traffic
 
 
-def _of_one(
-    traffic: Traffic, runtime: Runtime, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]
-) -> tuple[Counter[Any], Counter[Any], int, int]:
+def counted_and_planned(
+    zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]
+) -> tuple[Counter[Any], Counter[Any]]:
+    """Bytes by operation and group."""
     from cqwen_dist.tools.bench.rig import build_rig
+
+    runtime, watched = as_rank(), traffic()
 
     config = config_of(zero, group, precision, accumulation, runtime.world_size, extra)
     rig = build_rig(config, SIZES, runtime)
@@ -78,12 +84,12 @@ def _of_one(
     batches = rig.batches(plan)
     rig.step(batches, plan)
     rig.step(batches, plan)
-    traffic.on = True
+    watched.on = True
     rig.step(batches, plan)
-    traffic.on = False
+    watched.on = False
     counted: Counter[Any] = Counter()
     tiny = TINY * runtime.world_size
-    for operation, name, ranks, size in traffic.take()[0]:
+    for operation, name, ranks, size in watched.take()[0]:
         if size > tiny and ranks > 1:
             counted[OPERATIONS[operation], name if name in ("vocabulary", "replica") else "world"] += size
     (s,) = stage_sizes(config, Architecture.of(SIZES), world=runtime.world_size, kind="cpu")
@@ -91,26 +97,34 @@ def _of_one(
     for message in step_messages(s):
         if message.bytes > tiny:
             planned[message.operation, message.group] += message.bytes
-    return counted, planned, zero, group
+    return counted, planned
 
 
-CASES = {
-    2: [
-        (1, 2, "fp32", 2, {}),
-        (2, 1, "bf16", 2, {}),
-        (3, 2, "fp32", 2, WINDOW),
-        (3, 1, "fp32", 1, NO_WINDOW),
-        (3, 2, "fp32", 1, {}),
-    ],
-    4: [(1, 4, "bf16", 1, {}), (2, 2, "fp32", 2, {}), (3, 2, "fp32", 1, WINDOW)],
-}
+def case(world: int, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]) -> Any:
+    window = "" if not extra else ", all may stay gathered" if extra is WINDOW else ", nothing may stay gathered"
+    name = f"{world} ranks, ZeRO {zero}, groups of {group}, {precision}, {accumulation} micro-batches{window}"
+    marks = pytest.mark.slow if world == 4 else ()
+    return pytest.param(world, zero, group, precision, accumulation, extra, id=name, marks=marks)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_counted_bytes_are_the_planned(world: int) -> None:
-    for results in run_ranks(said, world, CASES[world]):
-        for counted, planned, zero, group in results:
-            assert counted == planned, f"ZeRO-{zero}, group {group}"
+CASES = [
+    case(2, 1, 2, "fp32", 2, {}),
+    case(2, 2, 1, "bf16", 2, {}),
+    case(2, 3, 2, "fp32", 2, WINDOW),
+    case(2, 3, 1, "fp32", 1, NO_WINDOW),
+    case(2, 3, 2, "fp32", 1, {}),
+    case(4, 1, 4, "bf16", 1, {}),
+    case(4, 2, 2, "fp32", 2, {}),
+    case(4, 3, 2, "fp32", 1, WINDOW),
+]
+
+
+@pytest.mark.parametrize(("world", "zero", "group", "precision", "accumulation", "extra"), CASES)
+def test_counted_bytes_equal_the_plan(
+    pool: Pool, world: int, zero: int, group: int, precision: str, accumulation: int, extra: dict[str, Any]
+) -> None:
+    for counted, planned in pool(counted_and_planned, world, zero, group, precision, accumulation, extra):
+        assert counted == planned
 
 
 def test_one_rank_says_nothing() -> None:

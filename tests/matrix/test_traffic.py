@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from matrix.sharded_training import Case, begin, config_of, enter, forward_and_backward, token_counts
-from support.ranks import run_ranks
+from support.ranks import Pool, groups_of
 
-from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.tools.plan.comm import Message, head_messages
 from cqwen_dist.training.stages import Schedule
 
@@ -65,47 +64,55 @@ def counting(strictly: bool) -> Iterator[list[Message]]:
             setattr(dist, name, original)
 
 
-def traffic(cases: list[tuple[Case, str]]) -> list[tuple[list[Message], list[Message]]]:
-    """(counted, expected) of the first two steps of every case, on this rank."""
+def traffic(case: Case, gate_grad: str) -> list[tuple[list[Message], list[Message]]]:
+    """(counted, expected) of the first two steps, on this rank."""
     results = []
-    for case, gate_grad in cases:
-        groups = build_groups(case.group)
-        engine, schedule = begin(case, groups), Schedule(config_of(case).stages, 1)
-        members = engine.heads.members
-        for step in range(2):
-            enter(engine, schedule, step)
-            with counting(case.kind == "heads") as counted:
-                forward_and_backward(case, groups, engine, step, gate_grad)
-                engine.step()
-            expected = head_messages(
-                token_counts(case, groups, step),
-                world=case.world,
-                columns=engine.model.action.cls_weight.shape[1],
-                gemm_bytes=2 if case.precision == "bf16" else 4,
-                rows=engine.model.action.rows,
-                row_columns=[m.parameter[0].numel() for m in members if m.has_rows],
-                matrices=[tuple(m.parameter.shape) for m in members if m.spread and not m.has_rows],
-                vectors=sum(m.parameter.numel() for m in members if not m.spread),
-                full_gate_grad=gate_grad == "full",
-                gloo=True,
-            )
-            if case.kind != "heads":  # DeepSpeed speaks in the world, and in groups of its own
-                counted, expected = ([m for m in found if m.group in OURS] for found in (counted, expected))
-            results.append((counted, expected))
+    groups = groups_of(case.group)
+    engine, schedule = begin(case, groups), Schedule(config_of(case).stages, 1)
+    members = engine.heads.members
+    for step in range(2):
+        enter(engine, schedule, step)
+        with counting(case.kind == "heads") as counted:
+            forward_and_backward(case, groups, engine, step, gate_grad)
+            engine.step()
+        expected = head_messages(
+            token_counts(case, groups, step),
+            world=case.world,
+            columns=engine.model.action.cls_weight.shape[1],
+            gemm_bytes=2 if case.precision == "bf16" else 4,
+            rows=engine.model.action.rows,
+            row_columns=[m.parameter[0].numel() for m in members if m.has_rows],
+            matrices=[tuple(m.parameter.shape) for m in members if m.spread and not m.has_rows],
+            vectors=sum(m.parameter.numel() for m in members if not m.spread),
+            full_gate_grad=gate_grad == "full",
+            gloo=True,
+        )
+        if case.kind != "heads":  # DeepSpeed speaks in the world, and in groups of its own
+            counted, expected = ([m for m in found if m.group in OURS] for found in (counted, expected))
+        results.append((counted, expected))
     return results
 
 
-SLOW = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1), (2, 1), (3, 3), (4, 4))]
+SIZES = [(2, 2), (4, 2), (1, 1), (2, 1), (3, 3), (4, 4)]
+CASES = [
+    pytest.param(
+        Case(world, group, zero, precision, accumulation, kind),
+        gate_grad,
+        id=f"{world} ranks, groups of {group}, ZeRO {zero}, {precision}, {kind}, gate {gate_grad}",
+        marks=() if (world, group) in SIZES[:2] else pytest.mark.slow,
+    )
+    for world, group in SIZES
+    for zero, precision, accumulation, kind, gate_grad in (
+        (1, "fp32", 2, "heads", "stop"),
+        (1, "bf16", 1, "heads", "full"),
+        *((zero, "fp32", 1, "heads+lora", "stop") for zero in (1, 2, 3)),
+    )
+]
 
 
-@pytest.mark.parametrize(("world", "group"), [(2, 2), (4, 2), *SLOW])
-def test_counted_is_the_formula(world: int, group: int) -> None:
-    cases = [
-        (Case(world, group, 1, "fp32", 2, "heads"), "stop"),
-        (Case(world, group, 1, "bf16", 1, "heads"), "full"),
-        *((Case(world, group, zero, "fp32", 1, "heads+lora"), "stop") for zero in (1, 2, 3)),
-    ]
-    for results in run_ranks(traffic, world, cases):
-        assert len(results) == 2 * len(cases)
+@pytest.mark.parametrize(("case", "gate_grad"), CASES)
+def test_counted_messages_equal_the_formula(pool: Pool, case: Case, gate_grad: str) -> None:
+    for results in pool(traffic, case.world, case, gate_grad):
+        assert len(results) == 2
         for counted, expected in results:
             assert sorted(counted, key=repr) == sorted(expected, key=repr)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import Pool
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, tiny_base
 
 from cqwen_dist.model.calibration import calibrate
@@ -118,11 +118,11 @@ def _levelled(loc: torch.Tensor, norm: torch.Tensor, vocab_group: int) -> tuple[
 
 
 @pytest.mark.parametrize("vocab_group", [1, 2])
-def test_two_ranks_take_what_one_takes(vocab_group: int) -> None:
+def test_two_ranks_take_what_one_takes(pool: Pool, vocab_group: int) -> None:
     model = model_of()
     loc = locations(model)
     norm = (loc @ model.action.cls_weight.T).logsumexp(-1).detach()
-    results = run_ranks(_levelled, 2, loc, norm, vocab_group)
+    results = pool(_levelled, 2, loc, norm, vocab_group)
     told = level(model, loc)
     for rank, (rows, said) in enumerate(results):
         start, stop = vocab_range(VOCAB, rank if vocab_group == 2 else 0, vocab_group)

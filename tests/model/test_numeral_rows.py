@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import Pool, groups_of
 from support.tiny import HIDDEN, NUM, VOCAB, random_batch, tiny_base, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,7 +23,6 @@ from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.initialise import VALUE_SHARE, start_regression
 from cqwen_dist.model.levelling import APART, rows_of
 from cqwen_dist.parallel.collectives import Stopped
-from cqwen_dist.parallel.groups import build_groups
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 DIGITS = list(range(80, 90))
@@ -235,35 +234,31 @@ def test_w_num_has_its_share_of_the_digits_norm() -> None:
 # ----------------------------------------------------------------------------------------------------------- ranks
 
 
-def _started_on_ranks(weights: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """For vocabulary groups of 1 and 2: the report, what was fitted, and what `rows_of` gives of it."""
-    base, found = tiny_base(), []
+def _started_on_ranks(weights: dict[str, Tensor], group: int) -> tuple[dict[str, Any], list[Any]]:
+    """The report, what was fitted, and what `rows_of` gives of it."""
+    base, groups = tiny_base(), groups_of(group)
     base.load_state_dict(weights)  # trained here again it would round apart
-    for size in (1, 2):
-        groups = build_groups(size)
-        start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
-        model = turned(base, number_dims=4, vocab_start=start, rows=stop - start)
-        batches = [batch_of(s) for s in range(4)][dist.get_rank() :: 2]
-        report = calibrate(model, batches, groups=groups, max_tokens=2000, numerals=DIGITS)
-        rows, bias = rows_of(model.action, [NUM, *DIGITS, 3], groups)
-        parts = (rows, bias, model.action.reg_bias, model.abduction.loc_net.weight[-4:], model.action.b_noise)
-        fitted = [part.detach().numpy().copy() for part in parts]
-        found.append({"report": asdict(report), "fitted": fitted})
-    return found
+    start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
+    model = turned(base, number_dims=4, vocab_start=start, rows=stop - start)
+    batches = [batch_of(s) for s in range(4)][dist.get_rank() :: 2]
+    report = calibrate(model, batches, groups=groups, max_tokens=2000, numerals=DIGITS)
+    rows, bias = rows_of(model.action, [NUM, *DIGITS, 3], groups)
+    parts = (rows, bias, model.action.reg_bias, model.abduction.loc_net.weight[-4:], model.action.b_noise)
+    return asdict(report), [part.detach().numpy().copy() for part in parts]
 
 
-def test_two_ranks_start_as_one() -> None:
+@pytest.mark.parametrize("group", [1, 2])
+def test_two_ranks_start_as_one(pool: Pool, group: int) -> None:
     model = turned(number_dims=4)
     # in the order of the ranks: what is left out together follows it
     one = asdict(calibrate(model, [batch_of(s) for s in (0, 2, 1, 3)], max_tokens=4000, numerals=DIGITS))
     rows, bias = rows_of(model.action, [NUM, *DIGITS, 3])
     parts = (rows, bias, model.action.reg_bias, model.abduction.loc_net.weight[-4:], model.action.b_noise)
-    for cases in run_ranks(_started_on_ranks, 2, digit_base().state_dict()):
-        for case in cases:
-            # P of a best word moves as the ridges round: fp32 logits, decomposed in float64
-            assert case["report"] == pytest.approx(one, rel=2e-3, abs=5e-3)
-            for found, expected in zip(case["fitted"], parts, strict=True):
-                torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=2e-3, rtol=2e-3)
+    for report, fitted in pool(_started_on_ranks, 2, digit_base().state_dict(), group):
+        # P of a best word moves as the ridges round: fp32 logits, decomposed in float64
+        assert report == pytest.approx(one, rel=2e-3, abs=5e-3)
+        for found, expected in zip(fitted, parts, strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=2e-3, rtol=2e-3)
 
 
 # ------------------------------------------------------------------------------------------------------ regression

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import Pool, groups_of
 from support.tiny import HIDDEN, NUM, VOCAB, tiny_base
 from torch import Tensor
 
 from cqwen_dist.heads.seed_losses import OvrClassificationLoss
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.start_search import Histogram, StartLogits, best_threshold_and_gamma
-from cqwen_dist.parallel.groups import ALONE, Groups, build_groups
+from cqwen_dist.parallel.groups import ALONE
 from cqwen_dist.parallel.vocab_parallel import vocab_range
 
 POINTS = [(0.0, 1.4), (6.0, 1e-2), (12.0, 1e-3), (-3.0, 0.3)]
@@ -181,18 +181,13 @@ def test_changed_rows_are_followed() -> None:
 # ------------------------------------------------------------------------------------------------------- ranks
 
 
-CASES = [(counts, group, used) for counts in ((45, 25), (70, 0), (0, 70)) for group in (1, 2) for used in (None, 60)]
 AT = (6.0, 1e-2)
 
 
-def _on_ranks(loc: Tensor, labels: Tensor) -> list[dict[str, Any]]:
-    """What a rank finds with its part of the tokens and of the rows, for each of CASES."""
-    groups = {size: build_groups(size) for size in (1, 2)}
-    return [_case(loc, labels, counts, groups[size], used) for counts, size, used in CASES]
-
-
 @torch.no_grad()
-def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, used: int | None) -> dict[str, Any]:
+def on_rank(loc: Tensor, labels: Tensor, counts: tuple[int, int], group: int, used: int | None) -> dict[str, Any]:
+    """What a rank finds with its part of the tokens and of the rows."""
+    groups = groups_of(group)
     start, stop = vocab_range(VOCAB, groups.vocab_rank, groups.vocab_size)
     model = model_of(start, stop - start)
     own = slice(counts[0]) if dist.get_rank() == 0 else slice(counts[0], None)
@@ -211,30 +206,31 @@ def _case(loc: Tensor, labels: Tensor, counts: tuple[int, int], groups: Groups, 
     }
 
 
+@pytest.mark.parametrize("used", [None, 60], ids=["all rows in use", "60 of 101 rows in use"])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("counts", [(45, 25), (70, 0), (0, 70)])
 @torch.no_grad()
-def test_two_ranks_see_what_one_sees() -> None:
-    """Also where a rank has no tokens; with 60 of 101 rows in use the second rank of a group has 9 of its 50 in use."""
+def test_two_ranks_see_what_one_sees(pool: Pool, counts: tuple[int, int], group: int, used: int | None) -> None:
+    """With 60 rows in use the second rank of a group has 9 of its 50 in use."""
     loc, labels = tokens()
     labels = labels.clamp(max=59)
-    model = model_of()
-    for rank, cases in enumerate(run_ranks(_on_ranks, 2, loc, labels)):
-        for (counts, group, used), found in zip(CASES, cases, strict=True):
-            one = search(model, loc, labels, used)
-            expected, (loss, best, prob_sum) = one.histogram(), one.at(*AT)
-            seen = Histogram(*(torch.from_numpy(x) if not isinstance(x, float) else x for x in found["histogram"]))
-            own = slice(None) if group == 2 else slice(counts[0]) if rank == 0 else slice(counts[0], None)
-            assert found["tokens"] == 70
-            # products of other shapes round apart: a logit may fall into the next cell, and the range end there
-            assert float(seen.words.sum()) == float(expected.words.sum())
-            assert (seen.middle, seen.spread) == pytest.approx((expected.middle, expected.spread), rel=1e-3)
-            labels_seen, labels_expected = seen.label_loc.sort().values, expected.label_loc.sort().values
-            torch.testing.assert_close(labels_seen, labels_expected, atol=1e-4, rtol=1e-5)
-            assert seen.loss(*AT) == pytest.approx(expected.loss(*AT), rel=1e-3)
-            assert found["loss"] == pytest.approx(loss, rel=1e-5)
-            if len(found["best"]):  # at a near tie rounding decides
-                assert float((torch.from_numpy(found["best"]) == best[own]).float().mean()) > 0.97
-                assert float((torch.from_numpy(found["best_logit"]) == one.best_logit()[own]).float().mean()) > 0.97
-            torch.testing.assert_close(torch.from_numpy(found["prob_sum"]), prob_sum, rtol=1e-3, atol=1e-5)
-            p = one.p_of(17, *AT)[own]
-            torch.testing.assert_close(torch.from_numpy(found["p"]), p, rtol=1e-3, atol=1e-6)
-            assert found["right"] == pytest.approx(float((best == labels).float().mean()), abs=0.03)
+    one = search(model_of(), loc, labels, used)
+    expected, (loss, best, prob_sum) = one.histogram(), one.at(*AT)
+    for rank, found in enumerate(pool(on_rank, 2, loc, labels, counts, group, used)):
+        seen = Histogram(*(torch.from_numpy(x) if not isinstance(x, float) else x for x in found["histogram"]))
+        own = slice(None) if group == 2 else slice(counts[0]) if rank == 0 else slice(counts[0], None)
+        assert found["tokens"] == 70
+        # products of other shapes round apart: a logit may fall into the next cell, and the range end there
+        assert float(seen.words.sum()) == float(expected.words.sum())
+        assert (seen.middle, seen.spread) == pytest.approx((expected.middle, expected.spread), rel=1e-3)
+        labels_seen, labels_expected = seen.label_loc.sort().values, expected.label_loc.sort().values
+        torch.testing.assert_close(labels_seen, labels_expected, atol=1e-4, rtol=1e-5)
+        assert seen.loss(*AT) == pytest.approx(expected.loss(*AT), rel=1e-3)
+        assert found["loss"] == pytest.approx(loss, rel=1e-5)
+        if len(found["best"]):  # at a near tie rounding decides
+            assert float((torch.from_numpy(found["best"]) == best[own]).float().mean()) > 0.97
+            assert float((torch.from_numpy(found["best_logit"]) == one.best_logit()[own]).float().mean()) > 0.97
+        torch.testing.assert_close(torch.from_numpy(found["prob_sum"]), prob_sum, rtol=1e-3, atol=1e-5)
+        p = one.p_of(17, *AT)[own]
+        torch.testing.assert_close(torch.from_numpy(found["p"]), p, rtol=1e-3, atol=1e-6)
+        assert found["right"] == pytest.approx(float((best == labels).float().mean()), abs=0.03)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.numerics import assert_close, ovr_prob_at, ovr_top_word
-from support.ranks import Pool
+from support.ranks import Pool, groups_of
 from support.tiny import random_batch, tiny_model
 from torch import Tensor
 
@@ -46,11 +45,6 @@ IN_GROUPS = pytest.mark.parametrize(("world", "group"), GROUPS.values(), ids=GRO
 SHARES = ["uneven", "one rank has all", "even"]  # of COUNTS
 OF_TOKENS = pytest.mark.parametrize("tokens", range(3), ids=SHARES)
 OF_WORDS = pytest.mark.parametrize("v", VOCABULARIES, ids=[f"{v} words" for v in VOCABULARIES])
-
-
-@cache
-def groups_of(size: int) -> Groups:
-    return build_groups(size)
 
 
 def with_groups(check: Callable[..., None], size: int, *args: Any) -> None:

@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,6 +26,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from support import rounding, stand_in_gpu
 
+from cqwen_dist.parallel.groups import Groups, build_groups
+
+MOST_RANKS = 7  # that a pool keeps up
 LIMIT_S = 400.0  # for what takes seconds where nothing else runs; pytest's own limit is longer, and says less
 # Two thirds of a tiny run are imports: DeepSpeed decorates an optimizer with torch.compile, which imports inductor.
 PRELOADED = [
@@ -181,7 +185,12 @@ class Pool:
 
     def __call__(self, fn: Callable[..., Any], world: int, *args: Any, staged: str = "") -> list[Any]:
         """As `run_ranks`."""
-        ranks = self._ranks.pop((world, staged), None) or Ranks(world, staged=staged)
+        ranks = self._ranks.pop((world, staged), None)
+        while ranks is None and sum(up for up, _ in self._ranks) + world > MOST_RANKS:
+            oldest = self._ranks.pop(next(iter(self._ranks)))
+            oldest.order(None)
+            oldest.end()
+        ranks = ranks or Ranks(world, staged=staged)
         ranks.order(fn, *args)
         found = ranks.results()
         self._ranks[world, staged] = ranks
@@ -192,6 +201,12 @@ class Pool:
             ranks.order(None)
         for ranks in self._ranks.values():
             ranks.end()
+
+
+@cache
+def groups_of(size: int) -> Groups:
+    """This rank's groups. A process keeps them: each takes sockets."""
+    return build_groups(size)
 
 
 def _rank(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import Pool
 from support.runs import as_rank
 
 from cqwen_dist.config import Config
@@ -54,29 +54,37 @@ def rig_of(zero: int, precision: str, pack: bool, layers: int = 2, accumulation:
     return build_rig(config, sizes, runtime)
 
 
-def waits(cases: list[tuple[int, str, bool]], accumulation: int) -> dict[str, Counter[str]]:
-    """By case and stage: where a step waits."""
+def waits(zero: int, precision: str, pack: bool, accumulation: int) -> dict[str, Counter[str]]:
+    """Where a step of each stage waits."""
     found: dict[str, Counter[str]] = {}
-    for zero, precision, pack in cases:
-        rig = rig_of(zero, precision, pack, accumulation=accumulation)
-        for stage in (0, 1):
-            plan = rig.enter(stage)
-            batches = rig.batches(plan)
-            for _ in range(3):  # ZeRO-3 records its order of modules; the throughput timer would start
-                rig.step(batches, plan)
-            with counting(t for batch in batches for t in batch.tensors()) as launches:
-                rig.step(batches, plan)
-                launches.end("step")
-            found[f"ZeRO-{zero} {precision} {plan.stage.name}"] = launches.waits["step"]
+    rig = rig_of(zero, precision, pack, accumulation=accumulation)
+    for stage in (0, 1):
+        plan = rig.enter(stage)
+        batches = rig.batches(plan)
+        for _ in range(3):  # ZeRO-3 records its order of modules; the throughput timer would start
+            rig.step(batches, plan)
+        with counting(t for batch in batches for t in batch.tensors()) as launches:
+            rig.step(batches, plan)
+            launches.end("step")
+        found[plan.stage.name] = launches.waits["step"]
     return found
 
 
-@pytest.mark.parametrize(("world", "accumulation", "most"), [(1, 2, 1), (2, 1, 2)])
-def test_a_step_waits_for_the_norm_and_between_ranks_for_the_counts(world: int, accumulation: int, most: int) -> None:
-    for found in run_ranks(waits, world, CASES if world == 1 else CASES[::2], accumulation):
-        for case, places in found.items():
-            assert sum(places.values()) <= most, f"{case}: {dict(places)}"
-            assert any("_finite_norm" in place for place in places), f"{case}: a NaN would go unnoticed"
+@pytest.mark.parametrize(
+    ("world", "accumulation", "most", "zero", "precision", "pack"),
+    [
+        pytest.param(*sizes, *case, id=f"{sizes[0]} ranks, ZeRO {case[0]}, {case[1]}")
+        for sizes, cases in (((1, 2, 1), CASES), ((2, 1, 2), CASES[::2]))
+        for case in cases
+    ],
+)
+def test_a_step_waits_for_the_norm_and_between_ranks_for_the_counts(
+    pool: Pool, world: int, accumulation: int, most: int, zero: int, precision: str, pack: bool
+) -> None:
+    for found in pool(waits, world, zero, precision, pack, accumulation):
+        for stage, places in found.items():
+            assert sum(places.values()) <= most, f"{stage}: {dict(places)}"
+            assert any("_finite_norm" in place for place in places), f"{stage}: a NaN would go unnoticed"
 
 
 def planted() -> list[str]:
@@ -100,8 +108,8 @@ def planted() -> list[str]:
     return [place.split(" at ")[0] for place in launches.waits[""].elements()]
 
 
-def test_the_counting_sees_what_waits() -> None:
-    (seen,) = run_ranks(planted, 1)
+def test_the_counting_sees_what_waits(pool: Pool) -> None:
+    (seen,) = pool(planted, 1)
     assert Counter(seen) == {
         **{
             "_local_scalar_dense": 4,
@@ -157,6 +165,6 @@ def few_and_many(zero: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_the_step_does_not_know_how_many_adapters_there_are(zero: int) -> None:
-    ((few, many),) = run_ranks(few_and_many, 1, zero)
+def test_the_step_does_not_know_how_many_adapters_there_are(pool: Pool, zero: int) -> None:
+    ((few, many),) = pool(few_and_many, 1, zero)
     assert few == many, "Python calls and operations of a step, with 28 tensors and with 84"
