@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.errors import Said
 from cqwen_dist.heads.abduction import AbductionNetwork
 from cqwen_dist.model import CausalQwenForCausalLM
@@ -52,6 +53,7 @@ def plain_model(model: CausalQwenForCausalLM, drop_bias: bool) -> tuple[PreTrain
 
     V: the base's own rows. Raises `UserError` if the bias is more than rounding, unless drop_bias is set.
     """
+    architecture(model.config.base["model_type"]).require("plain_export", OPTION, True)
     words = model.config.vocab_size - model.config.added_rows
     head, bias = (part[:words] for part in folded_head(model))
     size = float(bias.abs().max())

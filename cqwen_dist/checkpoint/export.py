@@ -30,6 +30,7 @@ from cqwen_dist.checkpoint.model_card import model_card, public_name
 from cqwen_dist.checkpoint.portable import write_code
 from cqwen_dist.checkpoint.resume import TrainState, base_digest, load_checkpoint, refuse_exchanged, refuse_strange
 from cqwen_dist.config import Config, UserError, load_config
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.custom import TRUST
 from cqwen_dist.config.errors import Said, reason_of
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
@@ -312,6 +313,7 @@ def _merged_and_cast(model: CausalQwenForCausalLM, merge: bool, dtype: str | Non
     if model.config.lora is not None:
         about["adapter"] = "merged" if merge else "in place, and separately in PEFT's format"
         if merge:
+            architecture(model.config.base["model_type"]).require("merge", "--merge", True)
             model.merge_adapters()
     if dtype == "bf16":
         cast(model, torch.bfloat16)

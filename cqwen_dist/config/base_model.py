@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from cqwen_dist.config.bases import check_model_type
+from cqwen_dist.config.architectures import LINEARS, architecture
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said, UserError
 from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Real, Section, refused
-from cqwen_dist.config.training import LINEARS, LoraConfig
+from cqwen_dist.config.training import LoraConfig
 
 TRAIN_TOKENIZER = "train"  # model.tokenizer: build one from the data
 
@@ -31,10 +31,9 @@ class ModelConfig(Section):
     """The base model and how it is turned causal."""
 
     name_or_path: str | None = None
-    """A Qwen2/2.5/3, Llama or Mistral folder or hub name; omit when `architecture` describes a model to build."""
+    """A base's folder or hub name (docs/bases.md says which); omit when `architecture` describes a model to build."""
     architecture: dict[str, Any] | None = None
-    """A transformers config (model_type qwen2, qwen3, llama or mistral, hidden_size, ...): built with random
-    weights."""
+    """A transformers config (model_type, hidden_size, ...): built with random weights."""
     tokenizer: str | None = None
     """Tokenizer folder or hub name; default: the model's own; `train`: one built from the data."""
     pretrain: PretrainConfig | None = None
@@ -118,7 +117,7 @@ class ModelConfig(Section):
             raise refused("pretrain", Said("it with name_or_path"), "only with architecture, on random weights")
         if self.architecture is not None:
             try:
-                check_model_type(self.architecture.get("model_type"), "architecture.model_type")
+                architecture(self.architecture.get("model_type"), "architecture.model_type")
             except UserError as error:
                 raise refused(error.key, error.found, error.allowed) from None
         total, noise = self.gamma_init, self.b_noise_init

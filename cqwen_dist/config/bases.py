@@ -1,40 +1,12 @@
-"""Which models can be a base, and why others cannot (docs/bases.md); the row for <NUM> in a vocabulary."""
+"""A base's vocabulary: the row for <NUM>, the words that spell numerals and line breaks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cqwen_dist.config.errors import Said, UserError
+from cqwen_dist.config.errors import UserError
 
-# The `model_type` of a base model (Qwen2.5 is qwen2, SmolLM2 llama).
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 BLOCK = 64  # rows are added up to the next multiple
-
-_OTHER = "its blocks are not a Llama's"
-_WHY = {
-    "moe": "it has experts; adapters and planner expect one linear map in each place",
-    "mixtral": "it has experts; adapters and planner expect one linear map in each place",
-    "gemma": "it scales embeddings inside its transformer, and later versions cap their logits",
-    "phi3": "q, k and v are one linear map",
-    "gpt": "positions are learnt, and its linear maps have other names",
-    "vl": "its text model is part of a larger one",
-    "llama4": "it has experts, and its text model is part of a larger one",
-    "mistral3": "its text model is part of a larger one",
-    "qwen3_5": "part of its attention is recurrent",
-    "qwen3_next": "part of its attention is recurrent, and it has experts",
-    "mamba": "it has no attention",
-}
-
-
-def check_model_type(kind: object, key: str, where: str = "") -> None:
-    """Raises `UserError`, with the reason, for a model type that is no base."""
-    if kind in ARCHITECTURES:
-        return
-    allowed = f"{', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}"
-    if kind is None:
-        raise UserError(key, Said("no value"), allowed, where)
-    why = next((why for part, why in _WHY.items() if part in str(kind)), _OTHER)
-    raise UserError(key, kind, f"{allowed} ({why}: docs/bases.md)", where)
 
 
 def numeral_ids(vocabulary: Mapping[str, int]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from cqwen_dist.config import yaml_text
+from cqwen_dist.config.architectures import BaseArchitecture, architecture
 from cqwen_dist.config.base_model import TRAIN_TOKENIZER, ModelConfig
 from cqwen_dist.config.data import DataConfig
 from cqwen_dist.config.errors import Said, UserError
@@ -211,6 +212,30 @@ class Config(Section):
         if self.train.precision != "bf16" and self.model.quantize != "none":
             allowed = "none with train.precision fp32 (4-bit weights are read in bf16), or bf16"
             raise refused("model.quantize", self.model.quantize, allowed)
+        if self.model.architecture is not None:
+            try:
+                self.fit_to(architecture(self.model.architecture["model_type"]))
+            except UserError as error:
+                raise refused(error.key, error.found, error.allowed) from None
+
+    def fit_to(self, base: BaseArchitecture) -> list[str]:
+        """Raises `UserError` for a key that asks what this kind of base does not support; returns notes on what is
+        experimental with it.
+        """
+        model, targets = self.model, self.model.lora.target_modules
+        for name in [] if targets == "all-linear" or not self.trains("lora") else targets:
+            if name not in base.linears:
+                allowed = f"names out of {', '.join(base.linears)}, or all-linear"
+                raise UserError("model.lora.target_modules", name, allowed)
+        asked = (
+            ("varlen", "model.attention", model.attention, model.attention == "varlen"),
+            ("compiled_layers", "model.compile_layers", True, model.compile_layers),
+            ("gradient_checkpointing", "model.gradient_checkpointing", True, model.gradient_checkpointing),
+            ("quantize", "model.quantize", model.quantize, model.quantize != "none"),
+            ("zero_3", "parallel.zero_stage", 3, self.parallel.zero_stage == 3),
+        )
+        notes = [base.require(capability, key, value) for capability, key, value, wanted in asked if wanted]
+        return [note for note in notes if note]
 
     def batch_sizes(self, stage: Stage) -> tuple[int, int]:
         """(global, micro) batch size of a stage."""

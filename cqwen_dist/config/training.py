@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from cqwen_dist.config.architectures import LINEARS
 from cqwen_dist.config.custom import import_path
 from cqwen_dist.config.errors import Said
 from cqwen_dist.config.fields import Above0, Count, NonNegative, Positive, Section, Share, Unit, WordId, refused
@@ -30,9 +31,6 @@ def rises(metric: str) -> bool:
 
 # How the names of an evaluation's metrics begin: on held-out texts, on the texts of data.watch.
 JUDGED = ("eval/", "watch/")
-
-# The linear maps of a layer of every base that is supported.
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class LoraConfig(Section):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from cqwen_dist.config import UserError
-from cqwen_dist.config.bases import check_model_type, rows_with_number
+from cqwen_dist.config.architectures import architecture
+from cqwen_dist.config.bases import rows_with_number
 from cqwen_dist.config.errors import Said, reason_of
 
 
@@ -91,16 +92,15 @@ def load_base(
     device: torch.device | None = None,
     rows_for: Callable[[int], int] | None = None,
 ) -> PreTrainedModel:
-    """A causal model (Qwen2/2.5/3, Llama, Mistral) by folder or hub name, safetensors only. Raises `UserError`.
+    """A causal model of one of `ARCHITECTURES` by folder or hub name, safetensors only. Raises `UserError`.
 
     quantize: `model.quantize`, as `quantized_loading`. rows_for: the rows that its vocabulary has -> those that it
     needs (a tokenizer's own `rows_for`); missing rows are added.
     """
     loading = quantized_loading(quantize, device or torch.device("cpu"))
+    config = base_config(name_or_path, trust_remote_code)
     path = str(_local_folder(name_or_path) or name_or_path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        check_model_type(getattr(config, "model_type", None), "model_type", name_or_path)
         rows = config.vocab_size if rows_for is None else rows_for(config.vocab_size)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -121,6 +121,17 @@ def load_base(
         del base.config.quantization_config  # it describes this run's memory, not the model that is exported
     add_rows(base, rows)
     return base
+
+
+def base_config(name_or_path: str, trust_remote_code: bool = False) -> Any:
+    """transformers' config of a base, by folder or hub name. Raises `UserError`, also for what cannot be a base."""
+    path = _local_folder(name_or_path) or name_or_path
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise base_refusal(name_or_path, error) from None
+    architecture(getattr(config, "model_type", None), "model_type", name_or_path)
+    return config
 
 
 def quantized_loading(kind: str, device: torch.device) -> dict[str, Any]:
@@ -207,19 +218,18 @@ def record_added_rows(config: Any, rows: int) -> None:
     config.vocab_size = rows
 
 
-def build_base(architecture: dict[str, Any], seed: int) -> PreTrainedModel:
+def build_base(settings: dict[str, Any], seed: int) -> PreTrainedModel:
     """A randomly initialised fp32 base from `model.architecture`, a transformers config. Raises `UserError`."""
-    check_model_type(architecture.get("model_type"), "model.architecture.model_type")
-    kind = str(architecture["model_type"])
-    if unknown := sorted(set(architecture) - set(AutoConfig.for_model(kind).to_dict())):
+    kind = architecture(settings.get("model_type"), "model.architecture.model_type").model_type
+    if unknown := sorted(set(settings) - set(AutoConfig.for_model(kind).to_dict())):
         raise UserError(f"model.architecture.{unknown[0]}", "no such key", f"a key of transformers' {kind} config")
     try:
-        config = AutoConfig.for_model(**architecture)
+        config = AutoConfig.for_model(**settings)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, AttributeError) as error:
-        raise UserError("model.architecture", architecture, f"a config that builds ({reason_of(error)})") from None
+        raise UserError("model.architecture", settings, f"a config that builds ({reason_of(error)})") from None
 
 
 def base_folder_of(name_or_path: str) -> Path:

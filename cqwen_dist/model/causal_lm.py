@@ -67,11 +67,7 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
-    _no_split_modules = [  # noqa: RUF012  what accelerate keeps on one device
-        "Qwen2DecoderLayer",
-        "Qwen3DecoderLayer",
-        "LlamaDecoderLayer",
-        "MistralDecoderLayer",
+    _no_split_modules = [  # noqa: RUF012  what accelerate keeps on one device, beside the base's layers
         "NumericalAwareEmbedding",
         "AbductionNetwork",
         "ActionNetwork",
@@ -81,6 +77,8 @@ class CausalQwenForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: CausalQwenConfig, model: CausalQwenModel | None = None) -> None:
         super().__init__(config)
         self.model = CausalQwenModel(config) if model is None else model
+        transformer: Any = self.model.transformer
+        self._no_split_modules = [*self._no_split_modules, *transformer._no_split_modules]
         if model is None:
             self.post_init()
 

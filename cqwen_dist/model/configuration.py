@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from cqwen_dist.config import UserError
+from cqwen_dist.config.architectures import USUAL
 from cqwen_dist.heads.targets import TargetTransform
 
 BESIDE_Z = 3  # the wide part's columns behind z: g rounded to z's dtype, the rest of it, and h
@@ -61,7 +62,7 @@ class CausalQwenConfig(PretrainedConfig):
         copies: int = 0,
         **kwargs: Any,
     ) -> None:
-        base_config = AutoConfig.for_model(**(base or {"model_type": "qwen2"}))
+        base_config = AutoConfig.for_model(**(base or {"model_type": USUAL}))
         self.base = json.loads(base_config.to_json_string(use_diff=False))  # as it will read from a file
         self.base.pop("_name_or_path", None)  # a path of the machine that it was trained on
         self.vocab_size = base_config.vocab_size

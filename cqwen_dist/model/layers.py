@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 
+from cqwen_dist.config.architectures import architecture
 from cqwen_dist.config.base_model import ModelConfig
 from cqwen_dist.model.lora import ADAPTER
 from cqwen_dist.model.varlen import attend_within_texts
@@ -25,24 +26,26 @@ from cqwen_dist.model.varlen import attend_within_texts
 
 def run_layers_as(transformer: Any, asked: ModelConfig) -> None:
     """Set a transformer's layers up for training, in place; names of modules and parameters stay."""
+    base = architecture(transformer.config.model_type)
     if asked.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    fuse_adapters(transformer)
+    if base.capabilities.fused_adapters.level != "unsupported":
+        fuse_adapters(transformer)
     if asked.attention == "varlen":
         attend_within_texts(transformer)
     if asked.compile_layers:
-        compile_layers(transformer)
+        compile_layers(transformer.get_submodule(base.layers))
 
 
-def compile_layers(transformer: nn.Module, **options: Any) -> None:
-    """Compile every layer in place by itself; options: torch.compile's.
+def compile_layers(layers: nn.Module, **options: Any) -> None:
+    """Compile each of a transformer's layers in place by itself; options: torch.compile's.
 
     The layers share their code, so it is compiled once: for each of gradients or none, adapters on or off, a mask or
     none, and at first for new shapes. What DeepSpeed and PEFT put around the layers is not touched.
     """
     # At its default of 8 kinds, dynamo gives the layers up for good and runs them uncompiled.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for layer in transformer.get_submodule("layers").children():
+    for layer in layers.children():
         layer.compile(**options)
 
 

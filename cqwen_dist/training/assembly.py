@@ -19,6 +19,7 @@ from cqwen_dist.checkpoint.manifest import Retention, choose_checkpoint, finish_
 from cqwen_dist.checkpoint.resume import base_digest
 from cqwen_dist.checkpoint.saving import Saver
 from cqwen_dist.config import Config, UserError, rises
+from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.dataset import TextDataset
 from cqwen_dist.data.load import Datasets, load_datasets
 from cqwen_dist.data.loader import EvalLoader, Loader
@@ -26,7 +27,7 @@ from cqwen_dist.data.statistics import NumericStatistics
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.heads.abduction import abduction_named
 from cqwen_dist.heads.fused_loss import LossOptions, gate_named
-from cqwen_dist.model.backbone import base_folder_of, load_base
+from cqwen_dist.model.backbone import base_config, base_folder_of, load_base
 from cqwen_dist.model.calibration import Features
 from cqwen_dist.model.causal_qwen import CausalQwenModel
 from cqwen_dist.model.layers import run_layers_as
@@ -236,6 +237,9 @@ def build_run(config: Config, runtime: Runtime) -> Run:
         progress.say(f"note: {note}")
 
     main_rank_first(lambda: build_run_base(config, progress.say, runtime.device))
+    shape = base_config(config.base_folder, config.model.trust_remote_code)
+    for note in config.fit_to(ARCHITECTURES[shape.model_type]):
+        progress.say(f"note: {note}")
     base, tokenizer = _load_base(config, runtime)
     context = base.model.config.max_position_embeddings
     for key, length in config.sequence_lengths().items():

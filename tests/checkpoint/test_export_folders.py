@@ -28,7 +28,7 @@ import cqwen_dist.auto  # noqa: F401  registers
 from cqwen_dist.checkpoint import export as export_module
 from cqwen_dist.checkpoint.export import export, load_trained, run_of
 from cqwen_dist.config import UserError
-from cqwen_dist.config.bases import ARCHITECTURES
+from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.auto_tokenizer import CausalQwenTokenizer
 from cqwen_dist.data.tokenizer import NumericalAwareTokenizer
 from cqwen_dist.generate.continuation import continue_text

@@ -26,6 +26,7 @@ from torch import nn
 
 from cqwen_dist.checkpoint.export import load_trained
 from cqwen_dist.config import UserError
+from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.backbone import load_base
@@ -119,7 +120,7 @@ def test_a_tied_head_is_the_token_table_and_rows_are_cut_from_the_file(tmp_path:
         base = tiny_base(tied=tied)
         place = tmp_path / str(tied)
         base.save_pretrained(place)
-        head = WeightFiles(place).head()
+        head = WeightFiles(place).head(ARCHITECTURES["qwen2"])
         weight = base.get_output_embeddings().weight.detach()
         assert torch.equal(head[:], weight)
         assert torch.equal(head[40:60], weight[40:60])

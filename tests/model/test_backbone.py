@@ -11,7 +11,7 @@ from support.numerics import assert_close
 from support.tiny import CONTEXT, random_batch, random_ids, tiny_base
 
 from cqwen_dist.config import UserError
-from cqwen_dist.config.bases import ARCHITECTURES
+from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.tokenizer import train_tokenizer
 from cqwen_dist.model import CausalQwenModel
 from cqwen_dist.model.backbone import FeatureExtractionNetwork, base_tokenizer, build_base, load_base
@@ -79,7 +79,7 @@ def test_features_of_a_training_batch_need_no_mask(kind: str) -> None:
         ("mixtral", "it has experts"),
         ("gemma2", "it scales embeddings"),
         ("phi3", "q, k and v are one linear map"),
-        ("gpt2", "positions are learnt"),
+        ("gpt2", "it learns positions"),
         ("qwen2_5_vl", "its text model is part of a larger one"),
         ("bert", "its blocks are not a Llama's"),
     ],

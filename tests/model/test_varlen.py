@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from cqwen_dist.batch import Batch, Texts
 from cqwen_dist.config import Config, LoraConfig
-from cqwen_dist.config.bases import ARCHITECTURES
+from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.data.collate import collate
 from cqwen_dist.data.store import Document, Sample
 from cqwen_dist.heads.fused_loss import LossOptions, TokenLabels, fused_loss
@@ -128,7 +128,7 @@ def test_compiled_layers_are_compiled_once_for_batches_of_any_texts() -> None:
     counter = CompileCounter()
     torch._dynamo.reset()
     plain, compiled = model_of("qwen3", within=True), model_of("qwen3", within=True)
-    compile_layers(compiled.transformer, backend=counter)
+    compile_layers(compiled.transformer.layers, backend=counter)
     frames = []
     for seed in range(4):
         draw = np.random.RandomState(seed)

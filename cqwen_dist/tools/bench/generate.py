@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import CompileConfig
 
+from cqwen_dist.config.architectures import USUAL
 from cqwen_dist.model import CausalQwenForCausalLM, CausalQwenModel
 from cqwen_dist.model.backbone import build_base
 from cqwen_dist.ops.products import dtype_of
@@ -53,7 +54,7 @@ def run(
     batches, new_tokens, precision = batches or own[0], new_tokens or own[1], precision or own[2]
     base: Any = build_base(
         {
-            "model_type": "qwen2",
+            "model_type": USUAL,
             "vocab_size": vocab,
             "hidden_size": hidden,
             "intermediate_size": hidden * 38 // 7,

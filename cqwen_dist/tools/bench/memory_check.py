@@ -24,6 +24,7 @@ from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cqwen_dist.config import Config, load_config
+from cqwen_dist.config.architectures import ARCHITECTURES, USUAL
 from cqwen_dist.config.reading import given_config
 from cqwen_dist.parallel.groups import Groups
 from cqwen_dist.parallel.runtime import Runtime, distributed
@@ -49,7 +50,7 @@ class Case(NamedTuple):
 
 
 SMALL: dict[str, Any] = {
-    "model_type": "qwen2",
+    "model_type": USUAL,
     "vocab_size": 4000,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -58,6 +59,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+NORMED = [kind for kind, base in ARCHITECTURES.items() if base.qk_norm]  # their norms of q and k take memory too
 ALL, NO_LORA, HEADS = ["heads", "embedding", "lora"], ["heads", "embedding"], ["heads"]
 BF16 = {"train.precision": "bf16"}
 QV = {"model.lora.target_modules": ["q_proj", "v_proj"]}
@@ -122,8 +124,8 @@ def _on_cpu() -> list[Case]:
         case("a large vocabulary, heads, bf16", BF16, HEADS, vocab_size=40_000),
         case("a large vocabulary, sampled", SAMPLED, vocab_size=40_000),
         case("a large vocabulary, sampled, heads", SAMPLED, HEADS, vocab_size=40_000),
-        case("qwen3", model_type="qwen3", head_dim=32),
-        case("qwen3, bf16", BF16, model_type="qwen3", head_dim=32),
+        *(case(kind, model_type=kind, head_dim=32) for kind in NORMED),
+        *(case(f"{kind}, bf16", BF16, model_type=kind, head_dim=32) for kind in NORMED),
         case("ZeRO-2", ZERO_2),
         case("C of 128", {"model.causal_size": 128}),
         case("long sequences", _batch(768, 1)),

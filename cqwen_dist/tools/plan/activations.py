@@ -8,9 +8,6 @@ from __future__ import annotations
 from cqwen_dist.sizes.stage_sizes import FP32, Sizes, masked
 
 INT64, BOOL = 8, 1
-# Which tensor a linear map reads: the output of the first or the second norm, or the activated product. o_proj reads
-# attention's output, which is kept anyway.
-_READS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
 
 
 def by_text(s: Sizes) -> bool:
@@ -33,9 +30,9 @@ def layer_saved(s: Sizes) -> int:
         each += w * 4 * q + a.heads * s.length * w
     else:
         each += w * (2 * q + 2 * kv) + a.heads * FP32
-    if a.model_type == "qwen3":
+    if a.kind.qk_norm:
         each += FP32 * (q + kv) + FP32 * (a.heads + a.kv_heads)  # the norms of q and k
-    if by_text(s) and "o_proj" in s.adapters and "lora" in s.trainable:
+    if by_text(s) and "attention" in _adapted(s) and "lora" in s.trainable:
         each += w * q  # the texts' outputs put together, beside each of them
     each += w * (2 if compiled else 3) * i  # gate, up, and act(gate), which compiled code makes again
     return s.tokens * (each + _adapters_saved(s))
@@ -49,7 +46,7 @@ def _adapters_saved(s: Sizes) -> int:
     lora, w = s.config.model.lora, s.width
     mask = (BOOL if s.kind == "cuda" else w) if lora.dropout else 0
     learns = "lora" in s.trainable or s.zero == 3
-    total, inputs = 0, {1, 2, 3} if s.zero == 3 else set()
+    total, inputs = 0, set(s.base.read_widths) if s.zero == 3 else set()
     for name in s.adapters:
         rows, columns, _ = s.base.linears[name]
         total += rows * mask
@@ -59,10 +56,15 @@ def _adapters_saved(s: Sizes) -> int:
             total += w * lora.r
             if lora.dropout:
                 total += w * rows  # each adapter drops for itself
-            elif name in _READS:
-                inputs.add(_READS[name])
-    widths = {1: s.base.hidden, 2: s.base.hidden, 3: s.base.intermediate}
-    return total + w * sum(widths[place] for place in inputs)
+            else:
+                inputs.add(s.base.kind.linears[name].reads)
+    # attention's output is kept anyway
+    return total + w * sum(s.base.read_widths[tensor] for tensor in inputs - {"attention"})
+
+
+def _adapted(s: Sizes) -> set[str]:
+    """The tensors of a layer that maps with an adapter read."""
+    return {s.base.kind.linears[name].reads for name in s.adapters}
 
 
 def saved(s: Sizes) -> int:
@@ -82,7 +84,7 @@ def batch(s: Sizes) -> int:
 def layer_backward(s: Sizes) -> int:
     """Held in addition, at most, while the last layer is differentiated: gradients of its widest part."""
     a, w, n = s.base, s.width, s.tokens
-    wide = 2 if "down_proj" in s.adapters and "lora" in s.trainable else 3
+    wide = 2 if "activation" in _adapted(s) and "lora" in s.trainable else 3
     recomputed = layer_saved(s) if s.checkpointing else 0
     return recomputed + n * (wide * w * a.intermediate + (w + FP32) * a.hidden)
 

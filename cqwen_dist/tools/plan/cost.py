@@ -128,7 +128,7 @@ def layer_bytes(s: Sizes) -> float:
     a, w = s.base, s.width
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     each = 2 * 32 * a.hidden + 6 * w * a.hidden + 10 * w * (q + kv) + 5 * w * a.intermediate
-    if a.model_type == "qwen3":
+    if a.kind.qk_norm:
         each += 32 * (q + kv)
     for name in s.adapters:
         rows, columns, _ = a.linears[name]

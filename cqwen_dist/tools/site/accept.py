@@ -27,6 +27,7 @@ from rich.table import Table
 
 from cqwen_dist.cluster.launch import STOPPED, launch, run_words
 from cqwen_dist.config import UserError
+from cqwen_dist.config.architectures import USUAL
 from cqwen_dist.parallel.collectives import Stopped
 from cqwen_dist.run.files import LATEST, METRICS, write_atomically
 from cqwen_dist.run.status import read_status
@@ -39,7 +40,7 @@ KILL_WAIT_S = 600.0
 RUN: dict[str, Any] = {
     "model": {
         "architecture": {
-            "model_type": "qwen2",
+            "model_type": USUAL,
             "vocab_size": 640,
             "hidden_size": 64,
             "intermediate_size": 192,

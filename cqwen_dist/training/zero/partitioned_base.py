@@ -18,18 +18,16 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from cqwen_dist.config import Config, UserError
-from cqwen_dist.config.bases import check_model_type
-from cqwen_dist.model.backbone import base_folder_of, base_refusal, mean_row, record_added_rows
+from cqwen_dist.config.architectures import ARCHITECTURES, BaseArchitecture
+from cqwen_dist.model.backbone import base_config, base_folder_of, mean_row, record_added_rows
 from cqwen_dist.ops.products import dtype_of
 from cqwen_dist.parallel.collectives import main_rank_first, naming
 from cqwen_dist.parallel.runtime import Runtime
 from cqwen_dist.training.zero.settings import deepspeed_config
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def join_deepspeed() -> None:
@@ -65,9 +63,9 @@ class WeightFiles:
         with safe_open(self.folder / self._files[name], framework="pt") as file:
             return file.get_slice(name)
 
-    def head(self) -> Any:
+    def head(self, base: BaseArchitecture) -> Any:
         """The output head [V,H], the token table where they are tied."""
-        return self.slice_of(HEAD if HEAD in self._files else EMBEDDING)
+        return self.slice_of(base.head if base.head in self._files else base.table)
 
 
 class WithMeanRows:
@@ -103,20 +101,17 @@ def load_partitioned_base(
     dtype, code = dtype_of(config.train.precision), config.model.trust_remote_code
     main_rank_first(lambda: base_folder_of(name_or_path))  # one rank downloads it for all
     folder = base_folder_of(name_or_path)
-    try:
-        shape = AutoConfig.from_pretrained(folder, trust_remote_code=code)
-    except (OSError, ValueError) as error:
-        raise base_refusal(name_or_path, error) from None
-    check_model_type(shape.model_type, "model_type", name_or_path)
+    shape = base_config(name_or_path, code)
+    names = ARCHITECTURES[shape.model_type]
     rows = shape.vocab_size if rows_for is None else rows_for(shape.vocab_size)
     files = WeightFiles(folder)
-    head, table = files.head(), files.slice_of(EMBEDDING)
+    head, table = files.head(names), files.slice_of(names.table)
     if rows > shape.vocab_size:
         head, table = WithMeanRows(head, rows), WithMeanRows(table, rows, dtype)
         record_added_rows(shape, rows)
 
     def read(name: str, value: Tensor) -> None:
-        whole: Tensor = (table if name == EMBEDDING else files.slice_of(name))[:]
+        whole: Tensor = (table if name == names.table else files.slice_of(name))[:]
         if whole.shape != value.shape:
             raise UserError("model.name_or_path", f"{name} of shape {tuple(whole.shape)}", f"{tuple(value.shape)}")
         value.copy_(whole)

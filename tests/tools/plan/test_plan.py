@@ -16,7 +16,7 @@ from support.runs import train_run, write_config
 
 from cqwen_dist.checkpoint.manifest import latest_checkpoint
 from cqwen_dist.config import Config, UserError, load_config
-from cqwen_dist.config.bases import ARCHITECTURES
+from cqwen_dist.config.architectures import ARCHITECTURES
 from cqwen_dist.sizes.architecture import Architecture, read_architecture
 from cqwen_dist.sizes.stage_sizes import stage_sizes
 from cqwen_dist.tools.plan import Plan, activations, command, memory, plan, render

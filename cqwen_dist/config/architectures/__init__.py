@@ -1,0 +1,28 @@
+"""The architectures that can be a base: one file each, and its line in `ARCHITECTURES` (floor 0: data, no torch)."""
+
+from __future__ import annotations
+
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture
+from cqwen_dist.config.architectures.llama import LLAMA
+from cqwen_dist.config.architectures.mistral import MISTRAL
+from cqwen_dist.config.architectures.qwen2 import QWEN2
+from cqwen_dist.config.architectures.qwen3 import QWEN3
+from cqwen_dist.config.architectures.refused import OTHER, REASONS
+from cqwen_dist.config.errors import Said, UserError
+
+ARCHITECTURES = {each.model_type: each for each in (QWEN2, QWEN3, LLAMA, MISTRAL)}
+USUAL = "qwen2"  # of a model that is built for a benchmark, and where no base is named
+# The linear maps that can have an adapter in any of them
+LINEARS = tuple(dict.fromkeys(name for each in ARCHITECTURES.values() for name in each.linears))
+
+
+def architecture(model_type: object, key: str = "model_type", where: str = "") -> BaseArchitecture:
+    """The architecture of this `model_type`. Raises `UserError`, with the reason, for one that cannot be a base."""
+    if isinstance(model_type, str) and model_type in ARCHITECTURES:
+        return ARCHITECTURES[model_type]
+    *names, last = ARCHITECTURES
+    allowed = f"{', '.join(names)} or {last}"
+    if model_type is None:
+        raise UserError(key, Said("no value"), allowed, where)
+    why = next((why for part, why in REASONS.items() if part in str(model_type)), OTHER)
+    raise UserError(key, model_type, f"{allowed} ({why}: docs/bases.md)", where)

@@ -1,0 +1,26 @@
+"""Llama and SmolLM. Every linear map may have a bias, and a config without key heads has as many as heads."""
+
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
+
+LLAMA = BaseArchitecture(
+    model_type="llama",
+    examples="Llama 2, 3, 3.1 and 3.2 (text), SmolLM, SmolLM2, TinyLlama",
+    defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    linears=llama_block(qkv="attention_bias", o="attention_bias", mlp="mlp_bias"),
+    spare_rows=False,
+    public={
+        "HuggingFaceTB/SmolLM2-135M": public_sizes(49_152, 576, 1_536, 30, 9, 3, True, 8_192),
+        "HuggingFaceTB/SmolLM2-360M": public_sizes(49_152, 960, 2_560, 32, 15, 5, True, 8_192),
+        "HuggingFaceTB/SmolLM2-1.7B": public_sizes(49_152, 2_048, 8_192, 24, 32, 32, True, 8_192),
+        "meta-llama/Llama-3.2-1B": public_sizes(128_256, 2_048, 8_192, 16, 32, 8, True, 131_072),
+        "meta-llama/Llama-3.2-3B": public_sizes(128_256, 3_072, 8_192, 28, 24, 8, True, 131_072),
+        "meta-llama/Llama-3.1-8B": public_sizes(128_256, 4_096, 14_336, 32, 32, 8, False, 131_072),
+        "meta-llama/Llama-3.1-70B": public_sizes(128_256, 8_192, 28_672, 80, 64, 8, False, 131_072),
+    },
+)

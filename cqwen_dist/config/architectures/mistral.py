@@ -1,0 +1,24 @@
+"""Mistral 7B and NeMo: Llama's layer without biases; attention may see a limited window."""
+
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
+
+_WHOLE = {"sliding_window": None}  # later releases attend to the whole text
+
+MISTRAL = BaseArchitecture(
+    model_type="mistral",
+    examples="Mistral 7B, Mistral NeMo, with a sliding window or without",
+    defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    linears=llama_block(),
+    window=4096,
+    spare_rows=False,
+    public={
+        "mistralai/Mistral-7B-v0.3": public_sizes(32_768, 4_096, 14_336, 32, 32, 8, False, 32_768) | _WHOLE,
+    },
+)

@@ -1,0 +1,26 @@
+"""Qwen3 (dense): Llama's layer with norms of q and k, and heads of a size of their own."""
+
+from cqwen_dist.config.architectures.base_architecture import BaseArchitecture, llama_block, public_sizes
+
+QWEN3 = BaseArchitecture(
+    model_type="qwen3",
+    examples="Qwen3 (dense)",
+    defaults={
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+    linears=llama_block(qkv="attention_bias", o="attention_bias"),
+    qk_norm=True,
+    public={
+        "Qwen/Qwen3-0.6B-Base": public_sizes(151_936, 1_024, 3_072, 28, 16, 8, True, 32_768),
+        "Qwen/Qwen3-1.7B-Base": public_sizes(151_936, 2_048, 6_144, 28, 16, 8, True, 32_768),
+        "Qwen/Qwen3-4B-Base": public_sizes(151_936, 2_560, 9_728, 36, 32, 8, True, 32_768),
+        "Qwen/Qwen3-8B-Base": public_sizes(151_936, 4_096, 12_288, 36, 32, 8, False, 32_768),
+        "Qwen/Qwen3-14B-Base": public_sizes(151_936, 5_120, 17_408, 40, 40, 8, False, 32_768),
+    },
+)

@@ -1,0 +1,181 @@
+"""Architectures are data: no other module asks for one by name, and what their files say is what the package does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from support.exported import tiny_pair, write_folder
+from support.tiny import tiny_base, tiny_model
+
+from cqwen_dist.checkpoint.export import export
+from cqwen_dist.config import Config, LoraConfig, UserError
+from cqwen_dist.config.architectures import ARCHITECTURES, LINEARS, USUAL, architecture
+from cqwen_dist.config.architectures.base_architecture import Capabilities, Linear, Support
+from cqwen_dist.model.layers import FusedLinear, run_layers_as
+from cqwen_dist.sizes.architecture import Architecture
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / "cqwen_dist" / "config" / "architectures"
+NAME = re.compile(rf"({'|'.join(ARCHITECTURES)})\w*", re.IGNORECASE)
+OURS = re.compile("causal_?qwen", re.IGNORECASE)  # the model_type of an exported model, which is no base's
+BROKEN = Support("unsupported", "its layers have hooks")
+
+
+def by_name(source: str) -> Iterator[str]:
+    """The places in a module that compare a `model_type`, or name an architecture or a class of one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and not OURS.search(text := ast.unparse(node)):
+            sides = [node.left, *node.comparators]
+            if any(_reads_model_type(side) for side in sides):
+                yield f"{node.lineno}: {text}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.fullmatch(node.value):
+            yield f"{node.lineno}: {node.value}"
+
+
+def _reads_model_type(node: ast.expr) -> bool:
+    if isinstance(node, (ast.Attribute, ast.Name)):
+        return "model_type" in (getattr(node, "attr", ""), getattr(node, "id", ""))
+    asked = node.args if isinstance(node, ast.Call) else [node.slice] if isinstance(node, ast.Subscript) else []
+    return any(isinstance(part, ast.Constant) and part.value == "model_type" for part in asked)
+
+
+def test_no_module_outside_the_folder_compares_a_model_type_or_names_an_architecture() -> None:
+    files = [p for part in ("cqwen_dist", "experiments", "launch") for p in (ROOT / part).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{place}"
+        for path in files
+        if HOME not in path.parents
+        for place in by_name(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "ask `architecture(model_type)` for a value, or give it a new field: " + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if a.model_type == b: pass",
+        "x = found['model_type'] in known",
+        "x = found.get('model_type') != kind",
+        "x = getattr(config, 'model_type', None) == kind",
+        "x = kind == 'qwen3'",
+        "sizes = {'mistral': 1}",
+        "layers = ['LlamaDecoderLayer']",
+    ],
+)
+def test_the_check_sees_an_architecture_by_name(source: str) -> None:
+    assert list(by_name(source))
+
+
+def test_the_check_lets_the_rest_pass() -> None:
+    assert not list(by_name("x = architecture(config.model_type)\ny = 'Qwen/Qwen2.5-0.5B'\nz = 'as Llama does'"))
+    assert not list(by_name("x = found.get('model_type') == CausalQwenConfig.model_type"))
+    assert not list(by_name("x = config.model_type == 'causal_qwen'\ny = kind in ('model_type', 'extra')"))
+
+
+def test_a_file_of_an_architecture_is_short_and_is_in_the_list() -> None:
+    files = {p.stem: p for p in HOME.glob("*.py")}
+    assert all(len(files[kind].read_text(encoding="utf-8").splitlines()) <= 60 for kind in ARCHITECTURES)
+    assert {*files} == {*ARCHITECTURES, "__init__", "base_architecture", "refused"}
+    assert USUAL in ARCHITECTURES
+
+
+def test_the_page_has_every_architecture_and_what_works_on_it() -> None:
+    page = (ROOT / "docs" / "bases.md").read_text(encoding="utf-8")
+    for kind, base in ARCHITECTURES.items():
+        assert f"| `{kind}` | {base.examples} |" in page
+    assert f"| | {' | '.join(f'`{kind}`' for kind in ARCHITECTURES)} |" in page
+    for each in fields(Capabilities):
+        levels = [getattr(base.capabilities, each.name).level for base in ARCHITECTURES.values()]
+        assert re.search(rf"^\| `{each.name}`: [^|]+ \| {re.escape(' | '.join(levels))} \|$", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_names_are_those_of_the_real_model(kind: str) -> None:
+    base, real = architecture(kind), tiny_base(kind)
+    layer = real.model.get_submodule(base.layers)[0]
+    assert [n.rsplit(".", 1)[-1] for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)] == [*base.linears]
+    assert {base.table, base.head} <= real.state_dict().keys()
+    assert base.qk_norm == any("q_norm" in name for name, _ in layer.named_parameters())
+    assert base.window is None or real.config.sliding_window == 5
+
+
+def config_of(kind: str, **sections: Any) -> Config:
+    model = {"architecture": {"model_type": kind}, **sections.pop("model", {})}
+    return Config.model_validate({"model": model, "data": {"train": "x"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("capability", "sections", "key"),
+    [
+        ("varlen", {"model": {"attention": "varlen"}}, "model.attention"),
+        ("compiled_layers", {"model": {"compile_layers": True}}, "model.compile_layers"),
+        ("gradient_checkpointing", {"model": {"gradient_checkpointing": True}}, "model.gradient_checkpointing"),
+        ("quantize", {"model": {"quantize": "nf4"}, "train": {"precision": "bf16"}}, "model.quantize"),
+        ("zero_3", {"parallel": {"zero_stage": 3}}, "parallel.zero_stage"),
+    ],
+)
+def test_what_an_architecture_does_not_support_is_refused_with_the_reason(
+    capability: str, sections: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config_of("llama", **sections)
+    for support, notes in ((Support(), []), (Support("experimental", "untried"), ["untried"])):
+        base = replace(ARCHITECTURES["llama"], capabilities=replace(Capabilities(), **{capability: support}))
+        assert [note.rpartition(": ")[2] for note in settings.fit_to(base)] == notes
+        assert all(note.startswith(f"{key}: ") for note in settings.fit_to(base))
+    broken = replace(base, capabilities=replace(Capabilities(), **{capability: BROKEN}))
+    monkeypatch.setitem(ARCHITECTURES, "llama", broken)
+    with pytest.raises(UserError, match=rf"^{key}: .*another base than llama \(its layers have hooks") as refusal:
+        settings.fit_to(broken)
+    with pytest.raises(ValueError, match="its layers have hooks"):  # pydantic's, as reading.py takes it
+        config_of("llama", **sections)
+    assert refusal.value.key == key
+
+
+@pytest.mark.parametrize("capability", ["plain_export", "merge"])
+def test_an_export_that_an_architecture_does_not_support_is_refused(
+    capability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny_pair(lora=LoraConfig().model_dump(), kind="llama")
+    folder = write_folder(tmp_path / "in", model, tokenizer)
+    broken = replace(ARCHITECTURES["llama"], capabilities=Capabilities(**{capability: BROKEN}))
+    monkeypatch.setitem(ARCHITECTURES, "llama", broken)
+    option, key = {"plain_export": ("as_base", "--as-base"), "merge": ("merge", "--merge")}[capability]
+    with pytest.raises(UserError, match=rf"{key}: found True.*its layers have hooks"):
+        export(folder, tmp_path / "out", drop_bias=True, **{option: True})
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_adapters_stay_pefts_where_an_architecture_cannot_fuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for support, kept in ((Support(), FusedLinear), (BROKEN, PeftLinear)):
+        base = replace(ARCHITECTURES["llama"], capabilities=Capabilities(fused_adapters=support))
+        monkeypatch.setitem(ARCHITECTURES, "llama", base)
+        transformer = tiny_model("llama", lora=LoraConfig().model_dump()).transformer
+        run_layers_as(transformer, config_of("llama").model)
+        assert {type(m) for m in transformer.modules() if isinstance(m, PeftLinear)} == {kept}
+
+
+def test_an_architecture_with_other_maps_is_planned_and_its_targets_are_its_own() -> None:
+    """Such as one with q, k and v in one map: its file alone says so."""
+    maps = {"qkv_proj": Linear("attention norm", "hidden", "queries", True), **ARCHITECTURES["llama"].linears}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        del maps[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ARCHITECTURES, "odd", replace(ARCHITECTURES["llama"], model_type="odd", linears=maps))
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
+        base = Architecture.of({"model_type": "odd", **sizes, "attention_bias": True})
+        assert base.linears["qkv_proj"] == (64, 64, True)
+        assert base.linears["o_proj"] == (64, 64, True)
+        assert not base.linears["up_proj"][2]
+        assert base.lora_parameters(4, ["qkv_proj"]) == 3 * 4 * (64 + 64)
+        allowed = "names out of qkv_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear"
+        with pytest.raises(UserError, match=f"target_modules: found 'q_proj', allowed: {allowed}"):
+            config_of("llama").fit_to(architecture("odd"))
+    assert "qkv_proj" not in LINEARS
