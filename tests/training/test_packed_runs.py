@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
-from support.runs import losses, metrics, set_back, train_run, write_config
+from support.ranks import run_ranks
+from support.runs import as_rank, losses, metrics, set_back, train_run, write_config
 
 from cqwen_dist.checkpoint.export import export
 from cqwen_dist.checkpoint.manifest import checkpoint_folder
+from cqwen_dist.config import load_config
 from cqwen_dist.model import varlen
 from cqwen_dist.training.telemetry.progress import Progress
+from cqwen_dist.training.trainer import train_on
 
 FAR = "parallel.zero_stage=3", "parallel.vocab_group_size=2", "model.gradient_checkpointing=true"
 
@@ -32,14 +35,18 @@ def test_losses_and_evaluations_are_the_masks(
         assert metrics(run)[-1][name] == pytest.approx(metrics(masked)[-1][name], rel=1e-5)
 
 
-def test_a_run_goes_on_to_the_bit_and_its_export_names_no_attention_of_ours(
-    masked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _train_and_say(config: str, overrides: list[str]) -> list[str]:
+    """As `train_run`, on this rank; the lines of its console."""
+    said: list[str] = []
+    Progress.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
+    train_on(load_config(config, overrides), as_rank())
+    return said
+
+
+def test_a_run_goes_on_to_the_bit_and_its_export_names_no_attention_of_ours(masked: Path, tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     config, own = masked.parent / "config.yaml", "model.attention=varlen"
-    said: list[str] = []
-    monkeypatch.setattr(Progress, "say", lambda self, text, *args: said.append(text))
-    train_run(config, own, f"run.dir={run}")
+    said = run_ranks(_train_and_say, 1, str(config), [own, f"run.dir={run}"])[0]
     assert "note: model.attention: varlen with qwen2 is experimental: not yet measured on a GPU" in said
     set_back(run, copy, 3)
     train_run(config, own, f"run.dir={copy}")
