@@ -142,8 +142,7 @@ def _intervals(folder: Path) -> dict[str, Any] | None:
     try:
         found = read_intervals(folder)
     except ValueError as error:
-        allowed = "levels and n as an evaluation wrote them"
-        raise UserError(CALIBRATION, Said(str(error)), allowed, str(folder)) from None
+        raise UserError(CALIBRATION, Said(str(error)), "levels and n as evaluations write them", str(folder)) from None
     return found.to_dict() if found.factors else None
 
 
@@ -249,8 +248,7 @@ def _write_all_but_weights(
     if config.calibration is not None:
         _write_json(folder / CALIBRATION, config.calibration)
     if config.lora is not None:
-        adapter = folder / "adapter"
-        adapter.mkdir()
+        (adapter := folder / "adapter").mkdir()
         features = {name: p.detach().contiguous() for name, p in model.model.features.named_parameters()}
         save_file(to_peft(features), adapter / WEIGHTS)
         write_config(adapter, config.lora, base)
